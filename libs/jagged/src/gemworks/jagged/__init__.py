@@ -1,0 +1,1 @@
+"""Attention, norms and pooling on packed variable-length sequences, without padding."""

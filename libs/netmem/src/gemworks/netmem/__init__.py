@@ -1,0 +1,1 @@
+"""Network and memory planned together: budgets, offload, SM-free collectives."""

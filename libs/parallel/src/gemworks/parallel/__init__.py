@@ -1,0 +1,1 @@
+"""Topology-aware five-dimensional parallelism for large recommenders."""

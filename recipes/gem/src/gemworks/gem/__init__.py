@@ -1,0 +1,1 @@
+"""A reference GEM: model, data, training loop and launch components."""

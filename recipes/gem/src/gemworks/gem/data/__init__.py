@@ -1,0 +1,1 @@
+"""Readers: stateful, in time order, producing `gemworks.gem.schema.Batch`."""

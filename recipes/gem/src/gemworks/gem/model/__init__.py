@@ -1,0 +1,1 @@
+"""The GEM model. Nothing here knows of parallelism."""

@@ -1,0 +1,1 @@
+"""The gemworks command line: train, evaluate, plan, benchmark, diagnose."""
