@@ -1,9 +1,10 @@
-"""Each package's wheel builds and holds what it should; each library's wheel works alone, with torch and nothing else."""
+"""Each wheel builds and holds what it should; each library's wheel works alone, with torch and nothing else."""
 
 from __future__ import annotations
 
 import email
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -40,7 +41,13 @@ print(json.dumps({
 
 def command(*words: str | Path, folder: Path | None = None) -> str:
     done = subprocess.run(
-        [str(word) for word in words], cwd=folder, capture_output=True, text=True, timeout=900, check=False
+        [str(word) for word in words],
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
@@ -62,7 +69,7 @@ def site_packages(python: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory, packages) -> dict[str, Path]:
-    """Package name -> its wheel, built from a copy that holds tracked kinds of files only."""
+    """Package name -> its wheel, built from a copy of the package's folder, so that nothing beside it is needed."""
     folder = tmp_path_factory.mktemp("wheels")
     built = {}
     for package in packages:
@@ -78,7 +85,7 @@ def wheels(tmp_path_factory, packages) -> dict[str, Path]:
 def torch_environment(tmp_path_factory) -> Path:
     """An environment that holds torch and what torch asks for, from the registry; returns its site-packages."""
     python = new_environment(tmp_path_factory.mktemp("torch") / "venv")
-    pip(python, "install", "--quiet", "--constraint", CONSTRAINTS, "torch", "numpy")
+    pip(python, "install", "--quiet", "--constraint", CONSTRAINTS, "torch")
     return site_packages(python)
 
 
