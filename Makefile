@@ -11,7 +11,7 @@ MACHINE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 MACHINE := $(MACHINE)
 
 PRESET ?= small
-RUN_DIR ?= runs/movielens-$(PRESET)
+RUN_DIR ?=
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
@@ -23,6 +23,10 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check
 # On a CPU a stand-in of the same name takes the place of the CUDA-only fbgemm-gpu that torchrec asks for.
 STUB_cpu := constraints/fbgemm-gpu-stub
 STUB_cuda :=
+
+# What `make train` runs: the recipe's component on torchx's local scheduler. It takes a GPU if PyTorch sees one.
+TRAIN = torchx run --scheduler local_cwd --wait --log recipes/gem/src/gemworks/gem/components.py:train \
+    --preset $(PRESET) $(if $(RUN_DIR),--run_dir $(RUN_DIR)) -- $(TRAIN_ARGS)
 
 # torchx starts the trainer by name, so the environment's programs come first.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -52,7 +56,7 @@ $(CONSTRAINTS):
 	@echo "MACHINE=$(MACHINE): no $@; known: $(patsubst constraints/%.txt,%,$(wildcard constraints/c*.txt))" >&2; exit 1
 
 train: $(STAMP) ## train GEM on MovieLens-100K (PRESET, RUN_DIR, TRAIN_ARGS='--set train.max_steps=20')
-	@echo "train: to be joined"
+	$(TRAIN)
 
 test: $(STAMP) ## the CPU tests, without the slow ones (PYTEST_ARGS)
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 pytest -m "not slow and not gpu" --numprocesses $(WORKERS) $(PYTEST_ARGS)
