@@ -33,7 +33,8 @@ O = torch.tensor([0, 2, 5])
 
 
 def flash(q: Any = X, k: Any = X, v: Any = X, offsets_q: Any = O, offsets_k: Any = None, **kw: Any) -> Any:
-    return flash_attention(q, k, v, offsets_q, offsets_k, **({"max_length_q": 4} | kw))
+    kw.setdefault("max_length_q", 4)
+    return flash_attention(q, k, v, offsets_q, offsets_k, **kw)
 
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
