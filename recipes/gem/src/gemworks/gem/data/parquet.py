@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
-
 from gemworks.gem.data.checks import IdPolicy
 from gemworks.gem.data.parquet_decode import RowGroupDecoder, check_column_type
 from gemworks.gem.data.parquet_schema import SCHEMA_FILE, ParquetSchema, read_schema
 from gemworks.gem.data.table import EventColumns, IdColumn, Slices, Table
 from gemworks.gem.schema import Batch
+from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
 SPLITS = ("train", "valid", "test")
