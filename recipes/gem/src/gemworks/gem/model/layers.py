@@ -1,0 +1,73 @@
+"""The small parts that everything uses: linear layers with stated initial scale, MLP, gate, dropout, dtype of a product.
+
+Letters: D input width, O output width, n tokens. "Unit" means entries of variance 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+def linear(
+    num_in: int, num_out: int, *, gain: float = 1.0, bias: bool = True, device: torch.device | None = None
+) -> nn.Linear:
+    """A linear layer whose output has variance gain^2 on a unit input: weights normal with gain / sqrt(num_in), bias 0."""
+    layer = nn.Linear(num_in, num_out, bias=bias, device=device)
+    nn.init.normal_(layer.weight, std=gain / math.sqrt(num_in))
+    if bias:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def normal(*shape: int, std: float, device: torch.device | None = None) -> nn.Parameter:
+    """A parameter with independent normal entries."""
+    return nn.Parameter(torch.randn(*shape, device=device) * std)
+
+
+class Mlp(nn.Module):
+    """Linear, GELU, linear: [..., num_in] to [..., num_out]."""
+
+    def __init__(
+        self, num_in: int, hidden: int, num_out: int, *, gain: float = 1.0, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        self.up = linear(num_in, hidden, gain=math.sqrt(2.0), device=device)  # GELU halves the second moment
+        self.down = linear(hidden, num_out, gain=gain, device=device)
+
+    def forward(self, x_D: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.up(x_D)))
+
+
+class Gate(nn.Module):
+    """`gate(x) = x * 2 sigmoid(mlp(x))`, [..., D] to [..., D].
+
+    The factor 2 makes a fresh gate the identity on average, so that scale does not halve with each layer; it is absorbed
+    by the next weights and adds nothing to what the gate of InterFormer (arXiv 2411.09852), x * sigmoid(mlp(x)), can say.
+    """
+
+    def __init__(self, dim: int, hidden: int, *, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.mlp = Mlp(dim, hidden, dim, gain=0.5, device=device)
+
+    def forward(self, x_D: Tensor) -> Tensor:
+        return x_D * (2.0 * torch.sigmoid(self.mlp(x_D)))
+
+
+class TokenMap(nn.Module):
+    """`W x` over the token axis: [B, n_in, D] to [B, n_out, D] with one weight [n_out, n_in] for all columns."""
+
+    def __init__(self, num_in: int, num_out: int, *, gain: float = 1.0, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.weight = normal(num_out, num_in, std=gain / math.sqrt(num_in), device=device)
+
+    def forward(self, x_BnD: Tensor) -> Tensor:
+        return torch.matmul(self.weight, x_BnD)
+
+
+def unit_rms(x_D: Tensor) -> Tensor:
+    """Dense (not jagged) RMS norm over the last dim without affine, in the dtype of x."""
+    return functional.rms_norm(x_D, x_D.shape[-1:], eps=1e-6)
