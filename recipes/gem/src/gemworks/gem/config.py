@@ -15,7 +15,20 @@ from typing import Any, Literal
 from gemworks.gem.typed_config import ConfigError, build, to_mapping, to_toml
 
 AttentionKind = Literal["block", "window", "full"]
-Activation = Literal["gelu", "silu", "relu"]
+# The activations of gemworks.jagged.gdpa, spelled out because importing them would import torch.
+Activation = Literal[
+    "identity",
+    "relu",
+    "squared_relu",
+    "leaky_relu",
+    "gelu",
+    "gelu_tanh",
+    "fast_gelu",
+    "silu",
+    "fast_silu",
+    "hardswish",
+    "tanh",
+]
 
 
 def _check(condition: bool, key: str, got: object, expected: str) -> None:
@@ -170,7 +183,7 @@ class ModelConfig:
         )
         for name in counts.split():
             _check(getattr(self, name) > 0, f"model.{name}", getattr(self, name), "a positive integer")
-        _check(_is_power_of_two(self.block), "model.block", self.block, "a power of two such as 64")
+        _check(self.block in (32, 64, 128), "model.block", self.block, "32, 64 or 128")
         if isinstance(self.pffn_scale, float):
             _check(self.pffn_scale > 0, "model.pffn_scale", self.pffn_scale, "a positive number")
         _check(self.time_scale_seconds > 0, "model.time_scale_seconds", self.time_scale_seconds, "a positive number")

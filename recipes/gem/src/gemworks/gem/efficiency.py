@@ -52,7 +52,9 @@ class LengthHistogram:
 
     @staticmethod
     def of_law(law: LengthLawName, max_length: int, num_samples: float) -> LengthHistogram:
-        """The expected histogram of `num_samples` lengths: uniform on [1, max], on [0.4 max, max], or Zipf 1.2 on [1, max].
+        """The expected histogram of `num_samples` lengths under a law.
+
+        uniform: on [1, max]; uniform_0.7: uniform on [0.4 max, max]; zipf: length^-1.2 on [1, max].
 
         >>> LengthHistogram.of_law("uniform", 4, 8).counts
         {1: 2.0, 2: 2.0, 3: 2.0, 4: 2.0}

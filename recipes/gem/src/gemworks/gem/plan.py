@@ -1,4 +1,4 @@
-"""Which parts a GEM layer has and how many tokens meet in it: read by the model that builds and by the counter that counts."""
+"""Which parts a GEM layer has and how many tokens meet in it: read by the model and by the FLOP counter."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def fmb_tokens(num_tokens: int, config: GemConfig) -> int:
     if not 0 < num_fmb < num_tokens:
         raise ConfigError(
             f"model.num_fmb_tokens: got {num_fmb}, expected 1..{num_tokens - 1}: a Wukong layer here has {num_tokens} "
-            f"tokens (num_summary_tokens plus every event type's num_sequence_tokens) and keeps some for its linear part"
+            f"tokens (num_summary_tokens plus all num_sequence_tokens) and keeps some for its linear part"
         )
     return num_fmb
 

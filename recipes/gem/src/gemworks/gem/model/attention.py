@@ -18,8 +18,8 @@ from torch import Tensor, nn
 class SelfAttention(nn.Module):
     """`s + W_o attend(rope(norm(q)), rope(norm(k)), v)` with `q, k, v = norm(s) W_qkv`; bidirectional.
 
-    QK-norm is an RMS norm per head without affine, before the rotation. `W_o` starts small, so that a fresh layer passes
-    its input through and the stream stays at unit scale.
+    QK-norm is an RMS norm per head without affine, before the rotation. `W_o` starts small, so that a fresh layer
+    mostly passes its input through and the stream stays near unit scale.
     """
 
     def __init__(self, sizes: EventSizes, config: ModelConfig, *, device: torch.device | None = None) -> None:

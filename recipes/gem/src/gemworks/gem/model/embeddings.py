@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from gemworks.gem.schema import Batch, IdFeature, Schema
+from gemworks.jagged import mean_pool
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -30,7 +31,7 @@ class SparseEmbeddings(nn.Module):
 
     Tables that some event type uses are read row by row, by an `EmbeddingCollection`, and so are the sample's features
     that share such a table (they are averaged per sample afterwards): this way the item of the sample and the items of
-    the history have the same rows. The tables of the sample alone are read by an `EmbeddingBagCollection` that averages.
+    the history have the same rows. Tables of the sample alone are read by an `EmbeddingBagCollection` that averages.
 
     Args:
         schema: names of features and their tables.
@@ -140,8 +141,4 @@ def _select(ids: KeyedJaggedTensor, names: tuple[str, ...]) -> KeyedJaggedTensor
 
 def _mean_rows(jagged: JaggedTensor) -> Tensor:
     """Mean of each sample's rows, [B, W]; 0 for none."""
-    offsets, values = jagged.offsets(), jagged.values()
-    num = offsets.diff()
-    rows_T = torch.repeat_interleave(num, output_size=values.shape[0])
-    sums = values.new_zeros(num.shape[0], values.shape[1]).index_add(0, rows_T, values)
-    return sums / num.clamp(min=1).unsqueeze(1).to(values.dtype)
+    return mean_pool(jagged.values(), jagged.offsets())

@@ -38,27 +38,27 @@ class Sequence:
 
 
 class MaskNetMerge(nn.Module):
-    """`s = mlp(cat * sigmoid(mask_mlp(cat)))`, [T, M] to [T, D]; the mask is doubled, as in `Gate`.
+    """`s = mlp(cat * sigmoid(mask_mlp(cat)))`, [T, M] to [T, D].
 
-    Source: Kunlun, arXiv 2602.10016, after MaskNet (Wang et al., arXiv 2102.07619). `mlp` is one linear layer, as all of
-    what follows is deep.
+    Source: Kunlun, arXiv 2602.10016, after MaskNet (Wang et al., arXiv 2102.07619). `mlp` is one linear layer: all that
+    follows is deep.
     """
 
     def __init__(self, num_in: int, hidden: int, dim: int, *, device: torch.device | None = None) -> None:
         super().__init__()
         self.mask_up = linear(num_in, hidden, gain=2.0, device=device)
         self.mask_down = linear(hidden, num_in, device=device)
-        self.out = linear(num_in, dim, gain=4.0, device=device)
+        self.out = linear(num_in, dim, gain=8.0, device=device)
 
     def forward(self, cat_TM: Tensor) -> Tensor:
-        mask_TM = 2.0 * torch.sigmoid(self.mask_down(torch.relu(self.mask_up(cat_TM))))
+        mask_TM = torch.sigmoid(self.mask_down(torch.relu(self.mask_up(cat_TM))))
         return self.out(cat_TM * mask_TM)
 
 
 class BucketEncoding(nn.Module):
     """Learned tables of position (from the newest event) and of age, in buckets, added to the tokens.
 
-    Bucket of a position p: floor(4 log2(1 + p)); of an age dt: floor(4 log(1 + dt / scale)); both capped at the last row.
+    Bucket of a position p: floor(4 log2(1 + p)); of an age dt: floor(4 log(1 + dt / scale)); capped at the last row.
     """
 
     def __init__(self, num_buckets: int, dim: int, scale_seconds: float, *, device: torch.device | None = None) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class EventBlock(nn.Module):
-    """The part of a layer that belongs to one event type: `s' = self_attention(PFFN(s, x_sum))`, and its seed pooling."""
+    """What belongs to one event type in a layer: `s' = self_attention(PFFN(s, x_sum))`, and its seed pooling."""
 
     def __init__(self, config: GemConfig, sizes: EventSizes, layer: int, *, device: torch.device | None = None) -> None:
         super().__init__()
@@ -59,7 +59,8 @@ class GemLayer(nn.Module):
     ) -> None:
         super().__init__()
         model = config.model
-        self.summary = TokenMap(num_tokens, model.num_summary_tokens, device=device)
+        # The gate halves at first: twice the scale in keeps unit scale out.
+        self.summary = TokenMap(num_tokens, model.num_summary_tokens, gain=2.0, device=device)
         self.gate = Gate(model.dim, model.gate_dim, device=device)
         self.interaction = MixtureOfExperts(interaction_tokens(config, events), config, device=device)
         self.blocks = nn.ModuleList(EventBlock(config, sizes, layer, device=device) for sizes in events)

@@ -1,4 +1,4 @@
-"""The small parts that everything uses: linear layers with stated initial scale, MLP, gate, dropout, dtype of a product.
+"""The small parts that everything uses: linear layers with a stated initial scale, MLP, gate, token map.
 
 Letters: D input width, O output width, n tokens. "Unit" means entries of variance 1.
 """
@@ -15,7 +15,7 @@ from torch.nn import functional
 def linear(
     num_in: int, num_out: int, *, gain: float = 1.0, bias: bool = True, device: torch.device | None = None
 ) -> nn.Linear:
-    """A linear layer whose output has variance gain^2 on a unit input: weights normal with gain / sqrt(num_in), bias 0."""
+    """A linear layer with output variance gain^2 on a unit input: weights normal, std gain / sqrt(num_in), bias 0."""
     layer = nn.Linear(num_in, num_out, bias=bias, device=device)
     nn.init.normal_(layer.weight, std=gain / math.sqrt(num_in))
     if bias:
@@ -43,18 +43,14 @@ class Mlp(nn.Module):
 
 
 class Gate(nn.Module):
-    """`gate(x) = x * 2 sigmoid(mlp(x))`, [..., D] to [..., D].
-
-    The factor 2 makes a fresh gate the identity on average, so that scale does not halve with each layer; it is absorbed
-    by the next weights and adds nothing to what the gate of InterFormer (arXiv 2411.09852), x * sigmoid(mlp(x)), can say.
-    """
+    """`gate(x) = x * sigmoid(mlp(x))`, [..., D] to itself; x / 2 at first. Source: InterFormer, arXiv 2411.09852."""
 
     def __init__(self, dim: int, hidden: int, *, device: torch.device | None = None) -> None:
         super().__init__()
-        self.mlp = Mlp(dim, hidden, dim, gain=0.5, device=device)
+        self.mlp = Mlp(dim, hidden, dim, gain=0.25, device=device)
 
     def forward(self, x_D: Tensor) -> Tensor:
-        return x_D * (2.0 * torch.sigmoid(self.mlp(x_D)))
+        return x_D * torch.sigmoid(self.mlp(x_D))
 
 
 class TokenMap(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
-from gemworks.gem.config import EventSizes, ModelConfig
+from gemworks.gem.config import Activation, EventSizes, ModelConfig
 from gemworks.gem.model.events import Sequence
 from gemworks.gem.model.layers import TokenMap, linear, normal
 from gemworks.jagged import gdpa, layer_norm, rms_norm
@@ -62,7 +62,8 @@ class Pffn(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads, self.head_dim = sizes.num_heads, sizes.head_dim
-        self.scale, self.activation = scale, config.pffn_activation
+        self.scale = scale
+        self.activation: Activation = config.pffn_activation
         rows, num_summary = config.pffn_rows, config.num_summary_tokens
         self.keys = WeightGenerator(rows, num_summary, config.dim, sizes, gain=1.0, device=device)
         # About a third of a sum of K activations is uncorrelated: V starts at the size that keeps o near LN(s).

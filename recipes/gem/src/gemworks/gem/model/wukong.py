@@ -17,9 +17,10 @@ from torch.nn import functional
 
 
 class WukongLayer(nn.Module):
-    """`X' = LN([FMB(X) || LCB(X)] + X)`, `FMB = reshape(MLP(LN(flatten(X (X^T Y)))))`, `LCB = W_L X`: [B, n, D] to itself.
+    """`X' = LN([FMB(X) || LCB(X)] + X)`, [B, n, D] to itself.
 
-    `X^T Y` with `Y [n, k]` first: never the n x n products. Norms have no affine.
+    `FMB = reshape(MLP(LN(flatten(X (X^T Y)))))`, `LCB = W_L X`. `X^T Y` with `Y [n, k]` first: never the
+    n x n products. Norms have no affine.
     """
 
     def __init__(self, num_tokens: int, config: GemConfig, *, device: torch.device | None = None) -> None:
