@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from gemworks.jagged._attention_args import autocast, check_attention, make_mask
 from gemworks.jagged._dense import Align
 from gemworks.jagged._packing import make_plan
 from gemworks.jagged.ops.gdpa.activations import ACTIVATIONS, Activation
 from gemworks.jagged.ops.gdpa.reference import gdpa_reference
+from torch import Tensor
 
 
 def gdpa(
@@ -35,10 +34,10 @@ def gdpa(
     Args:
         q, k, v, offsets_q, offsets_k, max_length_q, max_length_k, causal, window, align, shared_query: as for
             `flash_attention`.
-        scale: factor of the products, required. A constant of the model, never the batch's own longest length: a sample
-            must not depend on its neighbours.
+        scale: factor of the products, required. A constant of the model, never the batch's own longest length: a
+            sample must not depend on its neighbours.
         activation: identity, relu, squared_relu, leaky_relu (slope 0.01), gelu (erf), gelu_tanh, fast_gelu, silu,
-            fast_silu, hardswish, tanh. The fast ones are polynomials, right for every finite input (ops/gdpa/README.md).
+            fast_silu, hardswish, tanh. The fast ones are polynomials, right for every finite input (see its README).
 
     Returns:
         [Tq, N, V], or [B, R, N, V] with `shared_query`, in q's dtype. Rows of empty sequences and rows past

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
 from gemworks.jagged.ops.flash_attention.op import flash_attention
 from gemworks.jagged.ops.gdpa.activations import Activation
 from gemworks.jagged.ops.gdpa.op import gdpa
+from torch import Tensor
 
 
 def seed_pool(
@@ -40,6 +38,7 @@ def seed_pool(
     Raises:
         ValueError: as for `flash_attention` and `gdpa`; qk_norm with an activation.
 
+    >>> import torch
     >>> k = torch.randn(5, 2, 4)
     >>> seed_pool(torch.randn(3, 2, 4), k, k, torch.tensor([0, 5, 5]), max_length_k=8).shape
     torch.Size([2, 3, 2, 4])
