@@ -143,7 +143,7 @@ def test_all_empty_sequences(variant: str):
 
 @pytest.mark.parametrize("variant", ["default", "full", "gdpa_pooling", "buckets", "skip"])
 def test_empty_batch(variant: str):
-    """B = 0: logits [0, K], and a backward pass that leaves every gradient zero."""
+    """B = 0: logits [0, K], and a backward pass that changes nothing."""
     model = build(tiny(**VARIANTS[variant]))
     logits = model(random_batch(SCHEMA, {"click": [], "view": []}))
     assert logits.shape == (0, 2)
@@ -168,24 +168,15 @@ def test_deterministic(variant: str):
 def test_bf16_autocast(variant: str):
     model = build(tiny(**VARIANTS[variant]))
     batch = random_batch(SCHEMA, LENGTHS)
-    exact = model(batch)
+    exact = model(batch).detach()
     with torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(model, batch)
-        rounded = model(batch)
+        rounded = model(batch).detach()
     loss.backward()
     assert missing_gradients(model) == []
     assert rounded.dtype == torch.float32
     assert float((rounded - exact).abs().max()) < 0.05
     assert float((rounded - exact).abs().max()) > 0.0
-
-
-def test_float64_runs():
-    model = build(tiny()).double()
-    batch = random_batch(SCHEMA, LENGTHS)
-    batch.dense_BC = batch.dense_BC.double()
-    for events in batch.events.values():
-        events.floats_TC = events.floats_TC.double()
-    assert model(batch).shape == (8, 2)
 
 
 def test_order_and_time_matter():
@@ -202,11 +193,7 @@ def test_order_and_time_matter():
             swapped = values.clone()
             swapped[[0, 3]] = torch.tensor([2, 1])
             one, two = (
-                model(
-                    dataclasses.replace(
-                        batch, event_ids=type(batch.event_ids)(batch.event_ids.keys(), v, batch.event_ids.lengths())
-                    )
-                )
+                model(dataclasses.replace(batch, event_ids=KeyedJaggedTensor(keys, v, lengths=lengths)))
                 for v in (values, swapped)
             )
             assert float((one - two).abs().max()) > 1e-5
@@ -256,7 +243,11 @@ def test_sample_and_history_share_rows():
 
 
 def test_streams_start_at_unit_scale():
-    """Tokens of every layer and of every sequence have an RMS near 1 in a fresh model, and logits are near 0."""
+    """In a fresh model tokens and summaries have an RMS near 1 and logits are near 0.
+
+    The PFFN adds a vector of RMS 1, mostly along its input, so a sequence grows by about 1 with each layer; all that
+    reads it normalises first.
+    """
     config = get_preset("small").with_model(num_layers=6, events={}, skip="none")
     model = build(config).eval()
     scales: dict[str, float] = {}
@@ -277,7 +268,9 @@ def test_streams_start_at_unit_scale():
         layer.register_forward_hook(record(f"layer{i}"))
     with torch.no_grad():
         logits = model(random_batch(SCHEMA, LENGTHS))
-    assert all(0.3 < scale < 4.0 for scale in scales.values()), scales
+    for name, scale in scales.items():
+        layer = int(name[len("layer")])
+        assert 0.5 < scale < (2.5 + layer if ".s" in name else 1.6), scales
     assert float(logits.abs().max()) < 0.7
 
 
