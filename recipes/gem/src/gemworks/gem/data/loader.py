@@ -15,10 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-
 from gemworks.gem.data.hashing import permutation
 from gemworks.gem.schema import Batch, Schema
+from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
 _WAIT_SECONDS = 0.1
@@ -43,8 +42,9 @@ class Loader:
     """Batches of one split, epoch after epoch, resumable at any batch boundary.
 
     One pass of `for batch in loader` gives the rest of the current epoch; leaving it early keeps the position. Steps of
-    all ranks pair up: step k of the ranks together holds the samples that one process with `world_size * batch_size`
-    would see. In the last step the remaining samples are spread as evenly as possible, so a rank may get an empty batch.
+    all ranks pair up: step k of the ranks together holds the samples that one process with batches of
+    `world_size * batch_size` would see. In the last step the
+    remaining samples are spread as evenly as possible, so a rank may get an empty batch.
 
     Args:
         source: where samples come from.
