@@ -143,7 +143,8 @@ def test_jagged_batch_agrees_with_brute_force():
 
 def test_window_of_the_model_is_the_window_that_is_counted():
     """The model's attention reaches exactly `window` keys to each side: a change further away leaves a token alone."""
-    config = get_preset("tiny").with_model(attention="window", window=3, num_layers=1, num_event_types=1)
+    config = get_preset("tiny").with_data(num_event_types=1, source="parquet")
+    config = config.with_model(attention="window", window=3, num_layers=1, num_event_types=1)
     torch.manual_seed(0)
     model, batch = Gem(ONE_EVENT, config), random_batch(ONE_EVENT, {"click": [20]})
     tokens = model.events[0]

@@ -128,7 +128,7 @@ def large() -> GemConfig:
             head_hidden_dim=512,
             reuse_hsp=False,
         ),
-        data=DataConfig(source="synthetic", batch_size=1152, max_length=2048, num_samples=1 << 20),
+        data=DataConfig(source="synthetic", batch_size=1152, max_length=2048, num_samples=1 << 20, num_event_types=1),
         train=TrainConfig(dtype="bfloat16"),
     )
 
@@ -161,7 +161,14 @@ def frontier() -> GemConfig:
             reuse_hsp=True,
             skip="alternate",
         ),
-        data=DataConfig(source="synthetic", batch_size=1152, max_length=32768, length_law="zipf", num_samples=1 << 30),
+        data=DataConfig(
+            source="synthetic",
+            batch_size=1152,
+            max_length=32768,
+            length_law="zipf",
+            num_samples=1 << 30,
+            num_event_types=10,
+        ),
         optimizer=OptimizerConfig(warmup_steps=2000),
         train=TrainConfig(dtype="bfloat16"),
     )
