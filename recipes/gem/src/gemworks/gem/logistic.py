@@ -5,7 +5,6 @@ Shapes: N samples, F categorical fields, C float columns, V rows of all fields t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +67,7 @@ class LogisticRegression:
         id_weights_V: float64 [V].
         float_weights_C: float64 [C], for standardised columns.
         mean_C, std_C: the training set's.
-        l2: the penalty it was fitted with.
+        l2: the penalty of the id weights it was fitted with.
     """
 
     bias: Tensor
@@ -87,13 +86,14 @@ class LogisticRegression:
 def fit(
     x: Features, labels_N: Tensor, *, l2: float, start: LogisticRegression | None = None, max_iterations: int = 200
 ) -> LogisticRegression:
-    """Minimises the summed log-loss + l2 / 2 * (squared weights, bias left free), by L-BFGS in float64: convex, so the start only
-    saves time.
+    """Minimises summed log-loss + l2 / 2 * squared id weights + 1/2 * squared float weights, by L-BFGS in float64.
+
+    Convex, so the start only saves time. The few float weights get a nominal penalty: it is the ids that overfit.
 
     Args:
         x: training inputs; float columns are standardised by their own mean and deviation.
         labels_N: [N] in {0, 1}.
-        l2: penalty, > 0.
+        l2: penalty of the id weights, > 0.
         start: a solution to begin from, of the same inputs.
 
     Raises:
@@ -112,7 +112,8 @@ def fit(
     if num_samples == 0 or float(labels_N.min()) == float(labels_N.max()):
         raise ValueError(f"labels_N: got {num_samples} labels of one class, expected both; train on a longer part")
     floats_NC = x.floats_NC.double()
-    mean_C, std_C = floats_NC.mean(0), floats_NC.std(0, correction=0)
+    mean_C = floats_NC.mean(0)
+    std_C = (floats_NC - mean_C).square().mean(0).sqrt()
     std_C = torch.where(std_C > 0, std_C, torch.ones_like(std_C))
     standard_NC = (floats_NC - mean_C) / std_C
     rows_NF = x.rows_NF
@@ -136,7 +137,7 @@ def fit(
         optimizer.zero_grad()
         ids_V, floats_C = weights[1 : 1 + num_rows], weights[1 + num_rows :]
         logits = weights[0] + ids_V[rows_NF].sum(1) + standard_NC @ floats_C
-        penalty = 0.5 * l2 * (ids_V**2).sum() + 0.5 * (floats_C**2).sum()
+        penalty = 0.5 * (l2 * ids_V.square().sum() + floats_C.square().sum())
         loss = (log_loss(logits, labels_N).sum() + penalty) / num_samples
         loss.backward()
         return loss
@@ -151,26 +152,3 @@ def fit(
         std_C=std_C,
         l2=l2,
     )
-
-
-def fit_best(
-    train: Features,
-    train_labels_N: Tensor,
-    valid: Features,
-    valid_labels_N: Tensor,
-    *,
-    penalties: Sequence[float],
-) -> LogisticRegression:
-    """Fits one model per penalty, strongest first (each starts from the one before), and keeps the one with the lowest log-loss on
-    the validation part."""
-    best: LogisticRegression | None = None
-    best_loss = float("inf")
-    model: LogisticRegression | None = None
-    for l2 in sorted(penalties, reverse=True):
-        model = fit(train, train_labels_N, l2=l2, start=model)
-        loss = float(log_loss(model.logits(valid), valid_labels_N).mean())
-        if loss < best_loss:
-            best, best_loss = model, loss
-    if best is None:
-        raise ValueError("penalties: got none that gives a finite validation loss, expected at least one positive number")
-    return best
