@@ -117,7 +117,7 @@ def test_assignments_read_types():
         ("model.events.click.dim=65", "model.events.click.dim: got 65, expected heads"),
         ("model.events.click.num_layers=9", "model.events.click.num_layers: got 9, expected at most"),
         ("model.num_sequence_tokens=9", "model.num_sequence_tokens: got 9, expected at most model.num_seeds = 8"),
-        ("model.block=48", "model.block: got 48, expected a power of two"),
+        ("model.block=48", "model.block: got 48, expected 32, 64 or 128"),
         ("model.dropout=1.0", "model.dropout: got 1.0, expected a probability"),
         ("data.max_length=100", "data.max_length: got 100, expected a power of two"),
         ("data.batch_size=0", "data.batch_size: got 0, expected a positive integer"),

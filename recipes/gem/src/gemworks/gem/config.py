@@ -15,7 +15,20 @@ from typing import Any, Literal
 from gemworks.gem.typed_config import ConfigError, build, to_mapping, to_toml
 
 AttentionKind = Literal["block", "window", "full"]
-Activation = Literal["gelu", "silu", "relu"]
+# The activations of gemworks.jagged.gdpa, spelled out because importing them would import torch.
+Activation = Literal[
+    "identity",
+    "relu",
+    "squared_relu",
+    "leaky_relu",
+    "gelu",
+    "gelu_tanh",
+    "fast_gelu",
+    "silu",
+    "fast_silu",
+    "hardswish",
+    "tanh",
+]
 
 
 def _check(condition: bool, key: str, got: object, expected: str) -> None:
@@ -104,6 +117,8 @@ class ModelConfig:
         num_fmb_tokens: output tokens of a Wukong layer that come from the factorisation machine block; the others are
             linear combinations of its inputs. None: half of them.
         embedding_dim: width of the embedding tables.
+        num_dense_tokens: tokens made from the dense columns by one MLP.
+        dense_hidden_dim: hidden width of that MLP.
         mask_dim: hidden width of the MaskNet gate that merges an event's embeddings.
         gate_dim: hidden width of the summary gate's MLP, x * sigmoid(mlp(x)).
         head_tokens: tokens into which the head maps the last layer's tokens before its MLP.
@@ -137,9 +152,11 @@ class ModelConfig:
     expert_dim: int
     wukong_rank: int
     embedding_dim: int
+    dense_hidden_dim: int
     mask_dim: int
     gate_dim: int
     head_hidden_dim: int
+    num_dense_tokens: int = 4
     expert_layers: int = 1
     num_fmb_tokens: int | None = None
     head_tokens: int = 4
@@ -162,11 +179,11 @@ class ModelConfig:
         counts = (
             "num_layers num_event_types num_tokens num_summary_tokens num_seeds num_sequence_tokens kronecker_rank "
             "pffn_rows num_experts expert_layers expert_dim wukong_rank embedding_dim mask_dim gate_dim head_tokens "
-            "head_hidden_dim window num_time_buckets"
+            "num_dense_tokens dense_hidden_dim head_hidden_dim window num_time_buckets"
         )
         for name in counts.split():
             _check(getattr(self, name) > 0, f"model.{name}", getattr(self, name), "a positive integer")
-        _check(_is_power_of_two(self.block), "model.block", self.block, "a power of two such as 64")
+        _check(self.block in (32, 64, 128), "model.block", self.block, "32, 64 or 128")
         if isinstance(self.pffn_scale, float):
             _check(self.pffn_scale > 0, "model.pffn_scale", self.pffn_scale, "a positive number")
         _check(self.time_scale_seconds > 0, "model.time_scale_seconds", self.time_scale_seconds, "a positive number")
