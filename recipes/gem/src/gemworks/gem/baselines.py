@@ -1,7 +1,7 @@
 """The bars a model has to clear: two logistic regressions on the same split as the model.
 
-`identity` knows user and item. `history` also knows the causal running rate and count of both: it is strong, since most of what
-can be known about a rating is how generous the user and how popular the item has been so far.
+`identity` knows user and item. `history` also knows the causal running rate and count of both: it is strong, since
+most of what can be known about a rating is how generous the user and how popular the item has been so far.
 
 Shapes: N samples.
 """
@@ -14,11 +14,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
 from gemworks.gem.logistic import Features, LogisticRegression, fit
 from gemworks.gem.metrics import Predictions, Quality
+from numpy.typing import NDArray
+from torch import Tensor
 
 PENALTIES = (300.0, 100.0, 30.0, 10.0, 3.0, 1.0)  # strongest first: each fit starts from the one before
 
@@ -92,8 +91,8 @@ class BaselineResult:
 
     Attributes:
         chosen: lowest NE on the validation part, as one would deploy it.
-        strongest: lowest NE on the test part itself. Nobody could deploy it; being better than this one cannot be luck in the
-            choice of the penalty, so this is the one that models are compared with.
+        strongest: lowest NE on the test part itself. Nobody could deploy it; being better than this one cannot be luck
+            in the choice of the penalty, so this is the one that models are compared with.
     """
 
     chosen: Baseline

@@ -1,7 +1,8 @@
 """Checkpoints of a run: torch DCP, complete or absent, never half.
 
-`checkpoints/step_00000500/` holds model, optimizers and the host's state (step, loader, RNG, metrics); `checkpoints/best.json` and
-`checkpoints/last.json` name one each. A checkpoint is written beside its final name and renamed when it is whole.
+`checkpoints/step_00000500/` holds model, optimizers and the host's state (step, loader, RNG, metrics);
+`checkpoints/best.json` and `checkpoints/last.json` name one each. A checkpoint is written beside its final name and
+renamed when it is whole.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
+from gemworks.gem.optim import Optimizers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-
-from gemworks.gem.optim import Optimizers
 
 Which = Literal["best", "last"]
 

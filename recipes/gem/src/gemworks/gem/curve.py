@@ -11,7 +11,8 @@ SMOOTHING = 0.8  # of the training NE, which is noisy from window to window
 
 
 def draw(path: Path, rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
-    """Writes a PNG: left NE on the training stream and on the validation part, right the test part against the baselines.
+    """Writes a PNG: left NE on the training stream and on the validation part, right the test part against the
+    baselines.
 
     Args:
         path: where to write.
@@ -42,7 +43,13 @@ def draw(path: Path, rows: list[dict[str, Any]], summary: dict[str, Any]) -> Non
         best = min(valid, key=lambda point: point[1])
         left.plot(*best, marker="o", markersize=11, markerfacecolor="none", markeredgecolor=MODEL, markeredgewidth=1.6)
         left.annotate(
-            f"best {best[1]:.4f}", best, xytext=(0, -18), textcoords="offset points", ha="center", color=MODEL, fontsize=9
+            f"best {best[1]:.4f}",
+            best,
+            xytext=(0, -18),
+            textcoords="offset points",
+            ha="center",
+            color=MODEL,
+            fontsize=9,
         )
     for name, color in (("identity", IDENTITY), ("history", HISTORY)):
         if lines.get(name) is not None:
@@ -60,7 +67,9 @@ def draw(path: Path, rows: list[dict[str, Any]], summary: dict[str, Any]) -> Non
     _limits(left, [v for _, v in train], [v for _, v in valid], list(lines.values()))
     left.set_xlabel("step", color=INK)
     left.set_ylabel("normalised entropy (lower is better)", color=INK)
-    left.set_title(f"GEM {summary.get('preset', '')} on {summary.get('source', '')}", loc="left", color=INK, weight="bold")
+    left.set_title(
+        f"GEM {summary.get('preset', '')} on {summary.get('source', '')}", loc="left", color=INK, weight="bold"
+    )
     if train or valid:
         left.legend(frameon=False, loc="upper right", fontsize=9, labelcolor=INK)
     if has_test:
@@ -81,7 +90,13 @@ def _test_panel(axes: Any, summary: dict[str, Any]) -> None:
         axes.vlines(x, 0, value, color=color, linewidth=1.2, alpha=0.35)
         axes.plot(x, value, marker="o", markersize=9, color=color)
         axes.annotate(
-            f"{value:.4f}", (x, value), xytext=(0, 9), textcoords="offset points", ha="center", color=color, weight="bold"
+            f"{value:.4f}",
+            (x, value),
+            xytext=(0, 9),
+            textcoords="offset points",
+            ha="center",
+            color=color,
+            weight="bold",
         )
     values = [value for _, value, _ in bars]
     spread = max(max(values) - min(values), 0.01)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from gemworks.gem.config import GemConfig
 from gemworks.gem.efficiency import H200_BF16_PEAK_FLOPS
 
@@ -19,7 +18,9 @@ def resolve_device(name: str) -> torch.device:
     if name not in ("cpu", "cuda"):
         raise ValueError(f"train.device: got {name!r}, expected 'auto', 'cpu' or 'cuda'")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("train.device: got 'cuda', but PyTorch sees no GPU; use 'auto' or 'cpu', or run `gemworks doctor`")
+        raise ValueError(
+            "train.device: got 'cuda', but PyTorch sees no GPU; use 'auto' or 'cpu' (`gemworks doctor` says more)"
+        )
     return torch.device(name)
 
 
@@ -30,7 +31,7 @@ def autocast(config: GemConfig, device: torch.device) -> torch.autocast:
 
 
 def peak_flops_per_second(device: torch.device) -> float | None:
-    """The dense bf16 peak that MFU divides by, of the GPUs whose peak we state; None elsewhere, and then there is no MFU."""
+    """The dense bf16 peak that MFU divides by; None for devices whose peak we do not state: they have no MFU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

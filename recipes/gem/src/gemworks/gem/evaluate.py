@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from gemworks.gem import checkpoint
 from gemworks.gem.config import GemConfig
 from gemworks.gem.data import Source, open_loader, open_source
@@ -55,9 +54,9 @@ def evaluate_run(
         device: "auto", "cpu" or "cuda"; None takes the run's own setting.
 
     Returns:
-        `ne`, `auc`, `calibration`, `log_loss`, `rate`, `num_samples` of the primary task, all `tasks`, and where they come from.
-        `equals_training` says whether these are to the last bit the figures that the run itself reported; None where it
-        reported none for this split and checkpoint.
+        `ne`, `auc`, `calibration`, `log_loss`, `rate`, `num_samples` of the primary task, all `tasks`, and where they
+        come from. `equals_training` says whether these are to the last bit the figures that the run itself reported;
+        None where it reported none for this split and checkpoint.
 
     Raises:
         ValueError: no run, no checkpoint, or a checkpoint that does not fit the run's configuration.

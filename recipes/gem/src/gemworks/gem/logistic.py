@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from gemworks.gem.metrics import log_loss
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,8 @@ class Features:
     def __post_init__(self) -> None:
         if self.ids_NF.ndim != 2 or self.ids_NF.shape[1] != len(self.sizes):
             raise ValueError(
-                f"ids_NF: got shape {tuple(self.ids_NF.shape)}, expected [N, {len(self.sizes)}]; one column per entry of sizes"
+                f"ids_NF: got shape {tuple(self.ids_NF.shape)}, expected [N, {len(self.sizes)}]; "
+                "one column per entry of sizes"
             )
         if self.floats_NC.ndim != 2 or self.floats_NC.shape[0] != self.ids_NF.shape[0]:
             raise ValueError(

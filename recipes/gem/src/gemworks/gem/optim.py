@@ -1,7 +1,7 @@
 """Optimizers of the two kinds of parameters and their common schedule.
 
-Dense: AdamW. Embedding tables: row-wise Adagrad, one accumulator per row. In one process the tables are plain modules and their
-optimizer steps like any other, after the gradients have been seen whole.
+Dense: AdamW. Embedding tables: row-wise Adagrad, one accumulator per row. In one process the tables are plain modules
+and their optimizer steps like any other, after the gradients have been seen whole.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import math
 from typing import Any
 
 import torch
+from gemworks.gem.config import OptimizerConfig
+from gemworks.gem.model.gem import Gem
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import AdamW, Optimizer
 
-from gemworks.gem.config import OptimizerConfig
-from gemworks.gem.model.gem import Gem
-
 
 def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """What both learning rates are multiplied with in step `step` (from 0): linear warm-up, then constant or half a cosine to 0.
+    """What both learning rates are multiplied with in step `step` (from 0): linear warm-up, then constant or half a
+    cosine to 0.
 
     >>> config = OptimizerConfig(warmup_steps=2, decay="cosine")
     >>> [round(learning_rate_factor(s, config, 6), 3) for s in range(6)]
@@ -63,7 +63,8 @@ class Optimizers:
         tables = RowWiseAdagrad(list(model.sparse_parameters()), lr=config.sparse_lr, eps=1e-8)
         self.optimizers: list[Optimizer] = [dense, tables]
         self._peak = (config.lr, config.sparse_lr)
-        # A checkpoint is read into existing tensors, so they exist from the start, also for a parameter without a gradient.
+        # A checkpoint is read into existing tensors, so they exist from the start, also for a parameter without a
+        # gradient.
         for p in self._dense:
             dense.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32),
@@ -79,8 +80,8 @@ class Optimizers:
         """Clips the dense gradient and updates everything with the learning rates of step `step`.
 
         Returns:
-            Norm of the dense gradient before clipping, float32 scalar on the device. Tables are not clipped: Adagrad already
-            divides by the gradient's own size, and a fused table update could not be scaled afterwards.
+            Norm of the dense gradient before clipping, float32 scalar on the device. Tables are not clipped: Adagrad
+            already divides by the gradient's own size, and a fused table update could not be scaled afterwards.
         """
         factor = learning_rate_factor(step, self.config, self.total_steps)
         for optimizer, peak in zip(self.optimizers, self._peak, strict=True):

@@ -106,7 +106,9 @@ class LineDisplay:
     def row(self, row: StepRow) -> None:
         filled = round(BAR_CELLS * row.step / row.total_steps)
         width = len(str(row.total_steps))
-        self.message(f"{'█' * filled}{'░' * (BAR_CELLS - filled)} {row.step:>{width}}/{row.total_steps}  {figures(row)}")
+        self.message(
+            f"{'█' * filled}{'░' * (BAR_CELLS - filled)} {row.step:>{width}}/{row.total_steps}  {figures(row)}"
+        )
 
     def message(self, text: str) -> None:
         # straight to the file: a line must not be wrapped at the width of a terminal that is not there

@@ -58,6 +58,7 @@ class RunDir:
         self.summary_path = self.path / "summary.json"
         self.curve_path = self.path / "learning_curve.png"
         self.checkpoints = self.path / "checkpoints"
+        self._writer: Any = None
 
     @staticmethod
     def create(path: str | Path, config: GemConfig) -> RunDir:
@@ -68,7 +69,9 @@ class RunDir:
         """
         run = RunDir(path)
         if run.config_path.exists():
-            raise ValueError(f"run folder {str(path)!r}: got one that holds a run, expected a new one; choose another name")
+            raise ValueError(
+                f"run folder {str(path)!r}: got one that holds a run, expected a new one; choose another name"
+            )
         try:
             run.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
@@ -85,7 +88,9 @@ class RunDir:
         """
         run = RunDir(path)
         if not run.config_path.is_file():
-            raise ValueError(f"run folder {str(path)!r}: got no config.toml in it, expected the folder of a training run")
+            raise ValueError(
+                f"run folder {str(path)!r}: got no config.toml in it, expected the folder of a training run"
+            )
         return run
 
     def config(self) -> GemConfig:
@@ -93,10 +98,24 @@ class RunDir:
         return GemConfig.from_toml(self.config_path.read_text(encoding="utf-8"))
 
     def log(self, kind: str, step: int, **values: Any) -> None:
-        """Appends one line to `metrics.jsonl`."""
+        """Appends one line to `metrics.jsonl`, and its numbers to the TensorBoard events as `<kind>/<name>`."""
         row = json_ready({"kind": kind, "step": step, "time": round(time.time(), 3), **values})
         with self.metrics_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
+        if self._writer is None:
+            # seconds to import, and only a run that writes needs it
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self.path / "tensorboard"))
+        for name, value in values.items():
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                self._writer.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        """Flushes the TensorBoard events."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def rows(self, kind: str | None = None) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`, of one kind or all."""
