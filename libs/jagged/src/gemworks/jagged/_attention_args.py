@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
-
 from gemworks.jagged._checks import check_float, check_head_dim, check_max_length, check_offsets
 from gemworks.jagged._dense import Align, Mask
 from gemworks.jagged._packing import Side
+from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
-
 from gemworks.jagged._packing import Group, Plan, pad_rows, split_groups, unpad_rows
+from torch import Tensor
 
 Align = Literal["top_left", "bottom_right"]
 _UNBOUNDED = 1 << 60

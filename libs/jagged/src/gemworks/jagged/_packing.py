@@ -14,9 +14,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from gemworks.jagged._checks import is_host
 from torch import Tensor
 
-from gemworks.jagged._checks import is_host
+
+GROUP_PAIRS = 1 << 18  # logits of one group on the host: large enough to amortise calls, small enough to stay in cache
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,24 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where each packed row lies in the padded rows, per head.
+class RowMap:
+    """Which source row each target row copies.
 
-    `dense_rows_P` maps padded rows to packed rows (`total` = a row of zeros); `packed_rows_T` is its inverse for rows
-    that belong to a group (`num_padded` = a row of zeros).
+    Attributes:
+        rows: int64 [targets]; any valid row where there is a hole.
+        holes: the target rows that are zero instead: their indices (host), a boolean [targets] (device), or None.
     """
 
-    dense_rows_P: Tensor
-    packed_rows_T: Tensor
-    complete: bool  # every packed row lies in some group
+    rows: Tensor
+    holes: Tensor | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each packed row lies in the padded rows, per head, and back. The two maps are each other's inverse."""
+
+    to_padded: RowMap
+    to_packed: RowMap
 
 
 @dataclass(frozen=True)
@@ -66,34 +76,43 @@ class Plan:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows by index, where the index one past the end reads zeros. Its adjoint is the gather by the inverse index."""
+    """Rows by a map; the adjoint is the gather by the inverse map (an index_add would be slower, and unordered on CUDA)."""
 
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, rows_P: Tensor, inverse_T: Tensor, source_complete: bool) -> Tensor:
-        ctx.save_for_backward(rows_P, inverse_T)
-        ctx.source_complete = source_complete
-        return _take(x_TH, rows_P)
+    def forward(ctx: Any, x_TH: Tensor, rows: RowMap, inverse: RowMap) -> Tensor:
+        ctx.maps = rows, inverse
+        return _take(x_TH, rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        rows_P, inverse_T = ctx.saved_tensors
-        return _Gather.apply(grads[0].contiguous(), inverse_T, rows_P, False), None, None, None  # pyright: ignore
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        rows, inverse = ctx.maps
+        return _gather(grads[0], inverse, rows), None, None
 
 
-def _take(x_TH: Tensor, rows_P: Tensor) -> Tensor:
-    return torch.cat([x_TH, x_TH.new_zeros(1, x_TH.shape[1])]).index_select(0, rows_P)
+def _gather(x_TH: Tensor, rows: RowMap, inverse: RowMap) -> Tensor:
+    return _Gather.apply(x_TH, rows, inverse)  # pyright: ignore[reportReturnType]
+
+
+def _take(x_TH: Tensor, rows: RowMap) -> Tensor:
+    if x_TH.shape[0] == 0:
+        return x_TH.new_zeros(rows.rows.shape[0], x_TH.shape[1])
+    out = x_TH.index_select(0, rows.rows)
+    if rows.holes is None:
+        return out
+    if rows.holes.dtype == torch.bool:
+        return out.masked_fill_(rows.holes[:, None], 0.0)
+    return out.index_fill_(0, rows.holes, 0.0)
 
 
 def pad_rows(x_TNH: Tensor, layout: Layout) -> Tensor:
     """Packed [T, N, H] to padded rows [P * N, H], a group's block being [b, N, L, H]."""
-    x = x_TNH.reshape(-1, x_TNH.shape[-1])
-    return _Gather.apply(x, layout.dense_rows_P, layout.packed_rows_T, layout.complete)  # pyright: ignore
+    return _gather(x_TNH.reshape(-1, x_TNH.shape[-1]), layout.to_padded, layout.to_packed)
 
 
 def unpad_rows(x_PH: Tensor, layout: Layout, num_heads: int) -> Tensor:
     """Padded rows [P * N, H] back to packed [T, N, H]; rows outside every sequence are zero."""
-    x = _Gather.apply(x_PH, layout.packed_rows_T, layout.dense_rows_P, False)
-    return x.view(-1, num_heads, x.shape[-1])  # pyright: ignore
+    out = _gather(x_PH, layout.to_packed, layout.to_padded)
+    return out.view(-1, num_heads, out.shape[-1])
 
 
 def split_groups(x_PH: Tensor, groups: tuple[Group, ...], num_heads: int, side: str) -> list[Tensor]:
@@ -129,23 +148,29 @@ def _side_lengths(side: Side, num_sequences: int) -> Tensor:
     return side.offsets.detach().to(torch.int64).diff()
 
 
+def _host_map(rows: Tensor, absent: int) -> RowMap:
+    """From row numbers where `absent` (one past the last row) marks a hole."""
+    holes = (rows == absent).nonzero()[:, 0]
+    return RowMap(rows.clamp(max=max(absent - 1, 0)), holes if holes.numel() else None)
+
+
 def _host_layout(
-    side: Side, groups: list[Tensor], starts: Tensor, lengths: Tensor, padded: list[int], n: int
+    side: Side, groups: list[Tensor], starts: Tensor, lengths: Tensor, padded: list[int], num_heads: int
 ) -> Layout:
     """Row maps of one side, at the grain of (row, head)."""
-    dense: list[Tensor] = []
+    absent = side.total * num_heads
+    parts = [torch.empty(0, dtype=torch.int64)]
     for sequences_b, length in zip(groups, padded, strict=True):
         within_L = torch.arange(length)
-        rows_bL = starts[sequences_b][:, None] + within_L
-        rows_bL = rows_bL.masked_fill(within_L >= lengths[sequences_b][:, None], -1)
-        rows_bnL = rows_bL[:, None, :] * n + torch.arange(n)[:, None]
-        dense.append(rows_bnL.masked_fill(rows_bL[:, None, :] < 0, side.total * n).reshape(-1))
-    dense_rows = torch.cat(dense) if dense else torch.empty(0, dtype=torch.int64)
-    num_padded = dense_rows.shape[0]
-    packed = torch.full((side.total * n + 1,), num_padded)
-    packed[dense_rows] = torch.arange(num_padded)
-    packed = packed[:-1].contiguous()
-    return Layout(dense_rows, packed, bool((packed < num_padded).all()))
+        rows_bL = (starts[sequences_b][:, None] + within_L) * num_heads
+        rows_bNL = rows_bL[:, None, :] + torch.arange(num_heads)[:, None]
+        outside_bL = within_L >= lengths[sequences_b][:, None]
+        parts.append(rows_bNL.masked_fill(outside_bL[:, None, :], absent).reshape(-1))
+    to_padded = torch.cat(parts)
+    num_padded = to_padded.shape[0]
+    to_packed = torch.full((absent + 1,), num_padded)
+    to_packed[to_padded] = torch.arange(num_padded)
+    return Layout(_host_map(to_padded, absent), _host_map(to_packed[:-1], num_padded))
 
 
 def _host_plan(side_q: Side, side_k: Side, num_sequences: int, n_q: int, n_k: int) -> Plan:
@@ -154,7 +179,10 @@ def _host_plan(side_q: Side, side_k: Side, num_sequences: int, n_q: int, n_k: in
     for i, (lq, lk) in enumerate(zip(lengths_q.tolist(), lengths_k.tolist(), strict=True)):
         if lq > 0 and lk > 0:  # otherwise there is no pair to compute: outputs and gradients are zero
             members.setdefault((_bucket(lq), _bucket(lk)), []).append(i)
-    sequences = [torch.tensor(members[key]) for key in sorted(members)]
+    sequences = []
+    for key in sorted(members):
+        most = max(1, GROUP_PAIRS // (n_q * key[0] * key[1]))
+        sequences += torch.tensor(members[key]).split(most)
     groups = []
     for s in sequences:
         lq_b, lk_b = lengths_q[s], lengths_k[s]
@@ -171,7 +199,7 @@ def _starts(lengths: Tensor) -> Tensor:
     return lengths.cumsum(0) - lengths
 
 
-def _device_layout(side: Side, num_sequences: int, length: int, n: int, device: torch.device) -> Layout:
+def _device_layout(side: Side, num_sequences: int, length: int, num_heads: int, device: torch.device) -> Layout:
     within_L = torch.arange(length, device=device)
     if side.rows is not None:
         starts_B = torch.arange(num_sequences, device=device) * side.rows
@@ -184,17 +212,25 @@ def _device_layout(side: Side, num_sequences: int, length: int, n: int, device: 
         offsets = side.offsets.to(torch.int64)
         starts_B, lengths_B = offsets[:-1], offsets.diff()
         sequence_T = segment_ids(offsets, side.total)
-        start_T = offsets[sequence_T.clamp(max=max(num_sequences, 0))]
+        start_T = offsets[sequence_T]
         valid_T = sequence_T < num_sequences
     rows_BL = starts_B[:, None] + within_L
     outside_BL = within_L >= lengths_B[:, None]
-    rows_BnL = rows_BL[:, None, :] * n + torch.arange(n, device=device)[:, None]
-    dense_rows = rows_BnL.masked_fill(outside_BL[:, None, :], side.total * n).reshape(-1)
+    heads_N = torch.arange(num_heads, device=device)
+    rows_BNL = rows_BL[:, None, :] * num_heads + heads_N[:, None]
+    absent = max(side.total * num_heads - 1, 0)
+    to_padded = RowMap(
+        rows_BNL.clamp(max=absent).reshape(-1), outside_BL[:, None, :].expand_as(rows_BNL).reshape(-1)
+    )
+    # A row beyond `length` has no place: it is a hole, so too small a bound never spills into the next sequence.
     position_T = torch.arange(side.total, device=device) - start_T
-    valid_T = valid_T & (position_T < length)
-    padded_Tn = (sequence_T[:, None] * n + torch.arange(n, device=device)) * length + position_T[:, None]
-    packed_rows = padded_Tn.masked_fill(~valid_T[:, None], num_sequences * n * length).reshape(-1)
-    return Layout(dense_rows, packed_rows, False)
+    outside_T = ~valid_T | (position_T >= length)
+    rows_TN = (sequence_T[:, None] * num_heads + heads_N) * length + position_T[:, None]
+    last = max(num_sequences * num_heads * length - 1, 0)
+    to_packed = RowMap(
+        rows_TN.clamp(0, last).reshape(-1), outside_T[:, None].expand_as(rows_TN).reshape(-1)
+    )
+    return Layout(to_padded, to_packed)
 
 
 def _device_plan(side_q: Side, side_k: Side, num_sequences: int, n_q: int, n_k: int, device: torch.device) -> Plan:

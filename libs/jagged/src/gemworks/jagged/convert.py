@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from gemworks.jagged._checks import check_offsets, is_host
 from gemworks.jagged._packing import segment_ids
 from gemworks.jagged.jagged import Jagged, next_power_of_two
+from torch import Tensor
 
 
 def offsets_from_lengths(lengths: Tensor) -> Tensor:

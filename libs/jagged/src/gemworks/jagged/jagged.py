@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from gemworks.jagged._checks import check_max_length, check_offsets
 from torch import Tensor
 from torch.utils import _pytree as pytree
-
-from gemworks.jagged._checks import check_max_length, check_offsets
 
 
 def next_power_of_two(n: int) -> int:

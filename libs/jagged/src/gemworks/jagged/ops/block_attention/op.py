@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from gemworks.jagged._checks import check_max_length, check_offsets
 from gemworks.jagged.ops.block_attention.reference import block_offsets
 from gemworks.jagged.ops.flash_attention.op import flash_attention
 from gemworks.jagged.ops.rope.reference import RopeTables
+from torch import Tensor
 
 BLOCKS = (32, 64, 128)
 

@@ -6,9 +6,8 @@ Cutting costs O(T / block + B) and no pair across blocks is ever computed: memor
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from gemworks.jagged._checks import is_host
+from torch import Tensor
 
 
 def block_offsets(offsets: Tensor, block: int, total: int) -> Tensor:

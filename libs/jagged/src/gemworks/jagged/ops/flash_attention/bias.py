@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from gemworks.jagged._dense import Align, relative_positions
 from gemworks.jagged._packing import Group
+from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +94,7 @@ def group_bias(
     """The bias of one group, [b or 1, N, L, K].
 
     Args:
-        rows_q_bL, rows_k_bK: packed row of each padded row (the number of rows where there is none); for times only.
+        rows_q_bL, rows_k_bK: packed row of each padded row (any row where there is none); for times only.
     """
     total: Tensor | None = None
     if bias.position_table is not None:

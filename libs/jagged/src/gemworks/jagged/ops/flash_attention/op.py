@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
-
 from gemworks.jagged._attention_args import autocast, check_attention, make_mask
 from gemworks.jagged._dense import Align
 from gemworks.jagged._packing import make_plan
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias
 from gemworks.jagged.ops.flash_attention.reference import flash_attention_reference
 from gemworks.jagged.ops.rope.reference import RopeTables
+from torch import Tensor
 
 
 def flash_attention(

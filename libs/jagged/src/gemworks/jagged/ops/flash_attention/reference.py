@@ -6,13 +6,12 @@ Letters: b sequences of a group, N query heads, M key heads, G = N / M, L querie
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from gemworks.jagged._dense import Mask, admitted_pairs, compute_dtype, run_groups
 from gemworks.jagged._packing import Group, Layout, Plan
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias, group_bias
 from gemworks.jagged.ops.norms.reference import rms_normalize
 from gemworks.jagged.ops.rope.reference import RopeTables, apply_rope
+from torch import Tensor
 
 
 def flash_attention_reference(
@@ -70,8 +69,10 @@ def _masked_softmax(logits: Tensor, admitted: Tensor | None, *, some_empty: bool
     if admitted is None:
         return logits.softmax(-1)
     # Finite, so that a row of nothing but masked keys gives numbers (zeroed below) instead of NaN.
+    # Added rather than filled: several times faster on a CPU, and the weight is the same exact 0.
     floor = torch.finfo(logits.dtype).min / 2
-    weights = logits.masked_fill(~admitted[:, None], floor).softmax(-1)
+    offset = torch.zeros(admitted.shape, dtype=logits.dtype, device=logits.device).masked_fill_(~admitted, floor)
+    weights = (logits + offset[:, None]).softmax(-1)
     if some_empty:
         weights = weights * admitted.any(-1, keepdim=True)[:, None]
     return weights
@@ -96,5 +97,5 @@ def _group_starts(plan: Plan) -> list[tuple[int, int]]:
 
 def _rows(layout: Layout, start: int, b: int, length: int, num_heads: int) -> Tensor:
     """Packed row of each padded row of one group, [b, length]."""
-    rows = layout.dense_rows_P[start * num_heads : (start + b * length) * num_heads]
+    rows = layout.to_padded.rows[start * num_heads : (start + b * length) * num_heads]
     return rows.view(b, num_heads, length)[:, 0] // num_heads

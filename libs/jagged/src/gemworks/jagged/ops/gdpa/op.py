@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from gemworks.jagged._attention_args import autocast, check_attention, make_mask
 from gemworks.jagged._dense import Align
 from gemworks.jagged._packing import make_plan
 from gemworks.jagged.ops.gdpa.activations import ACTIVATIONS, Activation
 from gemworks.jagged.ops.gdpa.reference import gdpa_reference
+from torch import Tensor
 
 
 def gdpa(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from gemworks.jagged._dense import Mask, admitted_pairs, compute_dtype, run_groups
 from gemworks.jagged._packing import Group, Plan
 from gemworks.jagged.ops.gdpa.activations import ACTIVATIONS, Activation
+from torch import Tensor
 
 
 def gdpa_reference(
@@ -29,7 +28,7 @@ def gdpa_reference(
             assert admitted is not None
             shape = weights.shape
             weights = weights.view(shape[0], shape[1] * heads_per_key, -1, shape[3])
-            weights = weights.masked_fill(~admitted[:, None], 0.0).view(shape)
+            weights = (weights * admitted[:, None].to(wide)).view(shape)
         return torch.matmul(weights, v_bMKV)
 
     return run_groups(q.to(wide), k.to(wide), v.to(wide), plan, compute, shared_query=shared_query).to(dtype)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import overload
 
-import torch
-from torch import Tensor
-
 from gemworks.jagged._checks import check_float
 from gemworks.jagged.ops.norms.reference import norm_reference
+from torch import Tensor
 
 MAX_WIDTH = 8192
 

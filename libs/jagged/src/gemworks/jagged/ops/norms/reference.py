@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from gemworks.jagged._dense import compute_dtype
+from torch import Tensor
 
 
 def rms_normalize(x: Tensor, eps: float) -> Tensor:

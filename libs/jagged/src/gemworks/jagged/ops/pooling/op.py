@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
 from gemworks.jagged.ops.flash_attention.op import flash_attention
 from gemworks.jagged.ops.gdpa.activations import Activation
 from gemworks.jagged.ops.gdpa.op import gdpa
+from torch import Tensor
 
 
 def seed_pool(

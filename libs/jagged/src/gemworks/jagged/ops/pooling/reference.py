@@ -6,10 +6,9 @@ Letters: T packed rows, B sequences, R seeds, C compressed tokens (n_tok), k Kro
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from gemworks.jagged._checks import check_offsets
 from gemworks.jagged._dense import compute_dtype
+from torch import Tensor
 
 
 def _check(values: Tensor, offsets: Tensor) -> None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from gemworks.jagged._checks import check_offsets
 from gemworks.jagged._dense import compute_dtype
 from gemworks.jagged._packing import segment_ids
+from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
