@@ -7,18 +7,21 @@ renamed when it is whole.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 from gemworks.gem.optim import Optimizers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 Which = Literal["best", "last"]
 
@@ -50,7 +53,7 @@ def save(folder: Path, step: int, model: nn.Module, optimizers: Optimizers, host
         "host": json.dumps({"step": step, **host}),
     }
     with _one_process():
-        dcp.save(state, checkpoint_id=str(partial), no_dist=True)
+        save_state(state, checkpoint_id=str(partial), no_dist=True)
     shutil.rmtree(target, ignore_errors=True)
     os.replace(partial, target)
     mark(folder, "last", step)
@@ -123,7 +126,7 @@ def _read(state: dict[str, Any], path: Path) -> None:
         raise ValueError(f"{str(path)!r}: got no checkpoint, expected a folder with .metadata; it may have been moved")
     try:
         with _one_process():
-            dcp.load(state, checkpoint_id=str(path), no_dist=True)
+            load_state(state, checkpoint_id=str(path), no_dist=True)
     except CheckpointException as error:
         reason = str(next(iter(error.failures.values()))[0]) if error.failures else str(error)
         raise ValueError(
@@ -145,9 +148,9 @@ def _set_rng_state(state: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-class _one_process(warnings.catch_warnings):
-    """DCP warns that it saves without a process group, which is what one process means."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
+@contextlib.contextmanager
+def _one_process() -> Iterator[None]:
+    """DCP warns that it works without a process group, which is what one process means."""
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield

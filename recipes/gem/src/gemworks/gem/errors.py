@@ -26,7 +26,7 @@ def report(error: BaseException, stream: TextIO | None = None) -> int:
 
     A failed run also prints its traceback; wrong input does so only when the environment sets GEMWORKS_TRACEBACK.
     """
-    stream = stream or sys.stderr
+    stream = stream if stream is not None else sys.stderr
     code = exit_code(error)
     if code == RUN_FAILED or os.environ.get(TRACEBACK_VARIABLE):
         traceback.print_exception(error, file=stream)

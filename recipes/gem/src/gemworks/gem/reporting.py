@@ -54,11 +54,8 @@ def si(value: float, unit: str = "") -> str:
     >>> si(12345.0), si(2.5e9, "FLOP/s"), si(7.0)
     ('12.3k', '2.50 GFLOP/s', '7.00')
     """
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
-            break
-    else:
-        factor, prefix = 1.0, ""
+    scales = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (0.0, ""))
+    factor, prefix = next((max(f, 1.0), p) for f, p in scales if abs(value) >= f)
     short = value / factor
     digits = 2 if abs(short) < 10 else 1 if abs(short) < 100 else 0
     return f"{short:.{digits}f}{' ' if unit else ''}{prefix}{unit}"
