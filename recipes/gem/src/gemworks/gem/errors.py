@@ -26,12 +26,12 @@ def report(error: BaseException, stream: TextIO | None = None) -> int:
 
     A failed run also prints its traceback; wrong input does so only when the environment sets GEMWORKS_TRACEBACK.
     """
-    stream = stream if stream is not None else sys.stderr
+    out: TextIO = sys.stderr if stream is None else stream
     code = exit_code(error)
     if code == RUN_FAILED or os.environ.get(TRACEBACK_VARIABLE):
-        traceback.print_exception(error, file=stream)
+        traceback.print_exception(error, file=out)
     text = " ".join(str(error).split()) or type(error).__name__
     kind = "error" if code == WRONG_INPUT else f"the run failed: {type(error).__name__}"
     line = f"{kind}: {text}"
-    print(f"\x1b[31m{line}\x1b[0m" if stream.isatty() and not os.environ.get("NO_COLOR") else line, file=stream)
+    print(f"\x1b[31m{line}\x1b[0m" if out.isatty() and not os.environ.get("NO_COLOR") else line, file=out)
     return code

@@ -66,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--preset", help="tiny, small, base or large (default: small)")
     parser.add_argument("--config", metavar="FILE", help="TOML file laid over the preset")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="one value; may be repeated")
+    parser.add_argument(
+        "--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="values such as train.seed=1"
+    )
     parser.add_argument("--run-dir", metavar="DIR", help="new folder (default: runs/<preset>-<source>-<date>-<time>)")
     given = parser.parse_args(arguments)
     try:
