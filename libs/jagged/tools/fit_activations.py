@@ -5,8 +5,8 @@ Both functions are `x * s(x)` with `s` rising from 0 to 1 and `s(x) - 1/2` odd. 
     s(x) ~ 1/2 + clamp(u * P(u^2), -1/2, 1/2),    u = clamp(x, -c, c)
 
 by minimising the maximum of `|x * (s(x) - 1/2 - x P(x^2))|` over a grid on [0, c] with a linear programme, under the
-constraint `c P(c^2) >= 1/2 + margin`: rounding then can't keep the clamp from saturating, so the result is exactly x above
-c and exactly 0 below -c, for every finite x.
+constraint `c P(c^2) >= 1/2 + margin`: rounding then can't keep the clamp from saturating, so the result is exactly x
+above c and exactly 0 below -c, for every finite x.
 
     python libs/jagged/tools/fit_activations.py
 """

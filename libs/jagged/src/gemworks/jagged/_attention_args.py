@@ -1,6 +1,6 @@
 """Checks shared by the attention ops, and the two sides (q rows, k rows) that the plan is made of.
 
-Letters: B sequences, T packed rows, R shared query rows, K fixed key rows, N query heads, M key heads, H, V head widths.
+Letters: B sequences, T packed rows, R shared query rows, K fixed key rows, N query heads, M key heads, H and V widths.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def check_attention(
             raise ValueError(
                 "offsets_q: got a tensor with shared_query=True, expected None; q is one for all sequences"
             )
-        assert side_k is not None and num_sequences_k is not None
+        assert side_k is not None
+        assert num_sequences_k is not None
         side_q = Side(num_sequences_k * q.shape[0], rows=q.shape[0])
         num_sequences = num_sequences_k
     else:

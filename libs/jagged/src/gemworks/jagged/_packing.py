@@ -17,7 +17,6 @@ import torch
 from gemworks.jagged._checks import is_host
 from torch import Tensor
 
-
 GROUP_PAIRS = 1 << 18  # logits of one group on the host: large enough to amortise calls, small enough to stay in cache
 
 
@@ -76,7 +75,7 @@ class Plan:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows by a map; the adjoint is the gather by the inverse map (an index_add would be slower, and unordered on CUDA)."""
+    """Rows by a map; the adjoint is the gather by the inverse map (index_add is slower, unordered on CUDA)."""
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, rows: RowMap, inverse: RowMap) -> Tensor:
@@ -219,17 +218,13 @@ def _device_layout(side: Side, num_sequences: int, length: int, num_heads: int, 
     heads_N = torch.arange(num_heads, device=device)
     rows_BNL = rows_BL[:, None, :] * num_heads + heads_N[:, None]
     absent = max(side.total * num_heads - 1, 0)
-    to_padded = RowMap(
-        rows_BNL.clamp(max=absent).reshape(-1), outside_BL[:, None, :].expand_as(rows_BNL).reshape(-1)
-    )
+    to_padded = RowMap(rows_BNL.clamp(max=absent).reshape(-1), outside_BL[:, None, :].expand_as(rows_BNL).reshape(-1))
     # A row beyond `length` has no place: it is a hole, so too small a bound never spills into the next sequence.
     position_T = torch.arange(side.total, device=device) - start_T
     outside_T = ~valid_T | (position_T >= length)
     rows_TN = (sequence_T[:, None] * num_heads + heads_N) * length + position_T[:, None]
     last = max(num_sequences * num_heads * length - 1, 0)
-    to_packed = RowMap(
-        rows_TN.clamp(0, last).reshape(-1), outside_T[:, None].expand_as(rows_TN).reshape(-1)
-    )
+    to_packed = RowMap(rows_TN.clamp(0, last).reshape(-1), outside_T[:, None].expand_as(rows_TN).reshape(-1))
     return Layout(to_padded, to_packed)
 
 

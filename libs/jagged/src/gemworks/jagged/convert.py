@@ -1,6 +1,6 @@
 """Conversions to and from `Jagged`: lengths, lists, padded + mask, torch.nested, torchrec, cu_seqlens.
 
-Letters: T packed rows, B sequences, L padded length. torchrec is never imported: its objects are known by their methods.
+Letters: T packed rows, B sequences, L padded length. torchrec is never imported: its objects are known by methods.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def from_padded(
             rows are zeros past `offsets[-1]`. None reads it on the host and means B * L elsewhere.
 
     Raises:
-        ValueError: both or neither of lengths and mask, misfit shapes, lengths outside 0..L (host), total too small (host).
+        ValueError: both or neither of lengths and mask, misfit shapes; on the host, lengths outside 0..L, total too small.
     """
     if padded.dim() < 2 or (lengths is None) == (mask is None):
         raise ValueError(
@@ -102,7 +102,7 @@ def from_padded(
     else:
         if mask.shape != (num_sequences, length) or mask.dtype != torch.bool:
             raise ValueError(
-                f"mask: got {mask.dtype} {tuple(mask.shape)}, expected bool [{num_sequences}, {length}]; compare with != 0"
+                f"mask: got {mask.dtype} {tuple(mask.shape)}, expected bool [{num_sequences}, {length}]; compare != 0"
             )
         dtype = torch.int64
     offsets = offsets_from_lengths(mask.sum(1).to(dtype))
@@ -152,9 +152,9 @@ def from_nested(nested: Tensor, max_length: int | None = None) -> Jagged:
         raise ValueError(
             f"nested: got layout {nested.layout}, expected torch.jagged; build it with layout=torch.jagged"
         )
-    if nested.lengths() is not None:  # pyright: ignore[reportCallIssue]
+    if nested.lengths() is not None:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError("nested: has holes between sequences (narrowed view), expected contiguous; call .contiguous()")
-    offsets = nested.offsets()
+    offsets = nested.offsets()  # pyright: ignore[reportAttributeAccessIssue]
     if max_length is None:
         cached = getattr(nested, "_maybe_max_seqlen", None)
         max_length = int(cached) if cached is not None else _bound(None, offsets.diff())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class Jagged:
         if self.offsets.device.type != "cpu":
             raise ValueError(f"unbind: offsets on {self.offsets.device} would stall the stream; call .to('cpu') first")
         bounds = self.offsets.tolist()
-        return [self.values[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [self.values[a:b] for a, b in pairwise(bounds)]
 
     @classmethod
     def from_lengths(cls, values: Tensor, lengths: Tensor, max_length: int | None = None) -> Jagged:

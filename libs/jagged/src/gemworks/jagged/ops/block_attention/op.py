@@ -25,7 +25,7 @@ def block_attention(
     qk_norm: bool = False,
     qk_norm_eps: float = 1e-6,
 ) -> Tensor:
-    """Softmax self-attention inside blocks of `block` rows: row i of a sequence sees row j when i // block == j // block.
+    """Softmax self-attention inside blocks: row i of a sequence sees row j when `i // block == j // block`.
 
     Blocks count from the start of each sequence; the last one is as long as what is left. Compute and memory are
     O(T * block).
@@ -49,6 +49,7 @@ def block_attention(
 
     Source: BlockAttention, Engineering at Meta, 2026-08-03.
 
+    >>> import torch
     >>> x = torch.randn(70, 1, 8)
     >>> out = block_attention(x, x, x, torch.tensor([0, 70]), max_length_q=128)
     >>> alone = block_attention(x[64:], x[64:], x[64:], torch.tensor([0, 6]), max_length_q=64)
@@ -56,9 +57,7 @@ def block_attention(
     True
     """
     if block not in BLOCKS:
-        raise ValueError(
-            f"block: got {block}, expected one of {BLOCKS}; use flash_attention(window=...) for other reaches"
-        )
+        raise ValueError(f"block: got {block}, expected one of {BLOCKS}; use flash_attention(window=...)")
     bound = check_max_length("max_length_q", max_length_q)
     if q.dim() != 3 or k.dim() != 3 or k.shape[0] != q.shape[0]:
         raise ValueError(

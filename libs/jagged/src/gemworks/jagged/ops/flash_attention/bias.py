@@ -6,16 +6,18 @@ Letters: N query heads, T rows, P position buckets, M time buckets, b sequences 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from gemworks.jagged._dense import Align, relative_positions
 from gemworks.jagged._packing import Group
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionBias:
-    """`bias[n, i, j] = position_table[bucket(p_j - p_i), n] + time_table[bucket(|t_j - t_i|), n]`; either may be absent.
+    """Bias `position_table[bucket(p_k - p_q), n] + time_table[bucket(|t_k - t_q|), n]`; either table may be absent.
 
     Added to the scaled logits. Both tables receive gradients.
 
@@ -100,18 +102,44 @@ def group_bias(
     if bias.position_table is not None:
         reach = bias.position_table.shape[0] // 2
         bucket = relative_positions(group, align).clamp(-reach, reach) + reach
-        total = torch.nn.functional.embedding(bucket, bias.position_table)
+        total = _lookup(bias.position_table, bucket)
     if bias.time_table is not None:
-        assert bias.timestamps_q is not None and rows_q_bL is not None and rows_k_bK is not None
+        assert bias.timestamps_q is not None
+        assert rows_q_bL is not None
+        assert rows_k_bK is not None
         times_q = _pad_times(bias.timestamps_q, rows_q_bL)
         times_k = _pad_times(bias.timestamps_q if bias.timestamps_k is None else bias.timestamps_k, rows_k_bK)
         dt = times_k[:, None, :] - times_q[:, :, None]
-        by_time = torch.nn.functional.embedding(
-            time_bucket(dt, bias.time_unit, bias.time_table.shape[0]), bias.time_table
-        )
+        by_time = _lookup(bias.time_table, time_bucket(dt, bias.time_unit, bias.time_table.shape[0]))
         total = by_time if total is None else total + by_time
     assert total is not None
-    return total.permute(0, 3, 1, 2)
+    return total.transpose(0, 1)
+
+
+class _Lookup(torch.autograd.Function):
+    """`table[bucket, n]` as [N, ...]. The gradient is one histogram per head: far quicker on a CPU than embedding's."""
+
+    @staticmethod
+    def forward(ctx: Any, table_PN: Tensor, bucket: Tensor) -> Tensor:
+        ctx.save_for_backward(bucket)
+        ctx.num_buckets = table_PN.shape[0]
+        return table_PN.t().index_select(1, bucket.reshape(-1)).view(table_PN.shape[1], *bucket.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (bucket,) = ctx.saved_tensors
+        flat, grad_N = bucket.reshape(-1), grads[0].reshape(grads[0].shape[0], -1)
+        if grad_N.device.type == "cpu":
+            sums = [torch.bincount(flat, weights=g, minlength=ctx.num_buckets) for g in grad_N]
+            return torch.stack(sums, dim=1).to(grad_N.dtype), None
+        out = grad_N.new_zeros(grad_N.shape[0], ctx.num_buckets)  # bincount would read the device
+        return out.index_add_(1, flat, grad_N).t(), None
+
+
+def _lookup(table_PN: Tensor, bucket: Tensor) -> Tensor:
+    """Values of each head's column at the buckets [...], as [N, ...]."""
+    return _Lookup.apply(table_PN, bucket)  # pyright: ignore[reportReturnType]
 
 
 def _pad_times(times_T: Tensor, rows_bL: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ def flash_attention(
 
     Args:
         q: packed [Tq, N, H]; with `shared_query` one query [R, N, H] for the whole batch.
-        k, v: packed [Tk, M, H] and [Tk, M, V], or [B, K, M, H] and [B, K, M, V] with K rows for every sequence. M divides
-            N: query heads n * N / M .. (n + 1) * N / M - 1 use key head n. V may differ from H.
+        k, v: packed [Tk, M, H] and [Tk, M, V], or [B, K, M, H] and [B, K, M, V] with K rows per sequence. M divides N:
+            query heads n * N / M .. (n + 1) * N / M - 1 use key head n. V may differ from H.
         offsets_q: int32 or int64 [B + 1]; None with `shared_query`.
         offsets_k: as `offsets_q`, for packed k and v; None means q's (self-attention), or a 4-D k.
         max_length_q, max_length_k: bounds of the lengths, known on the host. Needed for each packed side;
@@ -56,8 +56,8 @@ def flash_attention(
         rope_k: rotation of k's rows.
 
     Returns:
-        [Tq, N, V], or [B, R, N, V] with `shared_query`, in q's dtype. Computed in float32 (float64 for float64). A query
-        without any admitted key, and a row past `offsets_q[-1]`, gets 0 and passes gradient 0.
+        [Tq, N, V], or [B, R, N, V] with `shared_query`, in q's dtype. Computed in float32 (float64 for float64). A
+        query without any admitted key, and a row past `offsets_q[-1]`, gets 0 and passes gradient 0.
 
     Raises:
         ValueError: arguments that do not fit. Values of offsets, and `max_length_*` too small, are found when the

@@ -34,8 +34,8 @@ def gdpa(
     Args:
         q, k, v, offsets_q, offsets_k, max_length_q, max_length_k, causal, window, align, shared_query: as for
             `flash_attention`.
-        scale: factor of the products, required. A constant of the model, never the batch's own longest length: a sample
-            must not depend on its neighbours.
+        scale: factor of the products, required. A constant of the model, never the batch's own longest length: a
+            sample must not depend on its neighbours.
         activation: identity, relu, squared_relu, leaky_relu (slope 0.01), gelu (erf), gelu_tanh, fast_gelu, silu,
             fast_silu, hardswish, tanh. The fast ones are polynomials, right for every finite input (ops/gdpa/README.md).
 

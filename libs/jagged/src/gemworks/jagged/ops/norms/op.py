@@ -57,6 +57,7 @@ def layer_norm(
 
     Source: Ba et al., arXiv 1607.06450.
 
+    >>> import torch
     >>> layer_norm(torch.tensor([[1.0, 3.0]]), eps=0.0)
     tensor([[-1.,  1.]])
     """
@@ -93,6 +94,7 @@ def rms_norm(
 
     Arguments, result and errors as for `layer_norm`, without a bias. Source: Zhang and Sennrich, arXiv 1910.07467.
 
+    >>> import torch
     >>> rms_norm(torch.tensor([[3.0, 3.0]]), eps=0.0)
     tensor([[1., 1.]])
     """

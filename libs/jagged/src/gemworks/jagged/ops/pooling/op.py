@@ -38,6 +38,7 @@ def seed_pool(
     Raises:
         ValueError: as for `flash_attention` and `gdpa`; qk_norm with an activation.
 
+    >>> import torch
     >>> k = torch.randn(5, 2, 4)
     >>> seed_pool(torch.randn(3, 2, 4), k, k, torch.tensor([0, 5, 5]), max_length_k=8).shape
     torch.Size([2, 3, 2, 4])

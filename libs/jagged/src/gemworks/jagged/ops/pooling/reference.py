@@ -1,6 +1,6 @@
 """Pooling of packed sequences: sum, mean, last, and the two halves of hierarchical seed pooling (HSP).
 
-Letters: T packed rows, B sequences, R seeds, C compressed tokens (n_tok), k Kronecker terms, D width, N heads, H head width.
+Letters: T packed rows, B sequences, R seeds, C compressed tokens (n_tok), k Kronecker terms, D, E widths.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def kronecker_compress(h: Tensor, z: Tensor, w: Tensor) -> Tensor:
         or w.shape[1] != h.shape[2]
     ):
         raise ValueError(
-            f"h, z, w: got {tuple(h.shape)}, {tuple(z.shape)}, {tuple(w.shape)}, expected [B, R, D], [k, R, C], [k, D, E]"
+            f"h, z, w: got {tuple(h.shape)}, {tuple(z.shape)}, {tuple(w.shape)}, "
+            f"expected [B, R, D], [k, R, C], [k, D, E]"
         )
     terms, rows, tokens = z.shape
     z_mixed = z.permute(0, 2, 1).reshape(terms * tokens, rows)  # [k C, R]

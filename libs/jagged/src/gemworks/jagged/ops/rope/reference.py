@@ -6,6 +6,7 @@ Letters: T rows, N heads, H head width, J = H / 2 rotated pairs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from gemworks.jagged._checks import check_offsets
@@ -115,8 +116,8 @@ class RopeTables:
         for part, x in (("cos_TJ", self.cos_TJ), ("sin_TJ", self.sin_TJ)):
             if head_dim % 2 or x.shape != (total, head_dim // 2) or x.device != device:
                 raise ValueError(
-                    f"{name}.{part}: got {tuple(x.shape)} on {x.device}, expected [{total}, {head_dim / 2:g}] on {device}; "
-                    f"build it with Rope.tables from the same offsets and head width"
+                    f"{name}.{part}: got {tuple(x.shape)} on {x.device}, expected [{total}, {head_dim / 2:g}] on "
+                    f"{device}; build it with Rope.tables from the same offsets and head width"
                 )
 
 
@@ -124,6 +125,26 @@ def _frequencies(base: float, count: int, device: torch.device) -> Tensor:
     """`base^(-j / count)`, float64 [count]."""
     j = torch.arange(count, dtype=torch.float64, device=device)
     return torch.pow(torch.tensor(base, dtype=torch.float64, device=device), -j / max(count, 1))
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotation of the pairs (x[j], x[j + J]); its adjoint turns back. Tables are constants."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.back = back
+        out = torch.empty_like(x)
+        (a, b), (c, d) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+        sign = -1.0 if back else 1.0
+        torch.mul(a, cos, out=c).addcmul_(b, sin, value=-sign)
+        torch.mul(b, cos, out=d).addcmul_(a, sin, value=sign)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        cos, sin = ctx.saved_tensors
+        return _Rotate.apply(grads[0], cos, sin, not ctx.back), None, None, None
 
 
 def apply_rope(x_TNH: Tensor, tables: RopeTables) -> Tensor:
@@ -136,7 +157,5 @@ def apply_rope(x_TNH: Tensor, tables: RopeTables) -> Tensor:
     """
     dtype = x_TNH.dtype
     x = x_TNH.to(compute_dtype(dtype))
-    cos = tables.cos_TJ.to(x.dtype)[:, None]
-    sin = tables.sin_TJ.to(x.dtype)[:, None]
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(dtype)
+    out = _Rotate.apply(x, tables.cos_TJ.to(x.dtype)[:, None], tables.sin_TJ.to(x.dtype)[:, None], False)
+    return out.to(dtype)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
