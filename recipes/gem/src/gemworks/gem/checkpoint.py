@@ -14,7 +14,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from gemworks.gem.optim import Optimizers
@@ -98,12 +98,14 @@ def mark(folder: Path, which: Which, step: int, **facts: Any) -> None:
     os.replace(partial, folder / f"{which}.json")
 
 
-def find(folder: Path, which: Which) -> Path:
-    """The folder of the best or the last checkpoint.
+def find(folder: Path, which: str) -> Path:
+    """The folder of the "best" or the "last" checkpoint.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or `which` is another word.
     """
+    if which not in get_args(Which):
+        raise ValueError(f"checkpoint: got {which!r}, expected 'best' or 'last'")
     pointer = folder / f"{which}.json"
     if not pointer.is_file():
         raise ValueError(

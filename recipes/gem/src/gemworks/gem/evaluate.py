@@ -43,7 +43,7 @@ def task_table(predictions: Predictions, tasks: tuple[str, ...]) -> dict[str, di
 
 
 def evaluate_run(
-    path: str | Path, *, split: str = "test", which: checkpoint.Which = "best", device: str | None = None
+    path: str | Path, *, split: str = "test", which: str = "best", device: str | None = None
 ) -> dict[str, Any]:
     """Evaluates the stored model of a run.
 
