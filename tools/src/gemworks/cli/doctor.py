@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -83,22 +84,29 @@ def look_at(package: Package) -> dict[str, Any]:
         version = None
     finding: dict[str, Any] = {"name": package.name, "version": version, "state": "ok", "advice": ""}
     try:
-        # whatever a package prints while it is imported must not get into our standard output
-        with contextlib.redirect_stdout(sys.stderr):
+        with _silence():
             importlib.import_module(package.module)
     except KeyboardInterrupt:
         raise
     except ModuleNotFoundError as error:
         if version is None and package.module.startswith(error.name or " "):
-            return finding | {"state": "missing", "advice": f"optional, for {package.needed_for}"[_skip(package) :]}
+            prefix = "" if package.required else "optional, "
+            return finding | {"state": "missing", "advice": f"{prefix}for {package.needed_for}"}
         return finding | {"state": "broken", "advice": _cause(error)}
     except BaseException as error:
         return finding | {"state": "broken", "advice": _cause(error)}
     return finding | {"version": version or "source tree"}
 
 
-def _skip(package: Package) -> int:
-    return len("optional, ") if package.required else 0
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """What packages print and log while they are imported is not ours to show, least of all on standard output."""
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _cause(error: BaseException) -> str:

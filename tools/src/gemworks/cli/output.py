@@ -72,10 +72,19 @@ def print_findings(findings: dict[str, Any]) -> None:
     for device in findings["devices"]:
         console.print(f"device {device['name']}: {device['description']}", highlight=False)
     ops = Table(title="which backend every op would use", title_justify="left")
-    for name in ("op", "device", "dtype", "backend", "why"):
+    for name in ("op", "device", "backend", "dtypes"):
         ops.add_column(name)
+    dtypes: dict[tuple[str, str, str], list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for item in findings["ops"]:
-        ops.add_row(item["op"], item["device"], item["dtype"], item["backend"] or "none", item["reason"])
+        backend = item["backend"] or "none"
+        dtypes.setdefault((item["op"], item["device"], backend), []).append(item["dtype"])
+        reasons.setdefault(f"{backend}: {item['reason']}", []).append(item["op"])
+    for key, names in dtypes.items():
+        ops.add_row(*key, ", ".join(names))
     console.print(ops)
+    for reason, names in reasons.items():
+        where = "every op" if len(names) == len({key[0] for key in dtypes}) else ", ".join(names)
+        console.print(f"{reason} ({where})", highlight=False, markup=False)
     for problem in findings["problems"]:
         console.print(problem, style="red", highlight=False, markup=False)

@@ -70,7 +70,7 @@ def evaluate_run(
     step = checkpoint.load_model(found, model)
     tasks = json_ready(task_table(evaluate(model, source, config, split, place), source.schema.tasks))
     primary = source.schema.tasks[0]
-    reported = run.summary() if split == "test" and which == "best" else None
+    reported = _reported(run, split, step)
     return {
         "run_dir": str(path),
         "checkpoint": found.name,
@@ -79,5 +79,13 @@ def evaluate_run(
         "device": str(place),
         **tasks[primary],
         "tasks": tasks,
-        "equals_training": None if reported is None else tasks == reported["tasks"],
+        "equals_training": None if reported is None else tasks == reported,
     }
+
+
+def _reported(run: RunDir, split: str, step: int) -> dict[str, Any] | None:
+    """What the run said about the model of a step, by task."""
+    if split == "test":
+        summary = run.summary()
+        return summary["tasks"] if summary is not None and summary["best_step"] == step else None
+    return next((row["tasks"] for row in run.rows(split) if row["step"] == step and "tasks" in row), None)

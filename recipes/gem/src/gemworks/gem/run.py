@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from gemworks.gem import checkpoint
 from gemworks.gem.baselines import BaselineResult, BaselineSource, as_dict, baselines
@@ -116,7 +117,7 @@ class Run:
             "auc": tasks[primary]["auc"],
             "calibration": tasks[primary]["calibration"],
             **comparison(predictions, fitted, self.config.train.seed),
-            "bayes_ne": bayes_ne(self.source, "test"),
+            "bayes_ne": self.source.bayes_ne("test")[primary] if isinstance(self.source, _PlantedSource) else None,
             "valid_ne": self.best_ne,
             "tasks": tasks,
             "best_step": self.best_step,
@@ -168,7 +169,10 @@ class Run:
         }
 
 
-def bayes_ne(source: object, split: str) -> float | None:
-    """NE of the true probabilities, where the source planted them and says so."""
-    known = getattr(source, "bayes_ne", None)
-    return float(known(split)) if callable(known) else None  # pyright: ignore[reportArgumentType]
+@runtime_checkable
+class _PlantedSource(Protocol):
+    """A source that knows the true probabilities."""
+
+    def bayes_ne(self, split: str) -> Mapping[str, float]:
+        """By task."""
+        ...
