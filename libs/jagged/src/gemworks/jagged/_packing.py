@@ -114,6 +114,17 @@ def unpad_rows(x_PH: Tensor, layout: Layout, num_heads: int) -> Tensor:
     return out.view(-1, num_heads, out.shape[-1])
 
 
+def clear_holes(x_TNH: Tensor, layout: Layout) -> Tensor:
+    """Zero the packed rows that no group reads, so that garbage in them can't turn a zero gradient into NaN."""
+    holes = layout.to_packed.holes
+    if holes is None:
+        return x_TNH
+    flat = x_TNH.reshape(-1, x_TNH.shape[-1])
+    if holes.dtype == torch.bool:
+        return flat.masked_fill(holes[:, None], 0.0).view(x_TNH.shape)
+    return flat.index_fill(0, holes, 0.0).view(x_TNH.shape)
+
+
 def split_groups(x_PH: Tensor, groups: tuple[Group, ...], num_heads: int, side: str) -> list[Tensor]:
     """Padded rows [P * N, H] to one [b, N, L, H] view per group."""
     sizes = [g.sequences_b.shape[0] * num_heads * (g.length_q if side == "q" else g.length_k) for g in groups]

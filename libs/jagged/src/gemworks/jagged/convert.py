@@ -81,7 +81,8 @@ def from_padded(
             rows are zeros past `offsets[-1]`. None reads it on the host and means B * L elsewhere.
 
     Raises:
-        ValueError: both or neither of lengths and mask, misfit shapes; on the host, lengths outside 0..L, total too small.
+        ValueError: both or neither of lengths and mask, misfit shapes; on the host, lengths outside 0..L
+            or total too small.
     """
     if padded.dim() < 2 or (lengths is None) == (mask is None):
         raise ValueError(

@@ -130,7 +130,8 @@ def concat_batch(parts: Sequence[Jagged]) -> Jagged:
     for i, part in enumerate(parts):
         if part.offsets.device.type == "cpu" and int(part.offsets[-1]) != part.total:
             raise ValueError(
-                f"parts[{i}]: {part.total - int(part.offsets[-1])} rows past the last offset, expected none; cut them off"
+                f"parts[{i}]: {part.total - int(part.offsets[-1])} rows past the last offset, "
+                f"expected none; cut them off"
             )
     lengths = torch.cat([p.lengths for p in parts])
     return Jagged(torch.cat([p.values for p in parts]), offsets_from_lengths(lengths), max(p.max_length for p in parts))

@@ -277,6 +277,12 @@ class DataConfig:
     num_samples: int = 65536
     shuffle_window: int = 0
     prefetch: int = 2
+    # Synthetic data only: categorical fields of a sample and ids in each, float columns, event types, ids per event.
+    num_id_fields: int = 8
+    num_ids: int = 1000
+    num_dense: int = 8
+    num_event_types: int = 2
+    num_event_fields: int = 2
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -9,8 +9,19 @@ from __future__ import annotations
 from gemworks.gem.config import DataConfig
 from gemworks.gem.data.loader import Loader, Source
 from gemworks.gem.data.movielens import MovieLens
+from gemworks.gem.data.parquet import ParquetSource
+from gemworks.gem.data.synthetic import Synthetic, SyntheticSpec
 
-__all__ = ["Loader", "MovieLens", "Source", "open_loader", "open_source"]
+__all__ = [
+    "Loader",
+    "MovieLens",
+    "ParquetSource",
+    "Source",
+    "Synthetic",
+    "SyntheticSpec",
+    "open_loader",
+    "open_source",
+]
 
 
 def open_source(config: DataConfig) -> Source:
@@ -21,7 +32,25 @@ def open_source(config: DataConfig) -> Source:
     """
     if config.source == "movielens":
         return MovieLens.open(config.path, max_length=config.max_length)
-    raise ValueError(f"data.source: got {config.source!r}, expected 'movielens'")
+    if config.source == "synthetic":
+        return Synthetic(
+            SyntheticSpec(
+                num_samples=config.num_samples,
+                max_length=config.max_length,
+                length_law=config.length_law,
+                seed=config.seed,
+                num_id_fields=config.num_id_fields,
+                num_ids=config.num_ids,
+                num_dense=config.num_dense,
+                num_event_types=config.num_event_types,
+                num_event_fields=config.num_event_fields,
+            )
+        )
+    if config.source == "parquet":
+        if config.path is None:
+            raise ValueError("data.path: got nothing, expected the folder of a parquet data set; set data.path")
+        return ParquetSource(config.path, max_length=config.max_length, id_policy=config.id_policy)
+    raise ValueError(f"data.source: got {config.source!r}, expected 'movielens', 'synthetic' or 'parquet'")
 
 
 def open_loader(

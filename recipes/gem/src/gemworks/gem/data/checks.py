@@ -83,8 +83,16 @@ def apply_id_policy(
     return np.where(outside_V, hashed_V, values_V)
 
 
-def check_labels(labels_NK: NDArray[np.floating], tasks: tuple[str, ...], *, where: str) -> None:
+def check_labels(
+    labels_NK: NDArray[np.floating], tasks: tuple[str, ...], *, rows_N: NDArray[np.int64] | None = None, where: str
+) -> None:
     """Labels are 0 or 1 (NaN is neither).
+
+    Args:
+        labels_NK: [N, K].
+        tasks: names of the K tasks.
+        rows_N: the row in the file of each sample, for the message; None: row n is sample n.
+        where: file or source, for the message.
 
     Raises:
         ValueError: with task, row and value of the first bad label.
@@ -93,8 +101,8 @@ def check_labels(labels_NK: NDArray[np.floating], tasks: tuple[str, ...], *, whe
     if bad_NK.any():
         row, task = (int(i) for i in np.argwhere(bad_NK)[0])
         raise ValueError(
-            f"{where}, row {row}: label {tasks[task]!r} is {labels_NK[row, task]}, expected 0 or 1; "
-            "binarise the column (for example rating >= 4) before it becomes a label"
+            f"{where}, row {row if rows_N is None else rows_N[row]}: label {tasks[task]!r} is {labels_NK[row, task]}, "
+            "expected 0 or 1; binarise the column (for example rating >= 4) before it becomes a label"
         )
 
 
@@ -117,6 +125,46 @@ def check_finite(
         row, column = (int(i) for i in np.argwhere(bad_NC)[0])
         sample = row if rows_N is None else int(rows_N[row])
         raise ValueError(
-            f"{where}, row {sample}: column {names[column]!r} holds {values_NC[row, column]}, expected a finite number; "
-            "fill missing values (0 after standardising, plus a column that says it was missing)"
+            f"{where}, row {sample}: column {names[column]!r} holds {values_NC[row, column]}, "
+            "expected a finite number; fill missing values (0 after standardising, plus a column that says "
+            "it was missing)"
+        )
+
+
+def check_event_times(
+    times_V: NDArray[np.int64],
+    lengths_N: NDArray[np.int64],
+    timestamps_N: NDArray[np.int64],
+    *,
+    name: str,
+    rows_N: NDArray[np.int64],
+    where: str,
+) -> None:
+    """Event times never fall inside a sample, and lie strictly before the sample's own time.
+
+    Args:
+        times_V: int64 [V], packed.
+        lengths_N: int64 [N], events of each sample.
+        timestamps_N: int64 [N], when each sample was scored.
+        name: of the column, for messages.
+        rows_N: the row in the file of each sample.
+        where: file or source, for the message.
+
+    Raises:
+        ValueError: with row and both times.
+    """
+    sample_V = np.repeat(np.arange(len(lengths_N)), lengths_N)
+    late_V = times_V >= timestamps_N[sample_V]
+    if late_V.any():
+        at = int(np.argmax(late_V))
+        raise ValueError(
+            f"{where}, row {rows_N[sample_V[at]]}: column {name!r} holds an event at {times_V[at]}, the sample itself "
+            f"is at {timestamps_N[sample_V[at]]}; keep only events with a smaller timestamp, or the label leaks"
+        )
+    falls_V = (np.diff(times_V) < 0) & (np.diff(sample_V) == 0)
+    if falls_V.any():
+        at = int(np.argmax(falls_V))
+        raise ValueError(
+            f"{where}, row {rows_N[sample_V[at]]}: column {name!r} falls from {times_V[at]} to {times_V[at + 1]}; "
+            "sort the events of each sample by time, oldest first"
         )

@@ -43,8 +43,9 @@ class Loader:
     """Batches of one split, epoch after epoch, resumable at any batch boundary.
 
     One pass of `for batch in loader` gives the rest of the current epoch; leaving it early keeps the position. Steps of
-    all ranks pair up: step k of the ranks together holds the samples that one process with `world_size * batch_size`
-    would see. In the last step the remaining samples are spread as evenly as possible, so a rank may get an empty batch.
+    all ranks pair up: step k of the ranks together holds the samples that one process with batches of
+    `world_size * batch_size` would see. In the last step the
+    remaining samples are spread as evenly as possible, so a rank may get an empty batch.
 
     Args:
         source: where samples come from.

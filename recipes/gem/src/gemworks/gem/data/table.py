@@ -3,7 +3,8 @@
 Every reader ends in a `Table`: MovieLens holds one for the whole log, parquet one per row group, synthetic data makes
 one per batch. Lists are slices (start, length) of a shared store, so that overlapping histories are stored once.
 
-Shapes: N samples of the table, B samples of a batch, V values of a store, T packed events, C columns, K tasks, S = B + 1.
+Shapes: N samples of the table, B samples of a batch, V values of a store, T packed events, C columns, K tasks,
+S = B + 1 offsets.
 """
 
 from __future__ import annotations
@@ -45,6 +46,20 @@ class Slices:
         """
         check_offsets(offsets_S, num_values, name=name)
         return cls(offsets_S[:-1], np.diff(offsets_S))
+
+    @classmethod
+    def packed(cls, lengths_N: Int64) -> Slices:
+        """Consecutive rows of given lengths."""
+        return cls(np.cumsum(lengths_N) - lengths_N, lengths_N)
+
+    @classmethod
+    def concat(cls, parts: Sequence[tuple[Slices, int]]) -> Slices:
+        """Rows of several stores (each with its number of values) in the concatenated store."""
+        shifts = np.cumsum([0, *(num_values for _, num_values in parts)])
+        return cls(
+            np.concatenate([part.starts_N + shift for (part, _), shift in zip(parts, shifts, strict=False)]),
+            np.concatenate([part.lengths_N for part, _ in parts]),
+        )
 
     def take(self, rows_B: Int64) -> tuple[Int64, Int64]:
         """Positions in the store of the chosen rows, packed, and their lengths: int64 [T], int64 [B]."""
@@ -93,6 +108,59 @@ class Table:
     @property
     def num_samples(self) -> int:
         return len(self.timestamps_N)
+
+    def select(self, rows_B: Int64) -> Table:
+        """A compact copy of the chosen rows, in the given order."""
+        ids: dict[str, IdColumn] = {}
+        for name, column in self.ids.items():
+            positions_T, lengths_B = column.slices.take(rows_B)
+            ids[name] = IdColumn(column.values_V[positions_T], Slices.packed(lengths_B))
+        events: dict[str, EventColumns] = {}
+        for name, columns in self.events.items():
+            positions_T, lengths_B = columns.slices.take(rows_B)
+            events[name] = EventColumns(
+                ids={feature: values_V[positions_T] for feature, values_V in columns.ids.items()},
+                floats_VC=columns.floats_VC[positions_T],
+                timestamps_V=columns.timestamps_V[positions_T],
+                slices=Slices.packed(lengths_B),
+            )
+        return Table(
+            ids=ids,
+            events=events,
+            dense_NC=self.dense_NC[rows_B],
+            timestamps_N=self.timestamps_N[rows_B],
+            labels_NK=self.labels_NK[rows_B],
+            sample_ids_N=self.sample_ids_N[rows_B],
+        )
+
+    @classmethod
+    def concat(cls, tables: Sequence[Table]) -> Table:
+        """Tables with the same columns, one after another."""
+        first = tables[0]
+        if len(tables) == 1:
+            return first
+        return cls(
+            ids={
+                name: IdColumn(
+                    np.concatenate([t.ids[name].values_V for t in tables]),
+                    Slices.concat([(t.ids[name].slices, len(t.ids[name].values_V)) for t in tables]),
+                )
+                for name in first.ids
+            },
+            events={
+                name: EventColumns(
+                    ids={f: np.concatenate([t.events[name].ids[f] for t in tables]) for f in first.events[name].ids},
+                    floats_VC=np.concatenate([t.events[name].floats_VC for t in tables]),
+                    timestamps_V=np.concatenate([t.events[name].timestamps_V for t in tables]),
+                    slices=Slices.concat([(t.events[name].slices, len(t.events[name].timestamps_V)) for t in tables]),
+                )
+                for name in first.events
+            },
+            dense_NC=np.concatenate([t.dense_NC for t in tables]),
+            timestamps_N=np.concatenate([t.timestamps_N for t in tables]),
+            labels_NK=np.concatenate([t.labels_NK for t in tables]),
+            sample_ids_N=np.concatenate([t.sample_ids_N for t in tables]),
+        )
 
     def batch(self, schema: Schema, rows_B: Int64) -> Batch:
         """The chosen rows, in the given order, as one batch in ordinary host memory.

@@ -97,6 +97,8 @@ class SparseEmbeddings(nn.Module):
             `[B, n, W]` with the sample's features in schema order (an id list is averaged, an empty one is 0), and the
             packed rows `[T, W]` of every event feature by its key.
         """
+        if batch.num_samples == 0 and not self._is_sharded():
+            return self._nothing(batch)
         found: dict[str, Tensor] = {}
         if self.bags is not None:
             ids = batch.ids if not self._pooled_names else _select(batch.ids, self._bagged_names)
@@ -114,6 +116,18 @@ class SparseEmbeddings(nn.Module):
         if not self._sample_names:
             return batch.dense_BC.new_empty(batch.num_samples, 0, self.dim), event_rows
         return torch.stack([found[name] for name in self._sample_names], dim=1), event_rows
+
+    def _is_sharded(self) -> bool:
+        """Whether a collection was replaced from outside: then every rank must call it, even with an empty batch."""
+        return any(
+            module is not None and type(module) is not kind
+            for module, kind in ((self.bags, EmbeddingBagCollection), (self.rows, EmbeddingCollection))
+        )
+
+    def _nothing(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The embeddings of a batch of no samples, at which torchrec's unsharded collections fail."""
+        rows = {key: batch.dense_BC.new_empty(0, self.dim) for key in batch.event_ids.keys()}  # noqa: SIM118
+        return batch.dense_BC.new_empty(0, len(self._sample_names), self.dim), rows
 
 
 def _table_sizes(features: list[IdFeature]) -> dict[str, int]:

@@ -61,7 +61,8 @@ class TokenMap(nn.Module):
         self.weight = normal(num_out, num_in, std=gain / math.sqrt(num_in), device=device)
 
     def forward(self, x_BnD: Tensor) -> Tensor:
-        return torch.matmul(self.weight, x_BnD)
+        # A batched product with a stride-0 weight: matmul would transpose x in memory to make one product of it.
+        return torch.bmm(self.weight.expand(x_BnD.shape[0], -1, -1), x_BnD)
 
 
 def unit_rms(x_D: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class FeatureTokens(nn.Module):
         if self.project_ids is not None:
             parts.append(torch.einsum("bnw,nwd->bnd", embeddings_BnW, self.project_ids))
         if self.dense is not None:
-            parts.append(self.dense(dense_BC).view(num_samples, -1, self.dim))
+            parts.append(self.dense(dense_BC).unflatten(-1, (-1, self.dim)))
         x_BFD = self.bias_FD.expand(num_samples, -1, -1)
         if self.mix is not None:
             x_BFD = x_BFD + self.mix(torch.cat(parts, dim=1))

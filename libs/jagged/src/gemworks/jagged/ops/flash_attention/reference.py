@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from gemworks.jagged._dense import Mask, admitted_pairs, compute_dtype, run_groups
-from gemworks.jagged._packing import Group, Layout, Plan
+from gemworks.jagged._packing import Group, Layout, Plan, clear_holes
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias, group_bias
 from gemworks.jagged.ops.norms.reference import rms_normalize
 from gemworks.jagged.ops.rope.reference import RopeTables, apply_rope
@@ -39,6 +39,8 @@ def flash_attention_reference(
     dtype = q.dtype
     wide = compute_dtype(dtype)
     q, k, v = q.to(wide), k.to(wide), v.to(wide)
+    if qk_norm or rope is not None:
+        q, k = q if shared_query else clear_holes(q, plan.layout_q), clear_holes(k, plan.layout_k)
     if qk_norm:
         q, k = rms_normalize(q, qk_norm_eps), rms_normalize(k, qk_norm_eps)
     if rope is not None:

@@ -37,7 +37,7 @@ def gdpa(
         scale: factor of the products, required. A constant of the model, never the batch's own longest length: a
             sample must not depend on its neighbours.
         activation: identity, relu, squared_relu, leaky_relu (slope 0.01), gelu (erf), gelu_tanh, fast_gelu, silu,
-            fast_silu, hardswish, tanh. The fast ones are polynomials, right for every finite input (ops/gdpa/README.md).
+            fast_silu, hardswish, tanh. The fast ones are polynomials, right for every finite input (see its README).
 
     Returns:
         [Tq, N, V], or [B, R, N, V] with `shared_query`, in q's dtype. Rows of empty sequences and rows past

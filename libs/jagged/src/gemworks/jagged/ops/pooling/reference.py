@@ -5,6 +5,8 @@ Letters: T packed rows, B sequences, R seeds, C compressed tokens (n_tok), k Kro
 
 from __future__ import annotations
 
+import math
+
 import torch
 from gemworks.jagged._checks import check_offsets
 from gemworks.jagged._dense import compute_dtype
@@ -24,7 +26,7 @@ def sum_pool(values: Tensor, offsets: Tensor) -> Tensor:
     [3.0, 0.0, 4.0]
     """
     _check(values, offsets)
-    wide = values.to(compute_dtype(values.dtype)).reshape(values.shape[0], -1)
+    wide = values.to(compute_dtype(values.dtype)).reshape(values.shape[0], math.prod(values.shape[1:]))
     out = torch.segment_reduce(wide, "sum", offsets=offsets.to(torch.int64), axis=0, initial=0, unsafe=True)
     return out.reshape(offsets.shape[0] - 1, *values.shape[1:]).to(values.dtype)
 
