@@ -93,8 +93,10 @@ def evaluate(
 
     Example: gemworks eval runs/first --json
     """
+    from gemworks.gem.process import prepare_process
     from gemworks.gem.run_dir import RunDir
 
+    prepare_process()
     RunDir.open(run_dir)  # a wrong folder answers before torch is imported
     with quiet():
         from gemworks.gem.evaluate import evaluate_run
@@ -154,7 +156,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """The whole command line; returns the exit code."""
     try:
         result = app(args=arguments, prog_name="gemworks", standalone_mode=False)
-    except (KeyboardInterrupt, typer.Abort):
+    except typer.Abort:
         print_error("interrupted")
         return INTERRUPTED
     except Exception as error:
@@ -164,6 +166,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if type(error).__name__ != "NoArgsIsHelpError":
             print_error(f"{usage()} (gemworks --help says more)")
         return int(getattr(error, "exit_code", WRONG_INPUT))
+    if result == INTERRUPTED:  # typer turns Ctrl-C into this
+        print_error("interrupted")
     return result if isinstance(result, int) else 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import sys
 import warnings
@@ -29,7 +28,6 @@ def print_error(text: str) -> None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Hides what importing other people's packages says about their own future."""
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)

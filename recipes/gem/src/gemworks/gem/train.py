@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gemworks.gem.config import GemConfig
 from gemworks.gem.errors import report
 from gemworks.gem.presets import load_config
+from gemworks.gem.process import prepare_process
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,6 +34,7 @@ def train(config: GemConfig, run_dir: str | Path | None = None, *, console: Cons
         ValueError: wrong configuration, data or folder.
         RuntimeError: the run failed, for instance because the loss became NaN.
     """
+    prepare_process()
     # torchrec takes seconds to import; `--help` and a wrong configuration answer at once
     from gemworks.gem.data import open_source
     from gemworks.gem.device import resolve_device
