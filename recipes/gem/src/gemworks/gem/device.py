@@ -42,4 +42,5 @@ def device_name(device: torch.device) -> str:
     """For people: the GPU's name, or the CPU and its threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"

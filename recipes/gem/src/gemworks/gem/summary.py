@@ -11,7 +11,7 @@ from gemworks.gem.baselines import BaselineResult, as_dict
 from gemworks.gem.config import GemConfig
 from gemworks.gem.metrics import Predictions, paired_bootstrap
 from gemworks.gem.reporting import si
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from torch import Tensor
 
@@ -82,8 +82,9 @@ def run_facts(config: GemConfig, device: str, num_dense: int, num_table: int) ->
 def table(summary: dict[str, Any]) -> RenderableType:
     """The summary for people."""
     grid = Table(title=f"GEM {summary['preset']} on {summary['source']}, test part", title_justify="left")
-    for name in ("", "NE", "AUC", "calibration", "GEM's NE gain, 95 % interval"):
-        grid.add_column(name, justify="left" if not name else "right")
+    gain_column = ["GEM's NE gain, 95 % interval"] if summary["baselines"] else []
+    for name in ("", "NE", "AUC", "calibration", *gain_column):
+        grid.add_column(name, justify="right" if name else "left")
     names = {"identity": "logistic regression: identity", "history": "logistic regression: identity + history"}
     for name, item in summary["baselines"].items():
         gain = item["gain"]
@@ -96,18 +97,17 @@ def table(summary: dict[str, Any]) -> RenderableType:
             f"{gain['ne_gain_percent']:+.2f} % [{low:+.2f}, {high:+.2f}]",
         )
     if summary.get("bayes_ne") is not None:
-        grid.add_row("Bayes (all there is to know)", f"{summary['bayes_ne']:.4f}", "", "", "")
+        grid.add_row("Bayes (all there is to know)", f"{summary['bayes_ne']:.4f}", "", "")
     for name, task in summary["tasks"].items():
         cells = ["-" if task[key] is None else f"{task[key]:.4f}" for key in ("ne", "auc", "calibration")]
         style = "bold" if name == summary["task"] else ""
-        grid.add_row(f"GEM: {name}", *cells, "", style=style)
+        grid.add_row(f"GEM: {name}", *cells, style=style)
     work = si(summary["flops_per_s"], "FLOP/s") + (
         "" if summary["mfu"] is None else f", MFU {100 * summary['mfu']:.1f} %"
     )
-    grid.caption = (
+    speed = (
         f"best step {summary['best_step']} of {summary['num_steps']}, {summary['train_seconds']:.0f} s, "
         f"{si(summary['samples_per_s'])} samples/s, {si(summary['tokens_per_s'])} tokens/s, {work}, "
         f"{summary['step_ms']:.0f} ms/step on {summary['device']}"
     )
-    grid.caption_justify = "left"
-    return grid
+    return Group(grid, speed)
