@@ -7,6 +7,7 @@ that the op's own checks let through.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -60,7 +61,14 @@ class Rule:
         return None
 
 
-RULES: tuple[Rule, ...] = (Rule("reference", OPS, DTYPES, ("any",), ("forward", "backward"), MAX_HEAD_DIM),)
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+ARCHITECTURES = ("sm_90", "sm_100")
+
+RULES: tuple[Rule, ...] = (
+    Rule("triton", ("layer_norm", "rms_norm"), KERNEL_DTYPES, ARCHITECTURES, ("forward", "backward"), None, "norm_config"),
+    Rule("triton", ("block_attention",), KERNEL_DTYPES, ARCHITECTURES, ("forward", "backward"), 128, "block_config"),
+    Rule("reference", OPS, DTYPES, ("any",), ("forward", "backward"), MAX_HEAD_DIM),
+)
 
 
 @dataclass(frozen=True)
@@ -78,8 +86,8 @@ class SupportRow:
 def support() -> tuple[SupportRow, ...]:
     """The op x dtype x architecture x direction table, generated from the dispatch rules.
 
-    >>> {row.backend for row in support()}
-    {'reference'}
+    >>> sorted({row.backend for row in support() if row.op == "rms_norm"})
+    ['reference', 'triton']
     """
     return tuple(
         SupportRow(
@@ -98,12 +106,22 @@ def support() -> tuple[SupportRow, ...]:
     )
 
 
+@lru_cache(maxsize=1024)
+def backend_of(op: str, dtype: torch.dtype, architecture: str, head_dim: int | None = None) -> str:
+    """The backend of the first rule that fits.
+
+    >>> backend_of("rms_norm", torch.bfloat16, "sm_90"), backend_of("rms_norm", torch.float64, "sm_90")
+    ('triton', 'reference')
+    """
+    return explain(op, dtype=dtype, architecture=architecture, head_dim=head_dim).backend
+
+
 @dataclass(frozen=True)
 class Explanation:
     """Which kernel an op would use.
 
     Attributes:
-        backend: "reference" today.
+        backend: "triton" or "reference".
         config: the kernel's configuration; "-" where there is nothing to choose.
         reason: in words, with the refusal of every backend that comes first.
     """
@@ -147,17 +165,19 @@ def explain(
         ValueError: unknown op; nothing supports the request (the message says what is supported).
 
     >>> print(explain("gdpa", dtype=torch.float32))
-    gdpa: reference (the only backend that takes float32 on cpu)
+    gdpa: reference (the first backend that takes float32 on cpu)
     """
     if op not in OPS:
         raise ValueError(f"op: got {op!r}, expected one of {', '.join(OPS)}")
     place = architecture_of(device) if architecture is None else architecture
     refusals = []
     for rule in RULES:
+        if op not in rule.ops:
+            continue
         refusal = rule.refusal(op, dtype, place, head_dim)
         if refusal is None:
             name = str(dtype).removeprefix("torch.")
             reason = f"{'; '.join(refusals)}; " if refusals else ""
-            return Explanation(op, rule.backend, rule.config, f"{reason}the only backend that takes {name} on {place}")
+            return Explanation(op, rule.backend, rule.config, f"{reason}the first backend that takes {name} on {place}")
         refusals.append(f"{rule.backend} {refusal}")
     raise ValueError(f"{op}: {'; '.join(refusals)}; support() lists every op, dtype and architecture")
