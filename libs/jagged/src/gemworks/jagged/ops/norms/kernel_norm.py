@@ -114,6 +114,7 @@ def norm_bwd_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_DWEIGHT: tl.constexpr,
     HAS_DBIAS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """dx of every P-th tile, and this program's share of dweight and dbias in row `program_id` of [P, D].
 
@@ -128,7 +129,7 @@ def norm_bwd_kernel(
     # Kept per row of the tile: one reduction over the rows at the end instead of one in every step.
     dweight_RD = tl.zeros([ROWS, BLOCK_D], tl.float32)
     dbias_RD = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for tile in range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+    for tile in tl.range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row_R = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         inside = (row_R < num_rows)[:, None]
         if D != BLOCK_D:

@@ -13,16 +13,17 @@ import triton
 from gemworks.jagged.ops.norms.kernel_norm import column_sums_kernel, norm_bwd_kernel, norm_fwd_kernel
 from torch import Tensor
 
-PROGRAMS_PER_SM = 8  # of backward with an affine: enough loads in flight, few enough partial sums
+WARPS_PER_SM = 16  # of a backward that sums columns: enough loads in flight, few enough partial sums
 CPU_PROGRAMS = 3  # under the interpreter: several tiles per program even for small tests
 
 
 @dataclass(frozen=True)
 class NormConfig:
-    """Rows per tile and warps per program."""
+    """Rows per tile, warps per program, and tiles in flight (where a program has more than one)."""
 
     rows: int
     num_warps: int
+    stages: int = 1
 
 
 def norm_config(width: int, *, sums_columns: bool = False) -> NormConfig:
@@ -33,19 +34,19 @@ def norm_config(width: int, *, sums_columns: bool = False) -> NormConfig:
     three values more per element and gets half as many, or it would not leave registers for a second program.
 
     >>> norm_config(512), norm_config(8192).num_warps
-    (NormConfig(rows=2, num_warps=1), 8)
+    (NormConfig(rows=2, num_warps=1, stages=1), 8)
     """
     block = triton.next_power_of_2(width)
     warp_values = 512 if sums_columns else 1024
     if block <= 256:
         return NormConfig(4 * warp_values // max(block, 16), 4)
-    return NormConfig(max(warp_values // block, 1), max(block // warp_values, 1))
+    return NormConfig(max(warp_values // block, 1), max(block // warp_values, 1), 3 if sums_columns else 1)
 
 
-def _num_programs(device: torch.device) -> int:
+def _num_programs(device: torch.device, num_warps: int) -> int:
     if device.type != "cuda":
         return CPU_PROGRAMS
-    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(WARPS_PER_SM // num_warps, 1) * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _inner_rows(*tensors: Tensor | None) -> int:
@@ -159,7 +160,7 @@ def norm_backward(
     dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     num_rows = h.numel() // width
     num_tiles = triton.cdiv(num_rows, config.rows)
-    num_programs = min(num_tiles, _num_programs(h.device)) if has_affine else num_tiles
+    num_programs = min(num_tiles, _num_programs(h.device, config.num_warps)) if has_affine else num_tiles
     num_partials = 0 if weight is None else num_programs
     dweight = torch.empty(num_partials, width, dtype=torch.float32, device=h.device)
     num_partials = 0 if bias_dtype is None else num_programs
@@ -196,6 +197,7 @@ def norm_backward(
             HAS_WEIGHT=weight is not None,
             HAS_DWEIGHT=weight is not None,
             HAS_DBIAS=bias_dtype is not None,
+            STAGES=config.stages,
             num_warps=config.num_warps,
         )
     return (
