@@ -37,6 +37,7 @@ class Rule:
     Attributes:
         architectures: "any", or names such as "sm_90".
         max_head_dim: widest head for attention ops; None where it has no meaning.
+        head_dim_multiple: what the head width must be a multiple of.
         config: name of the shipped configuration table, or "-".
     """
 
@@ -47,6 +48,7 @@ class Rule:
     directions: tuple[Direction, ...]
     max_head_dim: int | None
     config: str = "-"
+    head_dim_multiple: int = 1
 
     def refusal(self, op: str, dtype: torch.dtype, architecture: str, head_dim: int | None) -> str | None:
         """Why this rule does not fit, or None if it does."""
@@ -58,6 +60,8 @@ class Rule:
             return f"runs on {', '.join(self.architectures)}, not on {architecture}"
         if head_dim is not None and op in ATTENTION_OPS and self.max_head_dim and head_dim > self.max_head_dim:
             return f"takes head widths up to {self.max_head_dim}, not {head_dim}"
+        if head_dim is not None and op in ATTENTION_OPS and head_dim % self.head_dim_multiple:
+            return f"takes head widths that are multiples of {self.head_dim_multiple}, not {head_dim}"
         return None
 
 
@@ -65,8 +69,12 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ARCHITECTURES = ("sm_90", "sm_100")
 
 RULES: tuple[Rule, ...] = (
-    Rule("triton", ("layer_norm", "rms_norm"), KERNEL_DTYPES, ARCHITECTURES, ("forward", "backward"), None, "norm_config"),
-    Rule("triton", ("block_attention",), KERNEL_DTYPES, ARCHITECTURES, ("forward", "backward"), 128, "block_config"),
+    Rule(
+        "triton", ("layer_norm", "rms_norm"), KERNEL_DTYPES, ARCHITECTURES, ("forward", "backward"), None, "norm_config"
+    ),
+    Rule(
+        "triton", ("block_attention",), KERNEL_DTYPES, ARCHITECTURES, ("forward", "backward"), 128, "block_config", 16
+    ),
     Rule("reference", OPS, DTYPES, ("any",), ("forward", "backward"), MAX_HEAD_DIM),
 )
 

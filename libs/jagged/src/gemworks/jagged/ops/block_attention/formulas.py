@@ -111,9 +111,7 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, args: BlockArgs) -> Tensor:
     return blocks.scatter(tiles.p @ tiles.v, q)
 
 
-def block_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, args: BlockArgs
-) -> tuple[Tensor, Tensor, Tensor]:
+def block_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, args: BlockArgs) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, contiguous: `dV = P^T dO`, `dS = P (dP - rowsum(P dP))` with `dP = dO V^T`."""
     if q.shape[0] == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

@@ -46,7 +46,7 @@ def _norm_and_turn(a_LJ, b_LJ, cos_LJ, sin_LJ, inside_L, eps, H: tl.constexpr, N
         a_LJ = a_LJ.to(tl.float32)
         b_LJ = b_LJ.to(tl.float32)
         square_L = tl.sum(a_LJ * a_LJ + b_LJ * b_LJ, axis=1) / H
-        if NORM:
+        if NORM:  # noqa: SIM108 (a branch of the compiler)
             scale_L = tl.where(inside_L, tl.rsqrt(square_L + eps), 0.0)  # 0, not inf, for rows that are not there
         else:
             # Always 1. A row sum keeps the compiler from doing the turn in the registers of the product's left factor,
@@ -110,8 +110,8 @@ def _weights(
     BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """exp2(logits - row maximum) of the products q k and its row sums. Every row sees key 0, which is zeros in a block without rows: so no
-    row is empty and nothing becomes NaN.
+    """exp2(logits - row maximum) of the products q k and its row sums. Every row sees key 0, which is zeros in a block
+    without rows: so no row is empty and nothing becomes NaN.
     """
     key_K = tl.arange(0, BLOCK)[None, :]
     admitted = key_K < tl.maximum(length, 1)
@@ -154,7 +154,7 @@ def block_fwd_kernel(
     CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One (block, query head). Heads of a block are neighbours in the grid, so a packed row is read while it is near."""
+    """One (block, query head). Heads of a block are neighbours in the grid: a packed row is read while it is near."""
     J: tl.constexpr = H // 2
     slot = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import triton
+from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.block_attention.formulas import BlockArgs
 from gemworks.jagged.ops.block_attention.kernel_block import block_bwd_kernel, block_fwd_kernel
 from torch import Tensor
@@ -46,8 +46,8 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, args: BlockArgs, config: BlockCo
         "H": q.shape[2],
         "V": v.shape[2],
         "BLOCK": args.block,
-        "BLOCK_J": max(triton.next_power_of_2(q.shape[2] // 2), 16),  # the least that a matrix unit takes
-        "BLOCK_V": max(triton.next_power_of_2(v.shape[2]), 16),
+        "BLOCK_J": max(next_power_of_two(q.shape[2] // 2), 16),  # the least that a matrix unit takes
+        "BLOCK_V": max(next_power_of_two(v.shape[2]), 16),
         "NORM": args.qk_norm,
         "ROPE": args.cos_TJ is not None,
         "CAUSAL": args.causal,

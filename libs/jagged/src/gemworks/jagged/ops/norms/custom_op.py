@@ -1,6 +1,6 @@
 """The norms as opaque custom ops: one forward, one backward, each with a kernel per device.
 
-On a CPU the kernels are the formulas in PyTorch; on CUDA the dispatch rules choose between Triton and the same formulas.
+On a CPU the kernels are the formulas in PyTorch; on CUDA the dispatch rules choose between Triton and these formulas.
 
 Letters: D normalised width.
 """
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from gemworks.jagged._dense import compute_dtype
+from gemworks.jagged._flop_formulas import flop_formula
 from gemworks.jagged.dispatch import architecture_of, backend_of
 from gemworks.jagged.ops.norms.reference import norm_reference
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 
 def _norm_cpu(
@@ -171,7 +171,7 @@ def _backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Any, ...]
 norm_op.register_autograd(_backward, setup_context=_save)
 
 
-@register_flop_formula([torch.ops.gemworks_jagged.norm, torch.ops.gemworks_jagged.norm_backward])
+@flop_formula(torch.ops.gemworks_jagged.norm, torch.ops.gemworks_jagged.norm_backward)
 def _norm_flops(*args: Any, **kwargs: Any) -> int:
     """Only matrix products count."""
     return 0

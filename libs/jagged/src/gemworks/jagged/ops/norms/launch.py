@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
+from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.norms.kernel_norm import column_sums_kernel, norm_bwd_kernel, norm_fwd_kernel
 from torch import Tensor
 
@@ -36,11 +36,15 @@ def norm_config(width: int, *, sums_columns: bool = False) -> NormConfig:
     >>> norm_config(512), norm_config(8192).num_warps
     (NormConfig(rows=2, num_warps=1, stages=1), 8)
     """
-    block = triton.next_power_of_2(width)
+    block = next_power_of_two(width)
     warp_values = 512 if sums_columns else 1024
     if block <= 256:
         return NormConfig(4 * warp_values // max(block, 16), 4)
     return NormConfig(max(warp_values // block, 1), max(block // warp_values, 1), 3 if sums_columns else 1)
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def _num_programs(device: torch.device, num_warps: int) -> int:
@@ -112,7 +116,7 @@ def norm_forward(
     has_add = add is not None
     add, add_outer, add_inner = (x, 0, 0) if add is None else _rows(add, inner)
     kernel: Any = norm_fwd_kernel
-    kernel[(triton.cdiv(num_rows, config.rows),)](
+    kernel[(_cdiv(num_rows, config.rows),)](
         x,
         residual,
         x if weight is None else weight.contiguous(),
@@ -129,7 +133,7 @@ def norm_forward(
         add_outer,
         add_inner,
         D=width,
-        BLOCK_D=triton.next_power_of_2(width),
+        BLOCK_D=next_power_of_two(width),
         ROWS=config.rows,
         INNER=inner,
         CENTER=center,
@@ -159,7 +163,7 @@ def norm_backward(
     config = config or norm_config(width, sums_columns=has_affine)
     dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     num_rows = h.numel() // width
-    num_tiles = triton.cdiv(num_rows, config.rows)
+    num_tiles = _cdiv(num_rows, config.rows)
     num_programs = min(num_tiles, _num_programs(h.device, config.num_warps)) if has_affine else num_tiles
     num_partials = 0 if weight is None else num_programs
     dweight = torch.empty(num_partials, width, dtype=torch.float32, device=h.device)
@@ -189,7 +193,7 @@ def norm_backward(
             h_outer,
             h_inner,
             D=width,
-            BLOCK_D=triton.next_power_of_2(width),
+            BLOCK_D=next_power_of_two(width),
             ROWS=config.rows,
             INNER=inner,
             CENTER=center,
@@ -212,5 +216,5 @@ def _column_sums(partial_PD: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(width, dtype=dtype, device=partial_PD.device)
     cols = 32
     kernel: Any = column_sums_kernel
-    kernel[(triton.cdiv(width, cols),)](partial_PD, out, num_partials, width, ROWS=64, COLS=cols, num_warps=4)
+    kernel[(_cdiv(width, cols),)](partial_PD, out, num_partials, width, ROWS=64, COLS=cols, num_warps=4)
     return out
