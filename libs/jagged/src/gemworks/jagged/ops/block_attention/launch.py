@@ -24,14 +24,25 @@ class BlockConfig:
     max_registers: int | None = None
 
 
-def block_config(block: int, direction: Literal["forward", "backward"], *, rope: bool, qk_norm: bool) -> BlockConfig:
-    """One warpgroup per 64 rows. Forward fits three programs on an SM; with rope alone it needs a nudge to.
+def block_config(
+    block: int, direction: Literal["forward", "backward"], *, dtype: torch.dtype, group: int, rope: bool, qk_norm: bool
+) -> BlockConfig:
+    """One warpgroup per 64 rows, twice that where a thread would hold too much: float32, and backward over a group.
 
-    >>> block_config(128, "backward", rope=True, qk_norm=True).num_warps
-    8
+    Forward fits three programs on an SM; with rope alone it needs a cap to.
+
+    >>> block_config(64, "backward", dtype=torch.bfloat16, group=1, rope=True, qk_norm=True)
+    BlockConfig(num_warps=4, max_registers=None)
     """
+    if block == 128 or (block == 64 and (dtype == torch.float32 or (group > 1 and direction == "backward"))):
+        return BlockConfig(8)
     capped = direction == "forward" and block == 64 and rope and not qk_norm
-    return BlockConfig(8 if block == 128 else 4, 168 if capped else None)
+    return BlockConfig(4, 168 if capped else None)
+
+
+def _config(q: Tensor, k: Tensor, args: BlockArgs, direction: Literal["forward", "backward"]) -> BlockConfig:
+    group, rope = q.shape[1] // k.shape[1], args.cos_TJ is not None
+    return block_config(args.block, direction, dtype=q.dtype, group=group, rope=rope, qk_norm=args.qk_norm)
 
 
 def _unit_columns(x: Tensor) -> Tensor:
@@ -39,6 +50,7 @@ def _unit_columns(x: Tensor) -> Tensor:
 
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, args: BlockArgs, config: BlockConfig) -> dict[str, Any]:
+    # Exact float32 takes three TF32 products: those of scalar units would spill all of these tiles.
     exact = q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
     return options | {
@@ -51,8 +63,9 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, args: BlockArgs, config: BlockCo
         "NORM": args.qk_norm,
         "ROPE": args.cos_TJ is not None,
         "CAUSAL": args.causal,
-        "PRECISION": "ieee" if exact else "tf32",
+        "PRECISION": "tf32x3" if exact else "tf32",
         "num_warps": config.num_warps,
+        "num_stages": 1,  # the loop over a group must not double its tiles in shared memory
     }
 
 
@@ -74,7 +87,7 @@ def block_attention_forward(
         out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
-    config = config or block_config(args.block, "forward", rope=args.cos_TJ is not None, qk_norm=args.qk_norm)
+    config = config or _config(q, k, args, "forward")
     q, k, v = _unit_columns(q), _unit_columns(k), _unit_columns(v)
     cos, sin, table_stride = _tables(args, q)
     kernel: Any = block_fwd_kernel
@@ -111,7 +124,7 @@ def block_attention_backward(
     """Write every row of dq, dk and dv, which may be views of one packed gradient. Bit-equal from run to run."""
     if q.shape[0] == 0:
         return
-    config = config or block_config(args.block, "backward", rope=args.cos_TJ is not None, qk_norm=args.qk_norm)
+    config = config or _config(q, k, args, "backward")
     q, k, v, dout = _unit_columns(q), _unit_columns(k), _unit_columns(v), _unit_columns(dout)
     cos, sin, table_stride = _tables(args, q)
     kernel: Any = block_bwd_kernel
