@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from gemworks.jagged._checks import is_host
-from gemworks.jagged._flop_formulas import flop_formula
+from gemworks.jagged._imports import when_imported
 from gemworks.jagged.dispatch import architecture_of, backend_of
 from gemworks.jagged.ops.block_attention.formulas import BlockArgs, block_backward, block_forward
 from torch import Tensor
@@ -184,26 +184,36 @@ def _flops(q: Any, value_dim: int, num_heads: int, table: Any, block: int, causa
     return 2 * _pairs(table, q.shape[0], block, causal) * num_heads * (q.shape[2] + value_dim)
 
 
-@flop_formula(torch.ops.gemworks_jagged.block_attention)
 def _forward_flops(
     q: Any, k: Any, v: Any, table: Any, cos: Any, sin: Any, scale: float, block: int, causal: bool, *_: Any, **__: Any
 ) -> int:
     return _flops(q, v.shape[2], q.shape[1], table, block, causal)
 
 
-@flop_formula(torch.ops.gemworks_jagged.block_attention_backward)
 def _backward_flops(dout: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
     """Five products against two, as torch counts the backward of its attention ops."""
     return _forward_flops(q, k, v, *args, **kwargs) * 5 // 2
 
 
-@flop_formula(torch.ops.gemworks_jagged.block_attention_qkv)
 def _forward_qkv_flops(
     qkv: Any, num_heads: int, table: Any, cos: Any, sin: Any, scale: float, block: int, causal: bool, *_: Any, **__: Any
 ) -> int:
     return _flops(qkv, qkv.shape[2], num_heads, table, block, causal)
 
 
-@flop_formula(torch.ops.gemworks_jagged.block_attention_qkv_backward)
 def _backward_qkv_flops(dout: Any, qkv: Any, *args: Any, **kwargs: Any) -> int:
     return _forward_qkv_flops(qkv, *args, **kwargs) * 5 // 2
+
+
+def _register_flops(flop_counter: Any) -> None:
+    ops = torch.ops.gemworks_jagged
+    for op, formula in (
+        (ops.block_attention, _forward_flops),
+        (ops.block_attention_backward, _backward_flops),
+        (ops.block_attention_qkv, _forward_qkv_flops),
+        (ops.block_attention_qkv_backward, _backward_qkv_flops),
+    ):
+        flop_counter.register_flop_formula(op, get_raw=True)(formula)
+
+
+when_imported("torch.utils.flop_counter", _register_flops)

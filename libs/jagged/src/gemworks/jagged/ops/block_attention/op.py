@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from gemworks.jagged._attention_args import autocast, check_attention
 from gemworks.jagged._checks import check_max_length, check_offsets
-from gemworks.jagged.dispatch import KERNEL_DTYPES
+from gemworks.jagged.dispatch import BLOCK_HEAD_DIMS, KERNEL_DTYPES
 from gemworks.jagged.ops.block_attention.custom_op import block_attention_op, block_attention_qkv_op, split_heads
 from gemworks.jagged.ops.block_attention.reference import block_offsets
 from gemworks.jagged.ops.block_attention.schedule import BLOCKS, BlockSchedule
@@ -16,7 +16,6 @@ from gemworks.jagged.ops.flash_attention.op import flash_attention
 from gemworks.jagged.ops.rope.reference import RopeTables
 from torch import Tensor
 
-MAX_KERNEL_WIDTH = 128  # of a head; the kernels hold whole tiles
 MAX_FP32_TILE = 64 * 128  # values of q in a block: four such tiles fill the shared memory of an SM
 
 
@@ -167,9 +166,8 @@ def has_kernel(q: Tensor, value_dim: int, block: int) -> bool:
         q.device.type == "cuda"
         and q.dtype in KERNEL_DTYPES
         and block in BLOCKS
-        and head_dim % 16 == 0
-        and value_dim % 16 == 0
-        and max(head_dim, value_dim) <= MAX_KERNEL_WIDTH
+        and head_dim in BLOCK_HEAD_DIMS
+        and value_dim in BLOCK_HEAD_DIMS
         and (q.dtype != torch.float32 or block * max(head_dim, value_dim) <= MAX_FP32_TILE)
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from gemworks.jagged._dense import compute_dtype
-from gemworks.jagged._flop_formulas import flop_formula
+from gemworks.jagged._imports import when_imported
 from gemworks.jagged.dispatch import architecture_of, backend_of
 from gemworks.jagged.ops.norms.reference import norm_reference
 from torch import Tensor
@@ -171,12 +171,15 @@ def _backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Any, ...]
 norm_op.register_autograd(_backward, setup_context=_save)
 
 
-@flop_formula(torch.ops.gemworks_jagged.norm, torch.ops.gemworks_jagged.norm_backward)
-def _norm_flops(*args: Any, **kwargs: Any) -> int:
-    """Only matrix products count."""
-    return 0
-
-
 def _uses_triton(x: Tensor, center: bool) -> bool:
     op = "layer_norm" if center else "rms_norm"
     return backend_of(op, x.dtype, architecture_of(x.device)) == "triton"
+
+
+def _register_flops(flop_counter: Any) -> None:
+    """Only matrix products count."""
+    for op in (torch.ops.gemworks_jagged.norm, torch.ops.gemworks_jagged.norm_backward):
+        flop_counter.register_flop_formula(op)(lambda *args, **kwargs: 0)
+
+
+when_imported("torch.utils.flop_counter", _register_flops)
