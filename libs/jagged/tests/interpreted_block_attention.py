@@ -21,6 +21,11 @@ def lengths_of(block: int) -> Tensor:
     return torch.tensor([0, 1, block - 1, 0, block, block + 1, 2 * block + 5, 0])
 
 
+def poisoned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the three gradients."""
+    return torch.full_like(q, NAN), torch.full_like(k, NAN), torch.full_like(v, NAN)
+
+
 def run(
     lengths: Tensor,
     *,
@@ -58,7 +63,7 @@ def run(
         tables = Rope(time_fraction=0.5).tables(offsets, head_dim, total=total, dt=ages)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     settings = {"block": block, "causal": causal, "rope": tables, "qk_norm": qk_norm, "scale": 0.3}
-    expected = block_attention(*exact, offsets, max_length_q=max_length, **settings)  # pyright: ignore[reportArgumentType]
+    expected = block_attention(exact[0], exact[1], exact[2], offsets, max_length_q=max_length, **settings)  # pyright: ignore[reportArgumentType]
     truth = [expected, *torch.autograd.grad(expected, exact, dout.double())]
     for x in (q, k, v, dout):
         x[used:] = NAN
@@ -66,10 +71,10 @@ def run(
     cos, sin = (None, None) if tables is None else (tables.cos_TJ, tables.sin_TJ)
     args = BlockArgs(table, cos, sin, 0.3, block, causal, qk_norm, 1e-6)
     out = torch.full((total, heads, value_dim), NAN, dtype=dtype)
-    grads = [torch.full_like(x, NAN) for x in (q, k, v)]
+    grads = poisoned(q, k, v)
     block_attention_forward(q, k, v, args, out=out)
     block_attention_backward(dout, q, k, v, *grads, args)
-    repeat = [torch.full_like(x, NAN) for x in (q, k, v)]
+    repeat = poisoned(q, k, v)
     block_attention_backward(dout, q, k, v, *repeat, args)
     assert all(torch.equal(g, r) for g, r in zip(grads, repeat, strict=True))  # D1
     return [out, *grads], truth
@@ -148,11 +153,11 @@ def test_views_of_one_projection_and_of_its_gradient() -> None:
     table = BlockSchedule.make(torch.tensor([0, 37, 50]), total=50, block=32).table_S3
     args = BlockArgs(table, None, None, 0.2, 32, False, True, 1e-6)
     views = split_heads(qkv, 2)
-    apart = [x.clone() for x in views]
+    apart = views[0].clone(), views[1].clone(), views[2].clone()
     assert torch.equal(block_attention_forward(*views, args), block_attention_forward(*apart, args))
     packed = torch.full_like(qkv, NAN)
     block_attention_backward(dout, *views, *split_heads(packed, 2), args)
-    grads = [torch.empty_like(x) for x in apart]
+    grads = poisoned(*apart)
     block_attention_backward(dout, *apart, *grads, args)
     assert torch.equal(packed, torch.cat(grads, dim=1))
 
@@ -166,7 +171,7 @@ def test_qk_norm_without_eps_ignores_absent_rows() -> None:
     q, k, v, dout = (torch.randn(33, 1, 16, generator=generator) for _ in range(4))
     table = BlockSchedule.make(torch.tensor([0, 33]), total=33, block=32).table_S3
     args = BlockArgs(table, None, None, 0.2, 32, False, True, 0.0)
-    grads = [torch.empty_like(x) for x in (q, k, v)]
+    grads = poisoned(q, k, v)
     block_attention_backward(dout, q, k, v, *grads, args)
     for x in (block_attention_forward(q, k, v, args), *grads):
         assert bool(x.isfinite().all())

@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.compile
 
-QUICK = r"^(norm_\w+ 512 (plain|full)|block_\w+ bf16 64 128 group1 (plain|norm rope))$"
+QUICK = r"^(norm_\w+ 512 full|block_\w+ bf16 64 128 group1 norm rope)$"
 # Whole tiles and their gradients don't always fit in the registers: these spills are known.
 SPILLS = (
     "block_backward bf16 128 128",
@@ -45,7 +45,7 @@ def compile_all(architecture: str, pattern: str, cache: Path) -> list[dict[str, 
 )
 def test_tile_kernels_compile(architecture: str, pattern: str, tmp_path: Path) -> None:
     lines = compile_all(architecture, pattern, tmp_path)
-    assert len(lines) == (8 if pattern else 72)
+    assert len(lines) == (4 if pattern else 72)
     for line in lines:
         assert line["registers"] <= 255
         assert line["shared_bytes"] <= 227 * 1024
