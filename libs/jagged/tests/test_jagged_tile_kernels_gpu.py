@@ -46,6 +46,7 @@ def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def assert_near(got: Tensor, truth: Tensor, bound: float, what: str = "") -> None:
+    got, truth = got.detach(), truth.detach()
     error = (got.double() - truth).norm() / truth.norm().clamp(min=1e-30)
     assert got.isfinite().all(), what
     assert float(error) <= bound, f"{what}: relative error {float(error):.2e}, expected <= {bound:.0e}"

@@ -155,6 +155,26 @@ def test_one_graph_for_every_total_j7_t2() -> None:
     assert graphs == 1
 
 
+def test_the_path_of_a_gpu_compiles_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public functions as they run on CUDA, checks and schedule included, on the ops' CPU kernels."""
+    qkv, _, tables = block_inputs(heads=2, key_heads=1, rope=True, dtype=torch.float32)
+    offsets = offsets_from_lengths(LENGTHS)
+
+    def layer(qkv: Tensor, offsets: Tensor) -> Tensor:
+        q, k, v = qkv.split([2, 1, 1], dim=1)
+        kwargs: Any = {"qk_norm": True, "rope": tables}
+        apart = block_attention(q, k, v, offsets, max_length_q=200, **kwargs)
+        return apart + block_attention_qkv(qkv, offsets, num_heads=2, max_length=200, **kwargs)
+
+    expected = layer(qkv, offsets)
+    (truth,) = torch.autograd.grad(expected.square().sum(), qkv)
+    monkeypatch.setattr("gemworks.jagged.ops.block_attention.op.has_kernel", lambda *_: True)
+    for call in (layer, torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")):
+        out = call(qkv, offsets)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), qkv)[0], truth, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_flops_count_admitted_pairs_l3(causal: bool) -> None:
     """L3: exact where the table is on the host; backward counts 2.5 times as much, as torch's attention does."""
