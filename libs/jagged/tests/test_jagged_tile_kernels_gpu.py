@@ -202,6 +202,21 @@ def test_one_graph_for_every_batch_j7_t2() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_one_binary_for_every_batch_j7_t1() -> None:
+    """J7, T1: twenty totals, one compiled kernel each of norm and block attention."""
+    from gemworks.jagged.ops.block_attention.kernel_block import block_bwd_kernel, block_fwd_kernel
+    from gemworks.jagged.ops.norms.kernel_norm import norm_bwd_kernel, norm_fwd_kernel
+
+    kernels: list[Any] = [block_fwd_kernel, block_bwd_kernel, norm_fwd_kernel, norm_bwd_kernel]
+    device = torch.cuda.current_device()
+    counts = []
+    for i, (qkv, offsets) in enumerate(batches(20)):
+        layer(qkv, offsets).sum().backward()
+        if i in (0, 19):
+            counts.append([len(kernel.device_caches[device][0]) for kernel in kernels])
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.slow
 def test_flat_memory_over_500_batches_t3() -> None:
     """T3: neither memory nor the number of compiled kernels grows."""

@@ -33,7 +33,7 @@ def _statistics(h_RD, inside_D, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, CEN
     return h_RD, scale_R
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # or every other batch would be compiled anew
 def norm_fwd_kernel(
     x_ptr,
     residual_ptr,
@@ -88,7 +88,7 @@ def norm_fwd_kernel(
     tl.store(y_ptr + target, y_RD.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def norm_bwd_kernel(
     dy_ptr,
     dh_ptr,
@@ -164,7 +164,7 @@ def norm_bwd_kernel(
         tl.store(dbias_ptr + partial, tl.sum(dbias_RD, axis=0), mask=tl.arange(0, BLOCK_D) < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_partials"])
 def column_sums_kernel(partial_ptr, out_ptr, num_partials, D, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Sum [P, D] over P, always in the same order; `out` may be narrower than float32."""
     col_C = tl.program_id(0) * COLS + tl.arange(0, COLS)
