@@ -180,8 +180,8 @@ def test_block_attention_rope_counts_positions_in_the_sequence() -> None:
     q, k, v = leaf(75, 2, 4, seed=1), leaf(75, 2, 4, seed=2), leaf(75, 2, 4, seed=3)
     rope = Rope().tables(offsets, 4, total=75, dtype=torch.float64)
     ours = block_attention(q, k, v, offsets, max_length_q=128, rope=rope, qk_norm=True)
-    turned = [apply_rope(rms_norm(x), rope) for x in (q, k)]
-    truth = attention_loop(*turned, v, offsets, weigh=softmax_weights, scale=0.5, block=64)
+    turned_q, turned_k = (apply_rope(rms_norm(x), rope) for x in (q, k))
+    truth = attention_loop(turned_q, turned_k, v, offsets, weigh=softmax_weights, scale=0.5, block=64)
     assert_same(ours, truth, [q, k, v])
 
 
@@ -225,11 +225,11 @@ def test_gradcheck_and_second_derivatives() -> None:
     q, k, v = leaf(6, 2, 4, seed=1), leaf(6, 1, 4, seed=2), leaf(6, 1, 3, seed=3)
     rope = Rope().tables(offsets, 4, total=6, dtype=torch.float64)
 
-    def softmax(*x: Tensor) -> Tensor:
-        return flash_attention(*x, offsets, max_length_q=4, causal=True, qk_norm=True, rope=rope)
+    def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attention(q, k, v, offsets, max_length_q=4, causal=True, qk_norm=True, rope=rope)
 
-    def pointwise(*x: Tensor) -> Tensor:
-        return gdpa(*x, offsets, max_length_q=4, scale=0.5, activation="gelu")
+    def pointwise(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return gdpa(q, k, v, offsets, max_length_q=4, scale=0.5, activation="gelu")
 
     for function in (softmax, pointwise):
         assert torch.autograd.gradcheck(function, (q, k, v))

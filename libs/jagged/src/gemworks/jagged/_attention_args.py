@@ -6,7 +6,6 @@ Letters: B sequences, T packed rows, R shared query rows, K fixed key rows, N qu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from gemworks.jagged._checks import check_float, check_head_dim, check_max_length, check_offsets
@@ -86,60 +85,50 @@ def check_attention(
     check_head_dim("q, k", q.shape[-1])
     check_head_dim("v", v.shape[-1])
 
+    side_q = None if shared_query else _packed_side("q", q, offsets_q, max_length_q, q.device)
+    if shared_query and offsets_q is not None:
+        raise ValueError("offsets_q: got a tensor with shared_query=True, expected None; q is one for all sequences")
     if k.dim() == 4:
         if offsets_k is not None:
             raise ValueError("offsets_k: got a tensor with a 4-D k, expected None; a 4-D k has K rows per sequence")
-        num_sequences_k: int | None = k.shape[0]
-        side_k = Side(k.shape[0] * k.shape[1], rows=k.shape[1])
+        side_k, num_sequences_k = Side(k.shape[0] * k.shape[1], rows=k.shape[1]), k.shape[0]
+    elif side_q is not None and (offsets_k is None or offsets_k is offsets_q) and k.shape[0] == q.shape[0]:
+        side_k = side_q  # self-attention: the lengths are known to be equal
+        num_sequences_k = _num_sequences(side_q)
     else:
-        if offsets_k is None:
-            if shared_query:
-                raise ValueError("offsets_k: missing; a shared query needs the offsets of the packed k and v")
-            offsets_k, max_length_k = offsets_q, max_length_q
-            if offsets_q is not None and k.shape[0] != q.shape[0]:
-                raise ValueError(
-                    f"offsets_k: missing, but k has {k.shape[0]} rows and q has {q.shape[0]}; "
-                    f"pass the offsets of k, or k with q's rows"
-                )
-        elif max_length_k is None and offsets_k is offsets_q:
-            max_length_k = max_length_q
-        side_k, num_sequences_k = None, None
-        if offsets_k is not None:
-            bound = check_max_length("max_length_k", max_length_k)
-            check_offsets("offsets_k", offsets_k, total=k.shape[0], max_length=bound, device=q.device)
-            num_sequences_k = offsets_k.shape[0] - 1
-            side_k = Side(k.shape[0], offsets=offsets_k, max_length=bound)
-
-    if shared_query:
-        if offsets_q is not None:
+        if offsets_k is None and not shared_query:
             raise ValueError(
-                "offsets_q: got a tensor with shared_query=True, expected None; q is one for all sequences"
+                f"offsets_k: missing, but k has {k.shape[0]} rows and q has {q.shape[0]}; "
+                f"pass the offsets of k, or k with q's rows"
             )
-        assert side_k is not None
-        assert num_sequences_k is not None
+        side_k = _packed_side("k", k, offsets_k, max_length_k, q.device)
+        num_sequences_k = _num_sequences(side_k)
+    if side_q is None:
         side_q = Side(num_sequences_k * q.shape[0], rows=q.shape[0])
-        num_sequences = num_sequences_k
-    else:
-        if offsets_q is None:
-            raise ValueError("offsets_q: missing; pass the offsets of q, or shared_query=True for one q for the batch")
-        bound = check_max_length("max_length_q", max_length_q)
-        check_offsets("offsets_q", offsets_q, total=q.shape[0], max_length=bound, device=q.device)
-        num_sequences = offsets_q.shape[0] - 1
-        side_q = Side(q.shape[0], offsets=offsets_q, max_length=bound)
-    if num_sequences_k != num_sequences:
+    elif num_sequences_k != _num_sequences(side_q):
         what = "k" if k.dim() == 4 else "offsets_k"
         raise ValueError(
-            f"{what}: got {num_sequences_k} sequences, expected {num_sequences} like offsets_q; "
+            f"{what}: got {num_sequences_k} sequences, expected {_num_sequences(side_q)} like offsets_q; "
             f"both sides describe the same batch"
         )
-    assert side_k is not None
-    if offsets_k is offsets_q and offsets_q is not None and side_k.total == side_q.total:
-        side_k = side_q  # self-attention: the lengths are known to be equal
     k, v = k.reshape(-1, *k.shape[-2:]), v.reshape(-1, *v.shape[-2:])
-    return AttentionArgs(q, k, v, side_q, side_k, num_sequences, shared_query)
+    return AttentionArgs(q, k, v, side_q, side_k, num_sequences_k, shared_query)
 
 
-Direction = Literal["forward", "backward"]
+def _packed_side(
+    which: str, rows: Tensor, offsets: Tensor | None, max_length: int | None, device: torch.device
+) -> Side:
+    if offsets is None:
+        hint = ", or shared_query=True for one q for the batch" if which == "q" else ""
+        raise ValueError(f"offsets_{which}: missing; pass the offsets of the packed {which}{hint}")
+    bound = check_max_length(f"max_length_{which}", max_length)
+    check_offsets(f"offsets_{which}", offsets, total=rows.shape[0], max_length=bound, device=device)
+    return Side(rows.shape[0], offsets=offsets, max_length=bound)
+
+
+def _num_sequences(side: Side) -> int:
+    assert side.offsets is not None
+    return side.offsets.shape[0] - 1
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

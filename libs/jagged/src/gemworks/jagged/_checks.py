@@ -55,23 +55,22 @@ def _check_offset_values(name: str, raw: bytes, dtype: torch.dtype, total: int, 
     first, last = int(offsets[0]), int(offsets[-1])
     if first != 0:
         raise ValueError(f"{name}: starts at {first}, expected 0; slice the values too, or subtract {name}[0]")
-    if offsets.numel() > 1:
-        lengths = offsets.diff()
-        smallest, longest = int(lengths.min()), int(lengths.max())
-        if smallest < 0:
-            at = int(lengths.argmin())
-            raise ValueError(
-                f"{name}: not monotone, {name}[{at + 1}] = {int(offsets[at + 1])} < {name}[{at}] = {int(offsets[at])}; "
-                f"offsets are the running sum of the lengths, starting with 0"
-            )
-        if max_length is not None and longest > max_length:
-            raise ValueError(
-                f"max_length of {name}: got {max_length}, but sequence {int(lengths.argmax())} has {longest} rows; "
-                f"raise max_length to at least {longest} or truncate the sequence"
-            )
+    lengths = offsets.diff()
+    if lengths.numel() and int(lengths.min()) < 0:
+        at = int(lengths.argmin())
+        raise ValueError(
+            f"{name}: not monotone, {name}[{at + 1}] = {int(offsets[at + 1])} < {name}[{at}] = {int(offsets[at])}; "
+            f"offsets are the running sum of the lengths, starting with 0"
+        )
     if last > total:
         raise ValueError(
             f"{name}: ends at {last}, but there are only {total} rows; offsets and values belong to different batches"
+        )
+    if lengths.numel() and max_length is not None and int(lengths.max()) > max_length:
+        longest = int(lengths.max())
+        raise ValueError(
+            f"max_length of {name}: got {max_length}, but sequence {int(lengths.argmax())} has {longest} rows; "
+            f"raise max_length to at least {longest} or truncate the sequence"
         )
 
 
