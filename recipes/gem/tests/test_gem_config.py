@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
+from typing import get_args
 
 import pytest
 from gemworks.gem.config import EventConfig, GemConfig, TrainConfig
@@ -123,6 +124,7 @@ def test_assignments_read_types():
         ("data.batch_size=0", "data.batch_size: got 0, expected a positive integer"),
         ("optimizer.lr=nan", "optimizer.lr: got nan, expected a positive number"),
         ("train.task_weights=[]", "train.task_weights: got .*expected one number per task"),
+        ("model.num_event_types=3", "data.num_event_types: got 2, expected model.num_event_types = 3; set both"),
         ("preset=small", "preset: cannot be assigned"),
     ],
 )
@@ -151,6 +153,13 @@ def test_too_many_event_types_are_refused():
     events = {name: EventConfig() for name in "abc"}
     with pytest.raises(ConfigError, match=r"model.events: got \['a', 'b', 'c'\], expected at most"):
         get_preset("tiny").with_model(events=events)
+
+
+def test_activations_are_those_of_the_library():
+    from gemworks.gem.config import Activation
+    from gemworks.jagged.ops.gdpa import activations
+
+    assert get_args(Activation) == get_args(activations.Activation)
 
 
 def test_configs_are_frozen_and_checked_again_on_replace():

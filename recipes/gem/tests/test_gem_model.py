@@ -54,7 +54,8 @@ VARIANTS: dict[str, dict] = {
 
 
 def tiny(**model: object) -> GemConfig:
-    return get_preset("tiny").with_model(**model)
+    config = get_preset("tiny")
+    return dataclasses.replace(config.with_data(source="parquet"), model=dataclasses.replace(config.model, **model))
 
 
 def build(config: GemConfig, schema: Schema = SCHEMA, seed: int = 0) -> Gem:
@@ -303,7 +304,7 @@ def test_wrong_schemas_are_named():
     with pytest.raises(
         ValueError, match=r"model.events: got 'liked', expected event types of the data: .'click', 'view'"
     ):
-        Gem(SCHEMA, get_preset("small"))
+        Gem(SCHEMA, get_preset("small").with_model(events={"liked": EventConfig(dim=64)}))
     with pytest.raises(ValueError, match=r"model.num_event_types: got 2, but the data has 1 event types .*; set"):
         Gem(dataclasses.replace(SCHEMA, events=SCHEMA.events[:1]), tiny())
     with pytest.raises(ValueError, match="at least one binary label"):

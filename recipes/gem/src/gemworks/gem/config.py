@@ -265,6 +265,11 @@ class DataConfig:
         num_samples: samples of the synthetic source.
         shuffle_window: samples among which the order is random; 0 keeps strict time order.
         prefetch: batches prepared ahead.
+        num_id_fields: categorical fields of a synthetic sample.
+        num_ids: ids in each of them.
+        num_dense: float columns of a synthetic sample.
+        num_event_types: event types of synthetic data; equal to model.num_event_types.
+        num_event_fields: ids of a synthetic event.
         seed: of synthetic data and of shuffling.
     """
 
@@ -277,7 +282,6 @@ class DataConfig:
     num_samples: int = 65536
     shuffle_window: int = 0
     prefetch: int = 2
-    # Synthetic data only: categorical fields of a sample and ids in each, float columns, event types, ids per event.
     num_id_fields: int = 8
     num_ids: int = 1000
     num_dense: int = 8
@@ -286,10 +290,10 @@ class DataConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "num_samples"):
+        for name in ("batch_size", "num_samples", "num_ids", "num_event_types", "num_event_fields"):
             _check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a positive integer")
         _check(_is_power_of_two(self.max_length), "data.max_length", self.max_length, "a power of two such as 256")
-        for name in ("shuffle_window", "prefetch", "seed"):
+        for name in ("shuffle_window", "prefetch", "num_id_fields", "num_dense", "seed"):
             _check(getattr(self, name) >= 0, f"data.{name}", getattr(self, name), "an integer, 0 or more")
 
 
@@ -372,6 +376,14 @@ class GemConfig:
     data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        _check(
+            self.data.source != "synthetic" or self.data.num_event_types == self.model.num_event_types,
+            "data.num_event_types",
+            self.data.num_event_types,
+            f"model.num_event_types = {self.model.num_event_types}; set both",
+        )
 
     def to_mapping(self) -> dict[str, Any]:
         """Nested plain values, ready for JSON."""

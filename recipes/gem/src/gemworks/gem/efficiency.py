@@ -9,6 +9,7 @@ Letters: B samples, T packed events of one type.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class LengthHistogram:
             raise ValueError(f"max_length: got {max_length}, expected 1 or more")
         weights: Mapping[LengthLawName, Callable[[int], float]] = {
             "uniform": lambda length: 1.0,
-            "uniform_0.7": lambda length: float(length >= max(1, round(0.4 * max_length))),
+            "uniform_0.7": lambda length: float(length >= math.ceil(0.4 * max_length)),
             "zipf": lambda length: length**-1.2,
         }
         if law not in weights:

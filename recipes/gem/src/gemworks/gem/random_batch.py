@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from gemworks.gem.schema import Batch, Events, Schema
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-from gemworks.gem.schema import Batch, Events, Schema
 
 DAY_SECONDS = 86400
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
-
 from gemworks.gem.data.hashing import hash_u64
 from gemworks.gem.schema import IdFeature
+from numpy.typing import NDArray
 
 IdPolicy = Literal["error", "hash"]
 

@@ -15,10 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-
 from gemworks.gem.data.hashing import permutation
 from gemworks.gem.schema import Batch, Schema
+from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
 _WAIT_SECONDS = 0.1

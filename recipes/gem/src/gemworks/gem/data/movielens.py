@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-
 from gemworks.gem.data.causal import causal_sums
 from gemworks.gem.data.movielens_features import (
     AGE_EDGES,
@@ -28,6 +26,7 @@ from gemworks.gem.data.movielens_features import (
 from gemworks.gem.data.movielens_files import RatingLog, fetch, read_log
 from gemworks.gem.data.table import EventColumns, IdColumn, Slices, Table
 from gemworks.gem.schema import Batch, EventType, IdFeature, Schema
+from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
 TASKS = ("like", "love")

@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
-
 from gemworks.gem.data.causal import causal_sums, first_and_last
 from gemworks.gem.data.movielens_files import RatingLog
+from numpy.typing import NDArray
 
 Float64 = NDArray[np.float64]
 LIKE_RATING = 4

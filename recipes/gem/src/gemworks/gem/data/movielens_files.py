@@ -84,7 +84,7 @@ def fetch(cache_dir: str | Path | None = None) -> Path:
     folder = Path(cache_dir) if cache_dir is not None else DEFAULT_CACHE
     if all((folder / name).is_file() for name in SHA256):
         for name in SHA256:
-            _check_hash(folder / name)
+            _check_hash((folder / name).read_bytes(), name, label=str(folder / name))
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     wheels = sorted(folder.glob("recbole-1.2.1-*.whl"))
@@ -104,23 +104,25 @@ def fetch(cache_dir: str | Path | None = None) -> Path:
 
 
 def _unpack(wheel: Path, folder: Path) -> None:
-    """Take the three files out of the wheel; each appears in the folder whole or not at all."""
-    with zipfile.ZipFile(wheel) as archive:
-        for name in SHA256:
-            content = archive.read(f"{WHEEL_FOLDER}/{name}")
-            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as part:
-                part.write(content)
-            _check_hash(Path(part.name), label=f"{name} in {wheel.name}")
-            os.replace(part.name, folder / name)
+    """Take the three files out of the wheel; each appears in the folder whole and right, or not at all."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            contents = {name: archive.read(f"{WHEEL_FOLDER}/{name}") for name in SHA256}
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ValueError(f"{wheel}: not a whole {WHEEL} wheel ({error}); delete it and fetch again") from error
+    for name, content in contents.items():
+        _check_hash(content, name, label=f"{name} in {wheel}")
+        part = folder / f"{name}.{os.getpid()}.part"
+        part.write_bytes(content)
+        os.replace(part, folder / name)
 
 
-def _check_hash(path: Path, *, label: str | None = None) -> None:
-    got = hashlib.sha256(path.read_bytes()).hexdigest()
-    expected = next((h for n, h in SHA256.items() if n == path.name or (label or "").startswith(n)), "")
-    if got != expected:
+def _check_hash(content: bytes, name: str, *, label: str) -> None:
+    got = hashlib.sha256(content).hexdigest()
+    if got != SHA256[name]:
         raise ValueError(
-            f"{label or path}: SHA-256 is {got}, expected {expected} ({path.stat().st_size} bytes read): the file is "
-            "truncated or changed; delete it and fetch again"
+            f"{label}: SHA-256 is {got}, expected {SHA256[name]} ({len(content)} bytes read): the file is truncated or "
+            "changed; delete it and fetch again"
         )
 
 

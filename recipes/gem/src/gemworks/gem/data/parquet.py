@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
-
 from gemworks.gem.data.checks import IdPolicy
 from gemworks.gem.data.parquet_decode import RowGroupDecoder, check_column_type
 from gemworks.gem.data.parquet_schema import SCHEMA_FILE, ParquetSchema, read_schema
 from gemworks.gem.data.table import EventColumns, IdColumn, Slices, Table
 from gemworks.gem.schema import Batch
+from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
 SPLITS = ("train", "valid", "test")
@@ -156,7 +155,7 @@ class ParquetSource:
                 arrow, metadata = file.schema_arrow, file.metadata
         except (pa.ArrowInvalid, OSError) as error:
             raise ValueError(
-                f"{path}: unreadable ({error}); the file is truncated or no parquet: write it again"
+                f"{path}: unreadable ({_one_line(error)}); the file is truncated or no parquet: write it again"
             ) from error
         for logical in self.declared.logical_names():
             name = self.declared.column(logical)
@@ -197,7 +196,7 @@ class ParquetSource:
                 arrow = file.read_row_group(group.index, columns=[self.declared.column(n) for n in names])
         except (pa.ArrowInvalid, OSError) as error:
             raise ValueError(
-                f"{group.path}, row group {group.index}: unreadable ({error}); the file is truncated or damaged: "
+                f"{group.path}, row group {group.index}: unreadable ({_one_line(error)}); the file is truncated or damaged: "
                 "write it again"
             ) from error
         first_id = self._first_ids[split] + int(self._ends[split][index]) - group.num_rows
@@ -209,3 +208,8 @@ class ParquetSource:
             max_length=self.max_length,
             id_policy=self.id_policy,
         ).table(first_id if not group.has_sample_id else None)
+
+
+def _one_line(error: BaseException) -> str:
+    """Arrow's messages with their line breaks taken out."""
+    return " ".join(str(error).split())

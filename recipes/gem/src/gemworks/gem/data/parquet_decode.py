@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
-
 from gemworks.gem.data.checks import IdPolicy, apply_id_policy, check_event_times, check_finite, check_labels
 from gemworks.gem.data.parquet_schema import ParquetSchema
 from gemworks.gem.data.table import EventColumns, IdColumn, Slices, Table
 from gemworks.gem.schema import EventType, IdFeature
+from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
 

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
-
 from gemworks.gem.data.parquet_schema import SCHEMA_FILE, ParquetSchema
 from gemworks.gem.data.table import Slices, Table
+from numpy.typing import NDArray
 
 ROW_GROUP_SAMPLES = 4096
 

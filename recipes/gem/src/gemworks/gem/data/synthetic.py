@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
-
 from gemworks.gem.data.hashing import hash_u64, uniform
 from gemworks.gem.data.table import EventColumns, IdColumn, Slices, Table
 from gemworks.gem.schema import Batch, EventType, IdFeature, Schema
+from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from gemworks.gem.data.checks import check_offsets
+from gemworks.gem.schema import Batch, Events, Schema
 from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-from gemworks.gem.data.checks import check_offsets
-from gemworks.gem.schema import Batch, Events, Schema
 
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from gemworks.gem.config import GemConfig
+from gemworks.gem.config import EventConfig, GemConfig
 from gemworks.gem.model.embeddings import SparseEmbeddings
 from gemworks.gem.model.events import EventTokens, Sequence
 from gemworks.gem.model.head import Head
@@ -80,7 +80,8 @@ class Gem(nn.Module):
 def check_schema(schema: Schema, config: GemConfig) -> None:
     """Raise ValueError when the schema does not fit the configuration."""
     names = [event.name for event in schema.events]
-    unknown = [name for name in config.model.events if name not in names]
+    # An entry that sets nothing only names a type that another data source has.
+    unknown = [name for name, own in config.model.events.items() if name not in names and own != EventConfig()]
     if unknown:
         raise ValueError(
             f"model.events: got {unknown[0]!r}, expected event types of the data: {names}; "
