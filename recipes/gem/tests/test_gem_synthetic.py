@@ -83,7 +83,7 @@ def test_the_bayes_probability_can_be_read_from_the_batch():
         assert (recent_T | (age_T >= 86400)).all()
         signs_T = recent_T * ((class_T == 0).astype(float) - (class_T == 1))
         evidence_B += np.bincount(sample_T, weights=signs_T, minlength=NUM)
-    sure_B = 1 / (1 + np.exp(-np.log(0.85 / 0.15) * evidence_B[:2048]))
+    sure_B = 1 / (1 + np.exp(-np.log(0.9 / 0.1) * evidence_B[:2048]))
     expected_BK = np.stack([0.05 + 0.9 * sure_B, 0.15 + 0.7 * sure_B], axis=1)
     assert np.allclose(SOURCE.bayes_probabilities("test", rows(2048)), expected_BK)
 

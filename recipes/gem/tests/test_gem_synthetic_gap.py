@@ -12,7 +12,7 @@ from gemworks.gem.presets import get_preset
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 pytestmark = pytest.mark.reference
-NUM_STEPS = 100
+NUM_STEPS = 120
 NUM_EVAL = 1024
 
 
@@ -21,7 +21,8 @@ def test_tiny_closes_most_of_the_gap_to_bayes():
     source = Synthetic(SyntheticSpec(num_samples=64 * NUM_STEPS, max_length=64))
     config = get_preset("tiny")
     model = Gem(source.schema, config)
-    optimizers = Optimizers(model, replace(config.optimizer, lr=3e-3, sparse_lr=3e-2, warmup_steps=20), NUM_STEPS)
+    settings = replace(config.optimizer, lr=3e-3, sparse_lr=3e-2, warmup_steps=20, decay="constant")
+    optimizers = Optimizers(model, settings, NUM_STEPS)
     for step, batch in enumerate(Loader(source, "train", batch_size=64)):
         optimizers.zero_grad()
         binary_cross_entropy_with_logits(model(batch), batch.labels_BK).backward()

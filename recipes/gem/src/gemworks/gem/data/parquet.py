@@ -196,8 +196,8 @@ class ParquetSource:
                 arrow = file.read_row_group(group.index, columns=[self.declared.column(n) for n in names])
         except (pa.ArrowInvalid, OSError) as error:
             raise ValueError(
-                f"{group.path}, row group {group.index}: unreadable ({_one_line(error)}); the file is truncated or damaged: "
-                "write it again"
+                f"{group.path}, row group {group.index}: unreadable ({_one_line(error)}); the file is truncated or "
+                "damaged: write it again"
             ) from error
         first_id = self._first_ids[split] + int(self._ends[split][index]) - group.num_rows
         return RowGroupDecoder(

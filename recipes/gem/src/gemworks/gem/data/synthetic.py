@@ -71,8 +71,8 @@ class SyntheticSpec:
     num_event_types: int = 2
     num_event_fields: int = 2
     num_items: int = 1024
-    pair_share: float = 0.75
-    tilt: float = 0.35
+    pair_share: float = 0.9
+    tilt: float = 0.4
     flips: tuple[float, float] = (0.05, 0.15)
 
     def __post_init__(self) -> None:
