@@ -69,7 +69,7 @@ def test_terminal_gets_a_bar_that_ends_full() -> None:
     display.stop()
     display.stop()  # a failed run stops twice
     text = out.getvalue()
-    for piece in ("before the start", "in between", "3/3", "0:00:0", "NE 0.8765"):
+    for piece in ("before the start", "in between", "3/3", "0:00:0", "NE 0.8765", "410 ms/step"):
         assert piece in text
 
 

@@ -35,6 +35,7 @@ SETTINGS = (
     "data.max_length=16",
     "data.prefetch=0",
     "model.dim=32",
+    "model.dropout=0.1",  # so that evaluation mode and the random generators matter
     "optimizer.warmup_steps=3",
     "train.log_every=2",
     "train.eval_every=5",
