@@ -26,6 +26,7 @@ def ml_dtype(format):
 def test_decode_equals_torch_and_ml_dtypes_on_all_codes(format):
     ours = decode(ALL_CODES, format)
     dtype = element_spec(format).torch_dtype
+    assert dtype is not None
     theirs = ALL_CODES.view(dtype).to(torch.float32)
     numpy = torch.from_numpy(np.arange(256, dtype=np.uint8).view(ml_dtype(format)).astype(np.float32))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
@@ -87,7 +88,7 @@ def test_all_codes_under_all_scales(format):
 
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 def test_requantising_a_plane_gives_its_codes_back(format):
-    """Every scale byte whose block is not clamped: quantise(dequantise(q)) == q for a block that holds its largest code."""
+    """quantise(dequantise(q)) == q for a block that holds its largest code, at every scale byte not clamped."""
     spec = element_spec(format)
     codes = torch.arange(0, 32, dtype=torch.uint8) * 3
     codes[0] = spec.max_code
@@ -224,7 +225,7 @@ def test_e2m1_packs_two_codes_a_byte():
 
 
 def test_codes_do_not_depend_on_torchs_casts(monkeypatch):
-    """P8: torch 2.11 turns 465 into NaN, torch 2.13 saturates; with either, or with no cast at all, codes are the same."""
+    """P8: torch 2.11 turns 465 into NaN, torch 2.13 saturates; codes must not go through either cast."""
     x = torch.cat((torch.randn(1000) * 300, torch.tensor([465.0, 1e30, -480.0])))
     expected = encode(x, "e4m3")
     before = quantize(x, 0, "e4m3", "floor")

@@ -63,7 +63,7 @@ def test_a_rows_words_do_not_depend_on_the_shape_around_it():
 
 @pytest.mark.parametrize("format", ["e4m3", "e5m2", "e2m1"])
 def test_stochastic_rounding_is_unbiased_where_nearest_is_not(format):
-    """A third of the way between neighbours, normal and subnormal: the mean over 2^18 draws within 5 standard errors."""
+    """A third of the way between neighbours, normal and subnormal: the mean of 2^18 draws within 5 standard errors."""
     from gemworks.precision import decode, element_spec
 
     spec = element_spec(format)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.utils._pytree as pytree
 from gemworks.precision.formats import E8M0_NAN, Format, decode, element_spec, unpack_e2m1
 from gemworks.precision.hadamard import Hadamard, hadamard_inverse
 from gemworks.precision.scales import ScaleMode, scale_values
@@ -41,8 +42,8 @@ class MXTensor:
         expected = scale_shape(self.padded_shape, self.dim, self.block)
         if tuple(self.scales.shape) != expected:
             raise ValueError(
-                f"scales: got shape {tuple(self.scales.shape)}, expected {expected} for an array of shape {self.padded_shape} "
-                f"in blocks of {self.block} along dim {self.dim}; pass the scales that came with these codes"
+                f"scales: got shape {tuple(self.scales.shape)}, expected {expected} for an array of shape "
+                f"{self.padded_shape} in blocks of {self.block} along dim {self.dim}; pass the scales that came with these codes"
             )
         for name, tensor in (("codes", self.codes), ("scales", self.scales)):
             if tensor.dtype != torch.uint8:
@@ -148,9 +149,7 @@ def _unflatten_mx(tensors: list[Tensor], context: tuple) -> MXTensor:
     return mx
 
 
-torch.utils._pytree.register_pytree_node(  # pyright: ignore[reportPrivateUsage]
-    MXTensor, _flatten_mx, _unflatten_mx, serialized_type_name="gemworks.precision.MXTensor"
-)
+pytree.register_pytree_node(MXTensor, _flatten_mx, _unflatten_mx, serialized_type_name="gemworks.precision.MXTensor")
 
 
 def scale_shape(shape: tuple[int, ...], dim: int | None, block: int) -> tuple[int, ...]:

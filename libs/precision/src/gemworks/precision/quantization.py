@@ -28,7 +28,8 @@ def check_input(x: Tensor, dim: int | None, block: int, allowed: tuple[int, ...]
     """Validate a quantiser's arguments; returns `dim` counted from the front."""
     if x.dtype not in SUPPORTED_DTYPES:
         raise ValueError(
-            f"x: got dtype {x.dtype}, expected one of {', '.join(map(str, SUPPORTED_DTYPES))}; cast it first, e.g. x.float()"
+            f"x: got dtype {x.dtype}, expected one of {', '.join(map(str, SUPPORTED_DTYPES))}; "
+            "cast it first, e.g. x.float()"
         )
     if block not in allowed:
         raise ValueError(f"block: got {block}, expected one of {allowed} (32 is OCP MX, 128 the Hopper form)")
@@ -87,8 +88,8 @@ def quantize(
         hadamard: transform groups along `dim` first; pads `dim` to a multiple of its size.
 
     Returns:
-        The plane. Zeros stay zeros (an all-zero block has the smallest scale), values beyond the range saturate, a block
-        that holds a NaN or an infinity becomes NaN throughout (scale byte 0xFF).
+        The plane. Zeros stay zeros (an all-zero block has the smallest scale), values beyond the range saturate, a
+        block that holds a NaN or an infinity becomes NaN throughout (scale byte 0xFF).
 
     Raises:
         ValueError: unsupported dtype, dim, format, scale mode or block.

@@ -1,7 +1,7 @@
 """Regrouping: MX blocks of 32 turned into 128-wide ones by shifting exponents, with a count of what that loses.
 
-Hopper has no block-scaled product for 32-wide blocks but fast ones for 1x128 and 128x128. A wider block takes the largest
-exponent of its members; the codes of the others move down by the difference, which is exact until they reach the
+Hopper has no block-scaled product for 32-wide blocks but fast ones for 1x128 and 128x128. A wider block takes the
+largest exponent of its members; the codes of the others move down by the difference, which is exact until they reach the
 subnormals of the element format. What rounds is counted, so that a caller can fall back to exact arithmetic.
 """
 
@@ -21,7 +21,7 @@ def regroup(mx: MXTensor, *, square: bool = False) -> tuple[MXTensor, Tensor]:
         square: merge into 128x128 over the last two dims.
 
     Returns:
-        The plane with block 128 and a scalar int64 tensor: how many codes no longer have their exact value. No host sync.
+        The plane with block 128 and a scalar int64 tensor: how many codes lost their exact value. No host sync.
 
     Raises:
         ValueError: block other than 32, a 4-bit format, or a square plane without `square=True`.

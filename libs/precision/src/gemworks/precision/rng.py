@@ -1,6 +1,6 @@
 """Counter-based random words for stochastic rounding: Philox4x32-10, written out in integer operations.
 
-Every element's word is a pure function of (seed, step, stream, row, column), so a run repeats from its seed and step, the
+Every element's word is a pure function of (seed, step, stream, row, column): a run repeats from its seed and step, the
 result depends neither on the launch grid nor on the device, and the Triton kernels produce the same bits.
 
     counter = (column // 4, row, step, stream), key = (seed mod 2^32, seed // 2^32), word = column mod 4

@@ -54,7 +54,8 @@ def scale_mode_of(mode: str | ScaleMode) -> ScaleMode:
         return ScaleMode(mode)
     except ValueError:
         raise ValueError(
-            f"scale_mode: got {mode!r}, expected one of {', '.join(repr(m.value) for m in ScaleMode)}; use 'rceil' to train"
+            f"scale_mode: got {mode!r}, expected one of {', '.join(repr(m.value) for m in ScaleMode)}; "
+            "use 'rceil' to train"
         ) from None
 
 
