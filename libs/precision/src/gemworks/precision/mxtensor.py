@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -43,7 +45,8 @@ class MXTensor:
         if tuple(self.scales.shape) != expected:
             raise ValueError(
                 f"scales: got shape {tuple(self.scales.shape)}, expected {expected} for an array of shape "
-                f"{self.padded_shape} in blocks of {self.block} along dim {self.dim}; pass the scales that came with these codes"
+                f"{self.padded_shape} in blocks of {self.block} along dim {self.dim}; "
+                "pass the scales that came with these codes"
             )
         for name, tensor in (("codes", self.codes), ("scales", self.scales)):
             if tensor.dtype != torch.uint8:
@@ -141,7 +144,7 @@ def _flatten_mx(mx: MXTensor) -> tuple[list[Tensor], tuple[object, ...]]:
     return [mx.codes, mx.scales], (mx.shape, mx.dim, mx.block, mx.format, mx.scale_mode, mx.hadamard)
 
 
-def _unflatten_mx(tensors: list[Tensor], context: tuple) -> MXTensor:
+def _unflatten_mx(tensors: Iterable[Any], context: Any) -> MXTensor:
     mx = object.__new__(MXTensor)
     fields = ("codes", "scales", "shape", "dim", "block", "format", "scale_mode", "hadamard")
     for name, value in zip(fields, (*tensors, *context), strict=True):

@@ -1,8 +1,8 @@
 """Regrouping: MX blocks of 32 turned into 128-wide ones by shifting exponents, with a count of what that loses.
 
 Hopper has no block-scaled product for 32-wide blocks but fast ones for 1x128 and 128x128. A wider block takes the
-largest exponent of its members; the codes of the others move down by the difference, which is exact until they reach the
-subnormals of the element format. What rounds is counted, so that a caller can fall back to exact arithmetic.
+largest exponent of its members; the codes of the others move down by the difference, which is exact until they reach
+the subnormals of the element format. What rounds is counted, so that a caller can fall back to exact arithmetic.
 """
 
 from __future__ import annotations
