@@ -4,15 +4,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
-
 from gemworks.precision import PrecisionCostWarning, convert, quantize, recipe
 from gemworks.precision.codec import MXCodec, MXContext
 from gemworks.precision.guard import NonFiniteError, check_before_checkpoint, non_finite
 from gemworks.precision.monitor import PrecisionMonitor
 from gemworks.precision.probe import probe, saturation_underflow, sqnr_db
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
 pytestmark = pytest.mark.reference
 

@@ -30,7 +30,11 @@ FAST = r"^(cast_rows mxfp8|cast_both (mxfp8|block128|regroup128)|cast_square blo
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("architecture", "which"),
-    [("sm_90", FAST), pytest.param("sm_90", "", marks=pytest.mark.slow), pytest.param("sm_100", "", marks=pytest.mark.slow)],
+    [
+        ("sm_90", FAST),
+        pytest.param("sm_90", "", marks=pytest.mark.slow),
+        pytest.param("sm_100", "", marks=pytest.mark.slow),
+    ],
     ids=["sm_90-fast", "sm_90-all", "sm_100-all"],
 )
 def test_kernels_compile_without_spilling(architecture, which, tmp_path):

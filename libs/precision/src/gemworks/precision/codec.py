@@ -1,7 +1,9 @@
 """`MXCodec`: MX quantisation as a codec of plain tensors, for whoever compresses, offloads or sends them.
 
-The protocol, which asks for no import of this library: `encode(x) -> (payload, context)`, `decode(payload, context) -> x`,
-`nbytes(shape, dtype)`. The payload is one flat uint8 tensor, codes then scales, so that it can be copied, pinned, chunked or
+The protocol, which asks for no import of this library: `encode(x) -> (payload, context)`, `decode(payload, context) ->
+x`,
+`nbytes(shape, dtype)`. The payload is one flat uint8 tensor, codes then scales, so that it can be copied, pinned,
+chunked or
 put on a network as it is; the context is small host data.
 """
 
@@ -10,12 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from gemworks.precision.formats import Format, element_spec
 from gemworks.precision.mxtensor import ROW_BLOCK_SIZES, MXTensor
 from gemworks.precision.quantization import quantize
 from gemworks.precision.scales import ScaleMode, scale_mode_of
+from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Compile every Triton kernel for GPUs that need not be there: `python -m gemworks.precision.compile_kernels sm_90`.
 
-A second argument is a regular expression over "kernel variant". Prints one JSON object a line: kernel, variant, registers, spilled bytes, shared memory. Run it in a process of its own:
-Triton may abort on an architecture that it cannot serve. Registers and spills come from the `cuobjdump` in Triton's wheel.
+A second argument is a regular expression over "kernel variant". Prints one JSON object a line: kernel, variant,
+registers, spilled bytes, shared memory. Run it in a process of its own:
+Triton may abort on an architecture that it cannot serve. Registers and spills come from the `cuobjdump` in Triton's
+wheel.
 """
 
 from __future__ import annotations
@@ -80,6 +82,27 @@ def variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str, Any], 
             kernel = kc.cast_rows_kernel
             name = f"hadamard{size}" + (" transposed" if transposed else "")
             yield "cast_rows", name, kernel, types(kernel, rows_pointers, constants), constants, config.num_warps
+    from gemworks.precision.kernel_norm import norm_cast_kernel
+    from gemworks.precision.norm import norm_config
+
+    for kind, (block, regroup) in kinds.items():
+        rows, columns, num_warps = norm_config(1024, kind != "mxfp8")
+        constants = {
+            **base,
+            "REGROUP": regroup,
+            "HAS_RESIDUAL": True,
+            "HAS_BIAS": False,
+            "SUBTRACT_MEAN": False,
+            "WRITE_Y": False,
+            "DIRECTIONS": 3,
+            "ROWS": rows,
+            "COLUMNS": columns,
+            "BLOCK": block,
+        }
+        halves = {name: "*bf16" for name in ("residual_ptr", "weight_ptr", "bias_ptr", "sum_ptr", "y_ptr")}
+        pointers = {**both_pointers, **halves, "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "eps": "fp32"}
+        arguments = types(norm_cast_kernel, pointers, constants)
+        yield "norm_cast", kind, norm_cast_kernel, arguments, constants, num_warps
     for name, block_rows, block_columns in (("rows", 1, 32), ("columns", 32, 1), ("square", 32, 32)):
         constants = {
             "ROWS": 64,
@@ -102,7 +125,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+        text = subprocess.run([str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True,
+        check=True)
     registers = re.search(r"REG:(\d+)", text.stdout)
     stack, local = re.search(r"STACK:(\d+)", text.stdout), re.search(r"LOCAL:(\d+)", text.stdout)
     if registers is None or stack is None or local is None:
@@ -110,7 +134,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(registers[1]), int(stack[1]) + int(local[1])
 
 
-def compile_one(function: Any, types: dict[str, str], constants: dict[str, Any], capability: int, num_warps: int) -> Any:
+def compile_one(function: Any, types: dict[str, str], constants: dict[str, Any], capability: int, num_warps: int) ->
+Any:
     """Compile a kernel; pointers and strides are assumed 16-aligned, as the launcher's tensors are."""
     import triton
     from triton.backends.compiler import GPUTarget

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 from gemworks.precision.kernel_common import (
     butterfly,
     decode,
@@ -35,7 +34,8 @@ def quantise_last(
     STOCHASTIC: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Codes int32 `[ROWS, COLUMNS]`, scale bytes `[ROWS, COLUMNS / width]`, inexact count, of fp32 x in blocks along the
+    """Codes int32 `[ROWS, COLUMNS]`, scale bytes `[ROWS, COLUMNS / width]`, inexact count, of fp32 x in blocks along
+    the
     last dim; width is BLOCK, or 128 when regrouping."""
     GROUPS: tl.constexpr = COLUMNS // BLOCK
     blocks = tl.reshape(x, [ROWS, GROUPS, BLOCK])
@@ -100,15 +100,11 @@ def cast_rows_kernel(
     words = x.to(tl.int32, bitcast=True).to(tl.uint32, bitcast=True)
     if STOCHASTIC:
         words = random_words(row, first, seed, step, STREAM, ROWS, COLUMNS)
-    code, byte, lost = quantise_last(
-        x, words, ROWS, COLUMNS, BLOCK, FORMAT, MODE, REGROUP, STOCHASTIC, HARDWARE
-    )
+    code, byte, lost = quantise_last(x, words, ROWS, COLUMNS, BLOCK, FORMAT, MODE, REGROUP, STOCHASTIC, HARDWARE)
     WIDTH: tl.constexpr = 128 if REGROUP else BLOCK
     group = (first // WIDTH) + tl.arange(0, COLUMNS // WIDTH)
     inside_group = (row < num_rows)[:, None] & (group * WIDTH < padded_columns)[None, :]
-    scale_pointers = (
-        scales_ptr + row[:, None] * stride_scale_row + group.to(tl.int64)[None, :] * stride_scale_group
-    )
+    scale_pointers = scales_ptr + row[:, None] * stride_scale_row + group.to(tl.int64)[None, :] * stride_scale_group
     tl.store(scale_pointers, byte.to(tl.uint8), mask=inside_group)
     if FORMAT == 2:
         low, high = tl.split(tl.reshape(code, [ROWS, COLUMNS // 2, 2]))
@@ -138,7 +134,8 @@ def quantise_first(
     STOCHASTIC: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Like `quantise_last`, in blocks along the first dim: codes `[ROWS, COLUMNS]`, scale bytes `[ROWS/width, COLUMNS]`."""
+    """Like `quantise_last`, in blocks along the first dim: codes `[ROWS, COLUMNS]`, scale bytes `[ROWS/width,
+    COLUMNS]`."""
     GROUPS: tl.constexpr = ROWS // BLOCK
     blocks = tl.reshape(x, [GROUPS, BLOCK, COLUMNS])
     amax = tl.max(magnitude(blocks), axis=1)
@@ -185,7 +182,8 @@ def store_both(
     DIRECTIONS: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Quantise one tile (fp32, zero outside) along its columns (DIRECTIONS & 1) and its rows (DIRECTIONS & 2), and store:
+    """Quantise one tile (fp32, zero outside) along its columns (DIRECTIONS & 1) and its rows (DIRECTIONS & 2), and
+    store:
     codes `[M, K]`, scales `[M, K/width]`, transposed codes `[K, M]`, transposed scales `[K, M/width]`."""
     WIDTH: tl.constexpr = 128 if REGROUP else BLOCK
     column = first_column + tl.arange(0, COLUMNS)
@@ -218,15 +216,15 @@ def store_both(
         num_groups_t = (num_rows + WIDTH - 1) // WIDTH
         group_t = first_row // WIDTH + tl.arange(0, ROWS // WIDTH)
         inside_t = (group_t < num_groups_t)[:, None] & (column < num_columns)[None, :]
-        tl.store(scales_t_ptr + column_wide[None, :] * num_groups_t + group_t[:, None], byte.to(tl.uint8), mask=inside_t)
+        tl.store(
+            scales_t_ptr + column_wide[None, :] * num_groups_t + group_t[:, None], byte.to(tl.uint8), mask=inside_t
+        )
     if REGROUP and lost > 0:
         tl.atomic_add(inexact_ptr, lost.to(tl.int64))
 
 
 @triton.jit
-def load_tile(
-    x_ptr, row, first_column, num_rows, num_columns, stride_row, stride_column, COLUMNS: tl.constexpr
-):
+def load_tile(x_ptr, row, first_column, num_rows, num_columns, stride_row, stride_column, COLUMNS: tl.constexpr):
     """fp32 tile of x, zero outside."""
     column = first_column + tl.arange(0, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
@@ -262,7 +260,8 @@ def cast_both_kernel(
     """Both planes of `x [M, K]` out of one read of memory.
 
     With SUB_ROWS = ROWS and SUB_COLUMNS = COLUMNS the tile stays in registers for both directions. Otherwise it is read
-    in row strips and again in column strips, the second time from the first-level cache, which takes half the registers.
+    in row strips and again in column strips, the second time from the first-level cache, which takes half the
+    registers.
     """
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     first_column = tl.program_id(1) * COLUMNS
@@ -270,16 +269,55 @@ def cast_both_kernel(
         row = first_row + tl.arange(0, ROWS)
         x = load_tile(x_ptr, row, first_column, num_rows, num_columns, stride_row, stride_column, COLUMNS)
         store_both(
-            x, row, first_row, first_column, codes_ptr, scales_ptr, codes_t_ptr, scales_t_ptr, inexact_ptr,
-            num_rows, num_columns, seed, step, ROWS, COLUMNS, BLOCK, FORMAT, MODE, REGROUP, STOCHASTIC, 3, HARDWARE,
+            x,
+            row,
+            first_row,
+            first_column,
+            codes_ptr,
+            scales_ptr,
+            codes_t_ptr,
+            scales_t_ptr,
+            inexact_ptr,
+            num_rows,
+            num_columns,
+            seed,
+            step,
+            ROWS,
+            COLUMNS,
+            BLOCK,
+            FORMAT,
+            MODE,
+            REGROUP,
+            STOCHASTIC,
+            3,
+            HARDWARE,
         )
     else:
         for start in range(0, ROWS, SUB_ROWS):
             row = first_row + start + tl.arange(0, SUB_ROWS)
             x = load_tile(x_ptr, row, first_column, num_rows, num_columns, stride_row, stride_column, COLUMNS)
             store_both(
-                x, row, first_row + start, first_column, codes_ptr, scales_ptr, codes_t_ptr, scales_t_ptr, inexact_ptr,
-                num_rows, num_columns, seed, step, SUB_ROWS, COLUMNS, BLOCK, FORMAT, MODE, REGROUP, STOCHASTIC, 1,
+                x,
+                row,
+                first_row + start,
+                first_column,
+                codes_ptr,
+                scales_ptr,
+                codes_t_ptr,
+                scales_t_ptr,
+                inexact_ptr,
+                num_rows,
+                num_columns,
+                seed,
+                step,
+                SUB_ROWS,
+                COLUMNS,
+                BLOCK,
+                FORMAT,
+                MODE,
+                REGROUP,
+                STOCHASTIC,
+                1,
                 HARDWARE,
             )
         row = first_row + tl.arange(0, ROWS)
@@ -287,8 +325,27 @@ def cast_both_kernel(
             column = first_column + start
             x = load_tile(x_ptr, row, column, num_rows, num_columns, stride_row, stride_column, SUB_COLUMNS)
             store_both(
-                x, row, first_row, column, codes_ptr, scales_ptr, codes_t_ptr, scales_t_ptr, inexact_ptr,
-                num_rows, num_columns, seed, step, ROWS, SUB_COLUMNS, BLOCK, FORMAT, MODE, REGROUP, STOCHASTIC, 2,
+                x,
+                row,
+                first_row,
+                column,
+                codes_ptr,
+                scales_ptr,
+                codes_t_ptr,
+                scales_t_ptr,
+                inexact_ptr,
+                num_rows,
+                num_columns,
+                seed,
+                step,
+                ROWS,
+                SUB_COLUMNS,
+                BLOCK,
+                FORMAT,
+                MODE,
+                REGROUP,
+                STOCHASTIC,
+                2,
                 HARDWARE,
             )
 
@@ -369,7 +426,8 @@ def dequantise_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """out `[M, K]` contiguous, bf16: code times scale, exact for scale bytes 3..246; blocks of BLOCK_ROWS x BLOCK_COLUMNS."""
+    """out `[M, K]` contiguous, bf16: code times scale, exact for scale bytes 3..246; blocks of BLOCK_ROWS x
+    BLOCK_COLUMNS."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]

@@ -1,6 +1,7 @@
 """Triton building blocks of every cast: scale bytes, encoding, random words, the Hadamard butterfly.
 
-They repeat the reference's integer arithmetic, so codes and scales have the same bits. Elements of 8 bits are rounded by
+They repeat the reference's integer arithmetic, so codes and scales have the same bits. Elements of 8 bits are rounded
+by
 the hardware's conversion after an explicit clamp where `HARDWARE` is set (compiled kernels), and by integers otherwise:
 Triton's interpreter loses carries in its conversion to FP8.
 
@@ -122,7 +123,7 @@ def decode(code, FORMAT: tl.constexpr):
 @triton.jit
 def random_words(row, first_column, seed, step, STREAM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """uint32 words `[ROWS, COLUMNS]` of the elements (row[i], first_column + j); first_column is a multiple of 4."""
-    quad = (first_column // 4).to(tl.uint32) + tl.arange(0, COLUMNS // 4).to(tl.uint32)
+    quad = (first_column // 4 + tl.arange(0, COLUMNS // 4)).to(tl.uint32)
     c0 = tl.broadcast_to(quad[None, :], [ROWS, COLUMNS // 4])
     c1 = tl.broadcast_to(row.to(tl.uint32)[:, None], [ROWS, COLUMNS // 4])
     zero = tl.zeros([ROWS, COLUMNS // 4], tl.uint32)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
-
 from gemworks.precision.convert import MXLinear, fall_back_where_inexact
 from gemworks.precision.probe import measure_layer
+from torch import Tensor, nn
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """`probe`: run real batches, measure every layer and product, decide, and write the decision as a recipe file.
 
-For each linear layer the probe captures its input and the gradient of its output, computes the three products in float64
+For each linear layer the probe captures its input and the gradient of its output, computes the three products in
+float64
 from those (on a sample of rows) and compares each format with them; on a GPU it also times forward and backward of the
 whole layer at its own shape. After LoKA (arXiv 2605.10886): choose per layer by measured error and speed.
 """
@@ -14,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from gemworks.precision.backends import shape_rule
 from gemworks.precision.convert import linear_layers
 from gemworks.precision.formats import element_spec
@@ -24,12 +23,14 @@ from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.quantization import quantize
 from gemworks.precision.recipe import Recipe, recipe
 from gemworks.precision.scales import inverse_scale
+from torch import Tensor, nn
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
 
 
 def sqnr_db(reference: Tensor, value: Tensor) -> float:
-    """Signal to quantisation noise, `10 log10(sum ref^2 / sum (value - ref)^2)`, in dB; inf if equal, nan if not finite."""
+    """Signal to quantisation noise, `10 log10(sum ref^2 / sum (value - ref)^2)`, in dB; inf if equal, nan if not
+    finite."""
     reference, value = reference.double(), value.double()
     noise = (value - reference).square().sum().item()
     signal = reference.square().sum().item()
@@ -64,7 +65,8 @@ class ProductReport:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A recipe tried on a layer: its products, the share of inexact codes (regrouping), and its time (None on a CPU)."""
+    """A recipe tried on a layer: its products, the share of inexact codes (regrouping), and its time (None on a
+    CPU)."""
 
     preset: str
     products: tuple[ProductReport, ...]
@@ -157,7 +159,8 @@ def _captured(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 
 def measure_layer(x: Tensor, weight: Tensor, dy: Tensor, chosen: Recipe) -> Candidate:
-    """SQNR, saturation and underflow of the three products of one layer, against float64 products of the same operands."""
+    """SQNR, saturation and underflow of the three products of one layer, against float64 products of the same
+    operands."""
     with torch.no_grad():
         y, _, _, counts = linear_forward(x, weight, None, chosen, False, torch.float32)
         dx, dw = linear_backward(
@@ -175,15 +178,16 @@ def measure_layer(x: Tensor, weight: Tensor, dy: Tensor, chosen: Recipe) -> Cand
             plane = quantize(operand, dim, gemm.left, chosen.scale_mode, block=block)
             saturated, underflow = saturation_underflow(operand, plane)
             products.append(ProductReport(name, sqnr_db(exact[name], got[name]), 100 * saturated, 100 * underflow))
-        inexact = (counts / torch.tensor([max(1, x.numel()), max(1, weight.numel())], device=counts.device)).max().item()
+        inexact = (
+            (counts / torch.tensor([max(1, x.numel()), max(1, weight.numel())], device=counts.device)).max().item()
+        )
     return Candidate(chosen.name, tuple(products), 100 * inexact, None)
 
 
 def time_layer(x: Tensor, weight: Tensor, dy: Tensor, chosen: Recipe) -> float:
     """Median milliseconds of forward and backward of the layer on its CUDA device."""
-    from triton.testing import do_bench
-
     from gemworks.precision.linear import mx_linear
+    from triton.testing import do_bench
 
     leaf, master = x.detach().requires_grad_(), weight.detach().requires_grad_()
 
@@ -208,7 +212,8 @@ def probe(
     """Measure each linear layer on real batches and choose a recipe per layer.
 
     The decision: of the candidates whose worst product reaches `min_sqnr_db` and whose inexact codes stay under the
-    recipe's `max_inexact`, the fastest, if it beats bf16 by `min_speedup`; on a CPU, where speed says nothing, the first.
+    recipe's `max_inexact`, the fastest, if it beats bf16 by `min_speedup`; on a CPU, where speed says nothing, the
+    first.
     Otherwise bf16, with the reason. Gradients of the model are left as they were.
 
     Args:

@@ -58,7 +58,8 @@ def both_config(block: int, regroup: bool, stochastic: bool) -> BothConfig:
     return BothConfig(128, 128, 64, 64, 8)
 
 
-def _flags(spec: CastSpec) -> dict[str, int | bool]:
+def cast_flags(spec: CastSpec) -> dict[str, int | bool]:
+    """Constants that every cast kernel takes from the spec."""
     return {
         "FORMAT": FORMATS[spec.format.value],
         "MODE": MODES[spec.scale_mode.value],
@@ -68,7 +69,8 @@ def _flags(spec: CastSpec) -> dict[str, int | bool]:
     }
 
 
-def _seed_step(spec: CastSpec) -> tuple[int, int]:
+def seed_and_step(spec: CastSpec) -> tuple[int, int]:
+    """Arguments of the random words; zeros when rounding to nearest."""
     return (spec.stochastic.seed, spec.stochastic.step) if spec.stochastic is not None else (0, 0)
 
 
@@ -103,7 +105,7 @@ def triton_cast(x: Tensor, dim: int | None, spec: CastSpec, block: int | None = 
     if codes.numel():
         config = rows_config(block, spec.regroups, size, rows.stride(1) != 1, spec.stochastic is not None)
         signs = hadamard_signs(spec.hadamard, x.device) if spec.hadamard is not None else inexact
-        seed, step = _seed_step(spec)
+        seed, step = seed_and_step(spec)
         grid = (triton.cdiv(num_rows, config.rows), triton.cdiv(padded, config.columns))
         cast_rows_kernel[grid](
             rows,
@@ -127,7 +129,7 @@ def triton_cast(x: Tensor, dim: int | None, spec: CastSpec, block: int | None = 
             STREAM=STREAM_ROWS if front == 1 else STREAM_COLUMNS,
             HADAMARD=size,
             num_warps=config.num_warps,
-            **_flags(spec),
+            **cast_flags(spec),
         )
     if front == 0:
         codes, scales = codes.t(), scales.t()
@@ -139,12 +141,13 @@ def triton_cast_both(x: Tensor, spec: CastSpec) -> tuple[MXTensor, MXTensor, Ten
     """`casts.cast_both` by one kernel: x is read once (2 B an element in bf16), both planes written (2.06 B)."""
     check_input(x, 1, spec.block, ROW_BLOCK_SIZES)
     if x.dim() != 2 or spec.format is Format.E2M1:
-        raise ValueError(f"x: got shape {tuple(x.shape)}, format {spec.format.value!r}; expected 2 dims of e4m3 or e5m2")
+        raise ValueError(f"x: got shape {tuple(x.shape)}, format {spec.format.value!r}; expected 2 dims of e4m3 or
+        e5m2")
     num_rows, num_columns = x.shape
     planes, tensors, inexact = empty_planes(x, spec)
     if x.numel():
         config = both_config(spec.block, spec.regroups, spec.stochastic is not None)
-        seed, step = _seed_step(spec)
+        seed, step = seed_and_step(spec)
         grid = (triton.cdiv(num_rows, config.rows), triton.cdiv(num_columns, config.columns))
         cast_both_kernel[grid](
             x,
@@ -162,7 +165,7 @@ def triton_cast_both(x: Tensor, spec: CastSpec) -> tuple[MXTensor, MXTensor, Ten
             SUB_COLUMNS=config.sub_columns,
             BLOCK=spec.block,
             num_warps=config.num_warps,
-            **_flags(spec),
+            **cast_flags(spec),
         )
     return (*planes, inexact)
 
@@ -173,7 +176,8 @@ def empty_planes(x: Tensor, spec: CastSpec) -> tuple[tuple[MXTensor, MXTensor], 
     width = _width(spec, spec.block)
     new = {"dtype": torch.uint8, "device": x.device}
     codes, scales = torch.empty(num_rows, num_columns, **new), torch.empty(num_rows, -(-num_columns // width), **new)
-    codes_t, scales_t = torch.empty(num_columns, num_rows, **new), torch.empty(num_columns, -(-num_rows // width), **new)
+    codes_t, scales_t = torch.empty(num_columns, num_rows, **new), torch.empty(num_columns, -(-num_rows // width),
+    **new)
     inexact = torch.zeros((), dtype=torch.int64, device=x.device)
     shape, common = (num_rows, num_columns), (width, spec.format, spec.scale_mode)
     planes = MXTensor(codes, scales, shape, 1, *common), MXTensor(codes_t.t(), scales_t.t(), shape, 0, *common)
@@ -183,14 +187,15 @@ def empty_planes(x: Tensor, spec: CastSpec) -> tuple[tuple[MXTensor, MXTensor], 
 def _cast_square(x: Tensor, spec: CastSpec, block: int) -> tuple[MXTensor, Tensor]:
     check_input(x, None, block, SQUARE_BLOCK_SIZES)
     if x.dim() != 2 or spec.format is Format.E2M1:
-        raise ValueError(f"x: got shape {tuple(x.shape)}, format {spec.format.value!r}; expected 2 dims of e4m3 or e5m2")
+        raise ValueError(f"x: got shape {tuple(x.shape)}, format {spec.format.value!r}; expected 2 dims of e4m3 or
+        e5m2")
     inexact = torch.zeros((), dtype=torch.int64, device=x.device)
     num_rows, num_columns = x.shape
     width = _width(spec, block)
     codes = torch.empty(num_rows, num_columns, dtype=torch.uint8, device=x.device)
     scales = torch.empty(-(-num_rows // width), -(-num_columns // width), dtype=torch.uint8, device=x.device)
     if x.numel():
-        seed, step = _seed_step(spec)
+        seed, step = seed_and_step(spec)
         tile = 128 if width == 128 else 64
         cast_square_kernel[(triton.cdiv(num_rows, tile), triton.cdiv(num_columns, tile))](
             x,
@@ -206,7 +211,7 @@ def _cast_square(x: Tensor, spec: CastSpec, block: int) -> tuple[MXTensor, Tenso
             TILE=tile,
             BLOCK=block,
             num_warps=8 if tile == 128 else 4,
-            **_flags(spec),
+            **cast_flags(spec),
         )
     return MXTensor(codes, scales, tuple(x.shape), None, width, spec.format, spec.scale_mode), inexact
 
