@@ -1,3 +1,7 @@
+# Gradients are Optional and submodules are Tensor | Module to the checker; a wrong one fails the test anyway.
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportOptionalSubscript=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnbound=false
 """Recipes as files, convert and back, the rules, and the registry."""
 
 import copy

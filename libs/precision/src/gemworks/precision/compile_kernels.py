@@ -99,7 +99,7 @@ def variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str, Any], 
             "COLUMNS": columns,
             "BLOCK": block,
         }
-        halves = {name: "*bf16" for name in ("residual_ptr", "weight_ptr", "bias_ptr", "sum_ptr", "y_ptr")}
+        halves = dict.fromkeys(("residual_ptr", "weight_ptr", "bias_ptr", "sum_ptr", "y_ptr"), "*bf16")
         pointers = {**both_pointers, **halves, "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "eps": "fp32"}
         arguments = types(norm_cast_kernel, pointers, constants)
         yield "norm_cast", kind, norm_cast_kernel, arguments, constants, num_warps
@@ -125,8 +125,9 @@ def resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True,
-        check=True)
+        text = subprocess.run(
+            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        )
     registers = re.search(r"REG:(\d+)", text.stdout)
     stack, local = re.search(r"STACK:(\d+)", text.stdout), re.search(r"LOCAL:(\d+)", text.stdout)
     if registers is None or stack is None or local is None:
@@ -134,8 +135,9 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(registers[1]), int(stack[1]) + int(local[1])
 
 
-def compile_one(function: Any, types: dict[str, str], constants: dict[str, Any], capability: int, num_warps: int) ->
-Any:
+def compile_one(
+    function: Any, types: dict[str, str], constants: dict[str, Any], capability: int, num_warps: int
+) -> Any:
     """Compile a kernel; pointers and strides are assumed 16-aligned, as the launcher's tensors are."""
     import triton
     from triton.backends.compiler import GPUTarget

@@ -1,3 +1,6 @@
+# Triton's language is typed by its own compiler, not by Python's: pyright is quiet in this file.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportAssignmentType=false
 """Triton cast kernels: along one dim, along both in one read, in squares.
 
 Shape letters: M, N the tile's rows and columns; G blocks along a dim; B elements per block.

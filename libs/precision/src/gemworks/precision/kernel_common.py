@@ -1,3 +1,6 @@
+# Triton's language is typed by its own compiler, not by Python's: pyright is quiet in this file.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportAssignmentType=false
 """Triton building blocks of every cast: scale bytes, encoding, random words, the Hadamard butterfly.
 
 They repeat the reference's integer arithmetic, so codes and scales have the same bits. Elements of 8 bits are rounded

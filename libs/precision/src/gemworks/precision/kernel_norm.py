@@ -1,3 +1,6 @@
+# Triton's language is typed by its own compiler, not by Python's: pyright is quiet in this file.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportAssignmentType=false
 """Triton kernel: residual addition, RMSNorm or LayerNorm, and the cast of the result, in one pass over memory.
 
 A program owns ROWS rows of `x [M, K]`: it reads them for the statistics and again (from cache) for the result, rounds

@@ -1,3 +1,5 @@
+# Kernel launches `kernel[grid](...)` are not typed as calls of their own signature.
+# pyright: reportCallIssue=false
 """Norm and cast together: `norm_cast` for planes, `mx_norm_linear` for a trainable norm + linear layer.
 
     h = x + residual,  y = norm(h) * weight + bias (rounded to x's dtype),  planes = quantise(y)
@@ -11,14 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from gemworks.precision.backends import choose
 from gemworks.precision.casts import CastSpec, cast, device_of
 from gemworks.precision.gemms import gemm
 from gemworks.precision.linear import linear_backward, weight_plane
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.recipe import GemmKind, Recipe, Save, recipe
+from torch import Tensor
 
 NORMS = ("rms", "layer")
 
@@ -78,8 +79,9 @@ def norm_cast(
     if x.dim() != 2 or weight.shape != x.shape[1:] or (bias is not None and bias.shape != weight.shape):
         raise ValueError(f"x and weight: got {tuple(x.shape)} and {tuple(weight.shape)}, expected [M, K] and [K]")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(f"residual: got {tuple(residual.shape)} {residual.dtype}, expected x's {tuple(x.shape)}
-        {x.dtype}")
+        raise ValueError(
+            f"residual: got {tuple(residual.shape)} {residual.dtype}, expected x's {tuple(x.shape)} {x.dtype}"
+        )
     if bias is not None and norm == "rms":
         raise ValueError("bias: RMSNorm has none; use norm='layer'")
     if spec.hadamard is not None:
@@ -121,7 +123,6 @@ def _triton_norm_cast(
     return_y: bool,
 ) -> NormCast:
     import triton
-
     from gemworks.precision.kernel_norm import norm_cast_kernel
     from gemworks.precision.triton_casts import cast_flags, empty_planes, seed_and_step
 
@@ -161,9 +162,7 @@ def _triton_norm_cast(
         num_warps=num_warps,
         **cast_flags(spec),
     )
-    return NormCast(
-        planes[0], planes[1] if columns else None, hidden, mean, rstd, y if return_y else None, inexact
-    )
+    return NormCast(planes[0], planes[1] if columns else None, hidden, mean, rstd, y if return_y else None, inexact)
 
 
 def norm_backward(

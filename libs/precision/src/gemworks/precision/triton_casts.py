@@ -1,3 +1,5 @@
+# Kernel launches `kernel[grid](...)` are not typed as calls of their own signature.
+# pyright: reportCallIssue=false
 """Launching the Triton casts: shapes, grids and tile sizes. Codes and scales are bit-equal to the reference."""
 
 from __future__ import annotations
@@ -7,8 +9,6 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from torch import Tensor
-
 from gemworks.precision.backends import interpreting
 from gemworks.precision.casts import CastSpec
 from gemworks.precision.formats import Format
@@ -18,6 +18,7 @@ from gemworks.precision.kernel_common import FORMATS, MODES
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.quantization import ROW_BLOCK_SIZES, SQUARE_BLOCK_SIZES, check_input
 from gemworks.precision.rng import STREAM_COLUMNS, STREAM_ROWS
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,9 @@ def triton_cast_both(x: Tensor, spec: CastSpec) -> tuple[MXTensor, MXTensor, Ten
     """`casts.cast_both` by one kernel: x is read once (2 B an element in bf16), both planes written (2.06 B)."""
     check_input(x, 1, spec.block, ROW_BLOCK_SIZES)
     if x.dim() != 2 or spec.format is Format.E2M1:
-        raise ValueError(f"x: got shape {tuple(x.shape)}, format {spec.format.value!r}; expected 2 dims of e4m3 or
-        e5m2")
+        raise ValueError(
+            f"x: got shape {tuple(x.shape)}, format {spec.format.value!r}; expected 2 dims of e4m3 or e5m2"
+        )
     num_rows, num_columns = x.shape
     planes, tensors, inexact = empty_planes(x, spec)
     if x.numel():
@@ -176,8 +178,10 @@ def empty_planes(x: Tensor, spec: CastSpec) -> tuple[tuple[MXTensor, MXTensor], 
     width = _width(spec, spec.block)
     new = {"dtype": torch.uint8, "device": x.device}
     codes, scales = torch.empty(num_rows, num_columns, **new), torch.empty(num_rows, -(-num_columns // width), **new)
-    codes_t, scales_t = torch.empty(num_columns, num_rows, **new), torch.empty(num_columns, -(-num_rows // width),
-    **new)
+    codes_t, scales_t = (
+        torch.empty(num_columns, num_rows, **new),
+        torch.empty(num_columns, -(-num_rows // width), **new),
+    )
     inexact = torch.zeros((), dtype=torch.int64, device=x.device)
     shape, common = (num_rows, num_columns), (width, spec.format, spec.scale_mode)
     planes = MXTensor(codes, scales, shape, 1, *common), MXTensor(codes_t.t(), scales_t.t(), shape, 0, *common)
@@ -187,8 +191,9 @@ def empty_planes(x: Tensor, spec: CastSpec) -> tuple[tuple[MXTensor, MXTensor], 
 def _cast_square(x: Tensor, spec: CastSpec, block: int) -> tuple[MXTensor, Tensor]:
     check_input(x, None, block, SQUARE_BLOCK_SIZES)
     if x.dim() != 2 or spec.format is Format.E2M1:
-        raise ValueError(f"x: got shape {tuple(x.shape)}, format {spec.format.value!r}; expected 2 dims of e4m3 or
-        e5m2")
+        raise ValueError(
+            f"x: got shape {tuple(x.shape)}, format {spec.format.value!r}; expected 2 dims of e4m3 or e5m2"
+        )
     inexact = torch.zeros((), dtype=torch.int64, device=x.device)
     num_rows, num_columns = x.shape
     width = _width(spec, block)
