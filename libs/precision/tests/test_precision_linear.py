@@ -1,7 +1,6 @@
 # Gradients are Optional and submodules are Tensor | Module to the checker; a wrong one fails the test anyway.
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportOptionalSubscript=false
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnbound=false
 """mx_linear and its grouped form: values, gradients, what is saved, rules, and torch.compile."""
 
 import math

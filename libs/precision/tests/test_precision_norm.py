@@ -1,7 +1,6 @@
 # Gradients are Optional and submodules are Tensor | Module to the checker; a wrong one fails the test anyway.
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportOptionalSubscript=false
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnbound=false
 """Norm + cast: planes of the y that was computed, and a trainable norm + linear layer."""
 
 import pytest

@@ -1,7 +1,6 @@
 # Gradients are Optional and submodules are Tensor | Module to the checker; a wrong one fails the test anyway.
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportOptionalSubscript=false
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnbound=false
 """The fused norm + cast kernel under the interpreter (fp32 and fp16; see test_precision_triton_interpreted.py)."""
 
 import os

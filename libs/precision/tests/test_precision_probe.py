@@ -1,7 +1,6 @@
 # Gradients are Optional and submodules are Tensor | Module to the checker; a wrong one fails the test anyway.
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportOptionalSubscript=false
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnbound=false
 """Probe, monitor, codec and the guard before a checkpoint."""
 
 import math

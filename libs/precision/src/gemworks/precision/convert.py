@@ -110,8 +110,8 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Every `nn.Linear` and `MXLinear` of a model, by name, in module order; subclasses with their own forward are
     left."""
     for name, module in model.named_modules():
-        if type(module) in (nn.Linear, MXLinear):
-            assert isinstance(module, nn.Linear)
+        # FSDP2 exchanges a module's class for a subclass of its own: still an MXLinear.
+        if isinstance(module, MXLinear) or type(module) is nn.Linear:
             yield name, module
 
 

@@ -25,7 +25,8 @@ from torch import Tensor
 
 
 @lru_cache(maxsize=1024)
-def _recipe_of(text: str) -> Recipe:
+def recipe_of(text: str) -> Recipe:
+    """The recipe that an op carries as text."""
     return Recipe.from_toml(text)
 
 
@@ -165,12 +166,12 @@ def _requantise(weight: MXTensor, chosen: Recipe) -> MXTensor:
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, recipe_text: str, step: int, save: bool, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return linear_forward(x, weight, bias, _recipe_of(recipe_text), save, out_dtype)
+    return linear_forward(x, weight, bias, recipe_of(recipe_text), save, out_dtype)
 
 
 @_linear.register_fake
 def _(x, weight, bias, recipe_text, step, save, out_dtype):
-    chosen = _recipe_of(recipe_text)
+    chosen = recipe_of(recipe_text)
     y = x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
     counts = x.new_empty(2, dtype=torch.int64)
     if not save or chosen.save is Save.HIGH_PRECISION or chosen.forward.kind is GemmKind.BF16:
@@ -220,7 +221,7 @@ def run_backward(
     kept = (codes, scales) if codes.dim() == 2 else None
     shape = (dy.shape[0], num_features)
     return linear_backward(
-        dy, x, weight, _recipe_of(recipe_text), step, need_dx, need_dw, x_dtype, dw_dtype, kept, shape
+        dy, x, weight, recipe_of(recipe_text), step, need_dx, need_dw, x_dtype, dw_dtype, kept, shape
     )
 
 
@@ -234,7 +235,7 @@ def _(dy, x, weight, codes, scales, recipe_text, step, need_dx, need_dw, x_dtype
 def _setup_context(ctx, inputs, output) -> None:
     x, weight, bias, recipe_text, step, save, _ = inputs
     _, codes, scales, counts = output
-    chosen = _recipe_of(recipe_text)
+    chosen = recipe_of(recipe_text)
     # The input itself is kept only where no plane replaces it.
     keep_input = codes.dim() != 2
     ctx.save_for_backward(x if keep_input else codes.new_empty(0), weight, codes, scales)
@@ -312,6 +313,7 @@ def linear_with_counts(
     save = torch.is_grad_enabled() and weight.requires_grad
     with torch.autocast(x.device.type, enabled=False):
         y, _, _, counts = torch.ops.gemworks_precision.linear(
-            x.reshape(-1, k), weight, bias, chosen.text, step, save, out_dtype
+            x if x.dim() == 2 else x.reshape(-1, k), weight, bias, chosen.text, step, save, out_dtype
         )
-    return y.reshape(*x.shape[:-1], n), counts
+    # FSDP2 warns about views, so a matrix is handed back as it is.
+    return (y if x.dim() == 2 else y.reshape(*x.shape[:-1], n)), counts
