@@ -6,10 +6,9 @@ import sys
 
 import pytest
 import torch
-from torch import nn
-
 from gemworks.precision import convert, recipe
 from gemworks.precision.fsdp import gather_in_fp8, gather_rule
+from torch import nn
 
 NUM_RANKS = 2
 
@@ -90,7 +89,8 @@ def worker(rank: int, store: str) -> None:
 
 @pytest.mark.dist
 def test_fp8_gather_equals_quantise_after_gather_on_two_processes(tmp_path):
-    """Three training steps with evaluation between them (P11): bit-equal where blocks do not cross ranks, fewer bytes."""
+    """Three training steps with evaluation between them (P11): bit-equal where blocks do not cross ranks, fewer
+    bytes."""
     processes = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(tmp_path / "store")],

@@ -172,3 +172,16 @@ def test_the_named_backend_runs_in_the_linear_layer():
     assert torch.equal(grads[0][1], grads[1][1])
     plane = cast(x.detach(), 1, CastSpec(GemmKind.MXFP8), "triton")[0]
     assert gemm(plane, plane, GemmKind.MXFP8, torch.float32).shape == (40, 40)
+
+
+def test_long_lines_use_the_first_grid_axis(monkeypatch):
+    from gemworks.precision import triton_casts
+
+    assert triton_casts.two_axes(1, 70000) == ((70000, 1), True)
+    assert triton_casts.two_axes(4, 5) == ((4, 5), False)
+    monkeypatch.setattr(triton_casts, "two_axes", lambda rows, columns: ((columns, rows), True))
+    x = uneven(40, 600)
+    spec = CastSpec(GemmKind.MXFP8)
+    plane = cast(x, 1, spec, "triton")[0]
+    same(plane, cast(x, 1, spec, "reference")[0])
+    assert torch.equal(triton_dequantize(plane, torch.float32), plane.dequantize())

@@ -93,17 +93,10 @@ class MXCodec:
             from gemworks.precision.recipe import GemmKind
             from gemworks.precision.triton_casts import triton_cast
 
-            # Rows of one long line of blocks: the kernel wants a matrix, and its codes come out in the same order.
-            width = 4096
             spec = CastSpec(GemmKind.MXFP8, self.format, self.scale_mode)
-            if flat.numel() % width == 0:
-                plane, _ = triton_cast(flat.view(-1, width), 1, spec, block=self.block)
-                shape = tuple(flat.shape)
-                codes, scales = plane.codes.reshape(-1), plane.scales.reshape(-1)
-                return MXTensor(codes, scales, shape, 0, self.block, self.format, self.scale_mode)
-            plane, _ = triton_cast(flat.view(1, -1), 1, spec, block=self.block)
-            codes, scales = plane.codes[0], plane.scales[0]
-            return MXTensor(codes, scales, tuple(flat.shape), 0, self.block, self.format, self.scale_mode)
+            line, _ = triton_cast(flat[None], 1, spec, block=self.block)
+            shape = tuple(flat.shape)
+            return MXTensor(line.codes[0], line.scales[0], shape, 0, self.block, self.format, self.scale_mode)
         return quantize(flat, 0, self.format, self.scale_mode, block=self.block)
 
     def _dequantize(self, plane: MXTensor, dtype: torch.dtype) -> Tensor:

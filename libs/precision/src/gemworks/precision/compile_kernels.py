@@ -50,6 +50,7 @@ def variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str, Any], 
                     "BLOCK": block,
                     "STREAM": 1 if transposed else 0,
                     "HADAMARD": 0,
+                    "SWAP": False,
                     ("stride_row" if transposed else "stride_column"): 1,
                 }
                 name = kind + variant + (" transposed" if transposed else "")
@@ -77,6 +78,7 @@ def variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str, Any], 
                 "BLOCK": 32,
                 "STREAM": 0,
                 "HADAMARD": size,
+                "SWAP": False,
                 ("stride_row" if transposed else "stride_column"): 1,
             }
             kernel = kc.cast_rows_kernel
@@ -110,6 +112,7 @@ def variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str, Any], 
             "BLOCK_ROWS": block_rows,
             "BLOCK_COLUMNS": block_columns,
             "FORMAT": FORMATS["e4m3"],
+            "SWAP": False,
             ("stride_code_row" if name == "columns" else "stride_code_column"): 1,
         }
         kernel = kc.dequantise_kernel

@@ -1,10 +1,12 @@
 """FSDP2 gathers in FP8: each rank quantises its shard once and the all-gather moves codes and scales.
 
 `fully_shard` splits parameters along dim 0 and asks a parameter that has `fsdp_pre_all_gather` what to send and
-`fsdp_post_all_gather` what to make of it. A shard of N/W rows sends N/W * K bytes of codes and a few of scales instead of
+`fsdp_post_all_gather` what to make of it. A shard of N/W rows sends N/W * K bytes of codes and a few of scales instead
+of
 2 or 4 bytes an element. What the blocks look like follows a rule (`gather_rule`):
 
-- square: a rank's rows are a multiple of the block, so squares never cross ranks. One plane serves forward and dgrad; the
+- square: a rank's rows are a multiple of the block, so squares never cross ranks. One plane serves forward and dgrad;
+the
   result is bit-equal to quantising after the gather.
 - row: 1x32 along K for `mxfp8` otherwise. Forward is bit-equal; dgrad reads the plane along N, so it is quantised again
   from the dequantised values (rounded twice).
@@ -19,8 +21,6 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
-
 from gemworks.precision.backends import warn_once
 from gemworks.precision.casts import CastSpec, cast
 from gemworks.precision.convert import MXLinear
@@ -29,6 +29,7 @@ from gemworks.precision.linear import linear_forward, recipe_of, run_backward
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.recipe import GemmKind, Recipe
 from gemworks.precision.scales import ScaleMode
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)

@@ -86,11 +86,15 @@ def cast_rows_kernel(
     STOCHASTIC: tl.constexpr,
     STREAM: tl.constexpr,
     HADAMARD: tl.constexpr,
+    SWAP: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """x viewed as `[num_rows, num_columns]` with any strides; codes `[num_rows, padded_columns]` contiguous."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    first = tl.program_id(1) * COLUMNS
+    """x viewed as `[num_rows, num_columns]` with any strides; codes `[num_rows, padded_columns]` contiguous.
+
+    SWAP puts the columns on the first grid axis, the only one that may be longer than 65,535.
+    """
+    row = tl.program_id(1 if SWAP else 0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0 if SWAP else 1) * COLUMNS
     column = first + tl.arange(0, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     pointers = x_ptr + row[:, None] * stride_row + column.to(tl.int64)[None, :] * stride_column
@@ -428,11 +432,12 @@ def dequantise_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     FORMAT: tl.constexpr,
+    SWAP: tl.constexpr,
 ):
     """out `[M, K]` contiguous, bf16: code times scale, exact for scale bytes 3..246; blocks of BLOCK_ROWS x
     BLOCK_COLUMNS."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(1 if SWAP else 0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0 if SWAP else 1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     wide = column.to(tl.int64)
     code = tl.load(

@@ -70,6 +70,12 @@ def cast_flags(spec: CastSpec) -> dict[str, int | bool]:
     }
 
 
+def two_axes(num_row_tiles: int, num_column_tiles: int) -> tuple[tuple[int, int], bool]:
+    """A grid, and whether its axes are exchanged: the second axis of a CUDA grid ends at 65,535."""
+    swap = num_column_tiles > 65535
+    return ((num_column_tiles, num_row_tiles) if swap else (num_row_tiles, num_column_tiles)), swap
+
+
 def seed_and_step(spec: CastSpec) -> tuple[int, int]:
     """Arguments of the random words; zeros when rounding to nearest."""
     return (spec.stochastic.seed, spec.stochastic.step) if spec.stochastic is not None else (0, 0)
@@ -107,7 +113,7 @@ def triton_cast(x: Tensor, dim: int | None, spec: CastSpec, block: int | None = 
         config = rows_config(block, spec.regroups, size, rows.stride(1) != 1, spec.stochastic is not None)
         signs = hadamard_signs(spec.hadamard, x.device) if spec.hadamard is not None else inexact
         seed, step = seed_and_step(spec)
-        grid = (triton.cdiv(num_rows, config.rows), triton.cdiv(padded, config.columns))
+        grid, swap = two_axes(triton.cdiv(num_rows, config.rows), triton.cdiv(padded, config.columns))
         cast_rows_kernel[grid](
             rows,
             codes,
@@ -129,6 +135,7 @@ def triton_cast(x: Tensor, dim: int | None, spec: CastSpec, block: int | None = 
             BLOCK=block,
             STREAM=STREAM_ROWS if front == 1 else STREAM_COLUMNS,
             HADAMARD=size,
+            SWAP=swap,
             num_warps=config.num_warps,
             **cast_flags(spec),
         )
@@ -230,7 +237,8 @@ def triton_dequantize(plane: MXTensor, dtype: torch.dtype = torch.bfloat16) -> T
     if out.numel():
         block_rows = plane.block if plane.dim in (0, None) else 1
         block_columns = plane.block if plane.dim in (1, None) else 1
-        dequantise_kernel[(triton.cdiv(num_rows, 64), triton.cdiv(num_columns, 128))](
+        grid, swap = two_axes(triton.cdiv(num_rows, 64), triton.cdiv(num_columns, 128))
+        dequantise_kernel[grid](
             plane.codes,
             plane.scales,
             out,
@@ -243,6 +251,7 @@ def triton_dequantize(plane: MXTensor, dtype: torch.dtype = torch.bfloat16) -> T
             BLOCK_ROWS=block_rows,
             BLOCK_COLUMNS=block_columns,
             FORMAT=FORMATS[plane.format.value],
+            SWAP=swap,
             num_warps=4,
         )
     return out
