@@ -185,3 +185,17 @@ def test_long_lines_use_the_first_grid_axis(monkeypatch):
     plane = cast(x, 1, spec, "triton")[0]
     same(plane, cast(x, 1, spec, "reference")[0])
     assert torch.equal(triton_dequantize(plane, torch.float32), plane.dequantize())
+
+
+def test_wide_scales_in_the_layout_of_the_product():
+    from gemworks.precision.scaled_mm import square_scales, wide_scales
+    from gemworks.precision.triton_casts import triton_wide_scales
+
+    x = uneven(300, 700)
+    rows, square = quantize(x, 1, block=128), cast(x, None, CastSpec(GemmKind.FP8_BLOCK128), "reference")[0]
+    ours, expected = triton_wide_scales(rows.scales, 304, 6), wide_scales(rows, 304, 6)
+    assert torch.equal(ours, expected)
+    assert ours.stride() == expected.stride() == (1, 304)
+    ours, expected = triton_wide_scales(square.scales.t(), 8, 3), square_scales(square, 6)
+    assert torch.equal(ours, expected)
+    assert ours.stride() == expected.stride() == (1, 8)

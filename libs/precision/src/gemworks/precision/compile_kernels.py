@@ -105,9 +105,12 @@ def variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str, Any], 
         pointers = {**both_pointers, **halves, "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "eps": "fp32"}
         arguments = types(norm_cast_kernel, pointers, constants)
         yield "norm_cast", kind, norm_cast_kernel, arguments, constants, num_warps
+    constants = {"ROWS": 256, "COLUMNS": 8}
+    arguments = types(kc.wide_scales_kernel, {"scales_ptr": u8, "out_ptr": "*fp32"}, constants)
+    yield "wide_scales", "", kc.wide_scales_kernel, arguments, constants, 4
     for name, block_rows, block_columns in (("rows", 1, 32), ("columns", 32, 1), ("square", 32, 32)):
         constants = {
-            "ROWS": 64,
+            "ROWS": 32,
             "COLUMNS": 128,
             "BLOCK_ROWS": block_rows,
             "BLOCK_COLUMNS": block_columns,

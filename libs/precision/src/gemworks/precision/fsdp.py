@@ -84,9 +84,9 @@ class _Wrapper(torch.Tensor):
     """What both tensor classes share: a size and dtype without storage of their own."""
 
     @staticmethod
-    def _make(cls: type, like: Tensor, dtype: torch.dtype, requires_grad: bool) -> Any:
+    def _make(subclass: type, like: Tensor, dtype: torch.dtype, requires_grad: bool) -> Any:
         return torch.Tensor._make_wrapper_subclass(
-            cls,
+            subclass,
             like.shape,
             strides=like.stride(),
             storage_offset=like.storage_offset(),

@@ -454,3 +454,29 @@ def dequantise_kernel(
     bits = tl.where(scale == 255, 0x7FC00000, bits)
     value = decode(code, FORMAT) * bits.to(tl.float32, bitcast=True)
     tl.store(out_ptr + row[:, None] * num_columns + column[None, :], value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def wide_scales_kernel(
+    scales_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    stride_row,
+    stride_column,
+    out_rows,
+    out_columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """fp32 2^(byte - 127) of E8M0 bytes 1..254 (255: NaN), stored rows-contiguous `[out_columns, out_rows]`, padded
+    with 1."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    pointers = scales_ptr + row[:, None] * stride_row + column.to(tl.int64)[None, :] * stride_column
+    byte = tl.load(pointers, mask=inside, other=127).to(tl.int32)
+    bits = tl.where(byte == 255, 0x7FC00000, tl.where(byte == 0, 0x400000, byte << 23))
+    inside_out = (row < out_rows)[:, None] & (column < out_columns)[None, :]
+    target = out_ptr + column.to(tl.int64)[None, :] * out_rows + row[:, None]
+    tl.store(target, bits.to(tl.float32, bitcast=True), mask=inside_out)

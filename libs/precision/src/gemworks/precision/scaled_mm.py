@@ -23,6 +23,10 @@ from torch import Tensor
 
 def wide_scales(plane: MXTensor, num_rows: int, num_blocks: int) -> Tensor:
     """fp32 scales of a 1x128 plane, `[num_rows, num_blocks]` with the rows contiguous; padding is 1."""
+    if plane.scales.is_cuda:
+        from gemworks.precision.triton_casts import triton_wide_scales
+
+        return triton_wide_scales(plane.scales, num_rows, num_blocks)
     scales = _pad(plane.scales, num_rows, num_blocks, 127)
     return scale_values(scales.t().contiguous()).t()
 
@@ -31,6 +35,10 @@ def square_scales(plane: MXTensor, num_blocks: int) -> Tensor:
     """fp32 scales of a 128x128 plane `[N, K]`, as `[P, N/128]` with strides `(1, P)`, P = num_blocks rounded up to
     4."""
     padded = -(-num_blocks // 4) * 4
+    if plane.scales.is_cuda:
+        from gemworks.precision.triton_casts import triton_wide_scales
+
+        return triton_wide_scales(plane.scales.t(), padded, plane.scales.shape[0])
     return scale_values(_pad(plane.scales, plane.scales.shape[0], padded, 127).contiguous()).t()
 
 

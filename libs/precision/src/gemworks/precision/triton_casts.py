@@ -13,7 +13,13 @@ from gemworks.precision.backends import interpreting
 from gemworks.precision.casts import CastSpec
 from gemworks.precision.formats import Format
 from gemworks.precision.hadamard import hadamard_signs
-from gemworks.precision.kernel_cast import cast_both_kernel, cast_rows_kernel, cast_square_kernel, dequantise_kernel
+from gemworks.precision.kernel_cast import (
+    cast_both_kernel,
+    cast_rows_kernel,
+    cast_square_kernel,
+    dequantise_kernel,
+    wide_scales_kernel,
+)
 from gemworks.precision.kernel_common import FORMATS, MODES
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.quantization import ROW_BLOCK_SIZES, SQUARE_BLOCK_SIZES, check_input
@@ -113,7 +119,7 @@ def triton_cast(x: Tensor, dim: int | None, spec: CastSpec, block: int | None = 
         config = rows_config(block, spec.regroups, size, rows.stride(1) != 1, spec.stochastic is not None)
         signs = hadamard_signs(spec.hadamard, x.device) if spec.hadamard is not None else inexact
         seed, step = seed_and_step(spec)
-        grid, swap = two_axes(triton.cdiv(num_rows, config.rows), triton.cdiv(padded, config.columns))
+        grid, swap = two_axes(-(-num_rows // config.rows), -(-padded // config.columns))
         cast_rows_kernel[grid](
             rows,
             codes,
@@ -237,7 +243,7 @@ def triton_dequantize(plane: MXTensor, dtype: torch.dtype = torch.bfloat16) -> T
     if out.numel():
         block_rows = plane.block if plane.dim in (0, None) else 1
         block_columns = plane.block if plane.dim in (1, None) else 1
-        grid, swap = two_axes(triton.cdiv(num_rows, 64), triton.cdiv(num_columns, 128))
+        grid, swap = two_axes(-(-num_rows // 32), -(-num_columns // 128))
         dequantise_kernel[grid](
             plane.codes,
             plane.scales,
@@ -246,7 +252,7 @@ def triton_dequantize(plane: MXTensor, dtype: torch.dtype = torch.bfloat16) -> T
             num_columns,
             *plane.codes.stride(),
             *plane.scales.stride(),
-            ROWS=64,
+            ROWS=32,
             COLUMNS=128,
             BLOCK_ROWS=block_rows,
             BLOCK_COLUMNS=block_columns,
@@ -255,3 +261,13 @@ def triton_dequantize(plane: MXTensor, dtype: torch.dtype = torch.bfloat16) -> T
             num_warps=4,
         )
     return out
+
+
+def triton_wide_scales(scales: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    """fp32 scales `[num_rows, num_columns]` with strides `(1, num_rows)` from E8M0 bytes, padded with 1; one kernel."""
+    out = torch.empty(num_columns, num_rows, dtype=torch.float32, device=scales.device)
+    grid = (triton.cdiv(num_rows, 256), triton.cdiv(num_columns, 8))
+    wide_scales_kernel[grid](
+        scales, out, *scales.shape, *scales.stride(), num_rows, num_columns, ROWS=256, COLUMNS=8, num_warps=4
+    )
+    return out.t()
