@@ -52,8 +52,12 @@ def _child(path: str, name: str, rank: int, world: int, store: str, args: tuple[
         queue.put((rank, False, traceback.format_exc()))
 
 
-def spawn(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def spawn(
+    function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0, expect_dead: tuple[int, ...] = ()
+) -> list[Any]:
     """Call `function(rank, world, *args)` on `world` gloo processes; returns their results by rank.
+
+    Ranks in `expect_dead` leave without a result and are left out of the list.
 
     Results must be picklable without tensors' shared memory: return lists, numbers or numpy arrays.
     """
@@ -73,14 +77,14 @@ def spawn(function: Callable[..., Any], world: int, *args: Any, timeout_s: float
             p.start()
         results: dict[int, Any] = {}
         try:
-            for _ in range(world):
+            for _ in range(world - len(expect_dead)):
                 rank, good, value = queue.get(timeout=timeout_s)
                 if not good:
                     raise AssertionError(f"rank {rank} failed:\n{value}")
                 results[rank] = value
         finally:
             for p in processes:
-                if len(results) < world:
+                if len(results) < world - len(expect_dead):
                     p.terminate()
                 p.join(20)
-    return [results[r] for r in range(world)]
+    return [results[r] for r in range(world) if r not in expect_dead]

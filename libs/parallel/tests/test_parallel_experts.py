@@ -127,24 +127,9 @@ def _train(rank: int, world: int, plan_args: dict, case: str, steps: int, optimi
         "losses": losses,
         "grads": {n: g.numpy() for n, g in grads.items()},
         "params": {n: full(p).numpy() for n, p in model.named_parameters()},
-        "expert_rank": meshes.layout.coordinates(rank, "experts")["expert"] if plan.experts else 0,
-        "expert_size": plan.experts.expert if plan.experts else 1,
         "events": log.events,
         "report": report.text(),
     }
-
-
-def _local_view(name: str, ref: dict[str, Tensor], r: dict) -> Tensor:
-    """The reference's tensor for a parameter of rank r: experts are numbered locally."""
-    k = NUM_EXPERTS // r["expert_size"]
-    first = r["expert_rank"] * k
-    if ".experts." in name:
-        head, tail = name.split("local.experts.")
-        i, rest = tail.split(".", 1)
-        return ref[f"{head}local.experts.{int(i) + first}.{rest}"]
-    if name.endswith("gates"):
-        return ref[name][first : first + k]
-    return ref[name]
 
 
 CASES = [
@@ -172,9 +157,9 @@ def test_m3_loss_gradients_and_ten_steps_equal_one_process(name: str, plan: dict
         assert r["losses"] == pytest.approx(losses, rel=2e-5, abs=1e-6)
         assert set(r["grads"]) == set(r["params"])
         for n, g in r["grads"].items():
-            torch.testing.assert_close(torch.from_numpy(g), _local_view(n, grads, r), rtol=2e-4, atol=1e-6, msg=n)
+            torch.testing.assert_close(torch.from_numpy(g), grads[n], rtol=2e-4, atol=1e-6, msg=n)
         for n, p in r["params"].items():
-            torch.testing.assert_close(torch.from_numpy(p), _local_view(n, params, r), rtol=2e-4, atol=2e-5, msg=n)
+            torch.testing.assert_close(torch.from_numpy(p), params[n], rtol=2e-4, atol=2e-5, msg=n)
     logs = [r["events"] for r in results]
     assert all(len(log) for log in logs)
     assert find_order_conflict(logs) is None
@@ -188,7 +173,7 @@ def test_m2_every_rank_may_be_empty(case: str) -> None:
     for r in spawn(_train, 2, {"shard": 2, "expert": 2}, case, 2, "sgd", {"overlap": True}):
         assert r["losses"] == pytest.approx(losses, rel=1e-5, abs=1e-7)
         for n, p in r["params"].items():
-            torch.testing.assert_close(torch.from_numpy(p), _local_view(n, params, r), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(torch.from_numpy(p), params[n], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.dist
@@ -199,7 +184,7 @@ def test_m3_eight_processes_two_by_two_by_two() -> None:
     for r in spawn(_train, 8, {"shard": 4, "expert": 2, "expert_shard": 2}, "mixed", 10, "adamw", {"overlap": True}):
         assert r["losses"] == pytest.approx(losses, rel=2e-5, abs=1e-6)
         for n, p in r["params"].items():
-            torch.testing.assert_close(torch.from_numpy(p), _local_view(n, params, r), rtol=2e-4, atol=2e-5)
+            torch.testing.assert_close(torch.from_numpy(p), params[n], rtol=2e-4, atol=2e-5)
 
 
 def _different(rank: int, world: int) -> str:
@@ -327,9 +312,10 @@ def _fake_two_ranks() -> None:
 def test_one_process_is_a_gated_sum_and_differentiates() -> None:
     experts = EnsembleExperts(make_expert, 3)
     with torch.no_grad():
-        experts.local.gates.copy_(torch.tensor([1.0, -2.0, 0.5]))
+        for i, gate in enumerate([1.0, -2.0, 0.5]):
+            experts.local.gates[str(i)].fill_(gate)
     x = torch.randn(5, D)
-    want = sum(g * e(x) for g, e in zip([1.0, -2.0, 0.5], experts.local.experts, strict=True))
+    want = sum(g * e(x) for g, e in zip([1.0, -2.0, 0.5], experts.local.experts.values(), strict=True))
     torch.testing.assert_close(experts(x), want)
 
 

@@ -11,7 +11,7 @@ Letters: R rows of this rank (samples, or jagged tokens), J rows of the joint ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,18 +23,20 @@ from torch import Tensor, nn
 class LocalExperts(nn.Module):
     """The experts that live on this rank, summed with learned scalar gates; shard this module with FSDP.
 
+    Modules and gates are keyed by the expert's index in the whole ensemble, so that names in a checkpoint are unique
+    over ranks and any other spread of the experts can load it.
+
     Args:
-        experts: modules [J, ...] -> [J, ...], all of one output shape.
+        experts: index -> module [J, ...] -> [J, ...], all of one output shape.
     """
 
-    def __init__(self, experts: Sequence[nn.Module]) -> None:
+    def __init__(self, experts: Mapping[int, nn.Module]) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(experts)
-        self.gates = nn.Parameter(torch.ones(len(self.experts)))
+        self.experts = nn.ModuleDict({str(i): m for i, m in experts.items()})
+        self.gates = nn.ParameterDict({str(i): nn.Parameter(torch.ones(1)) for i in experts})
 
     def forward(self, x: Tensor) -> Tensor:
-        gates = self.gates.to(x.dtype)
-        return torch.stack([gates[i] * expert(x) for i, expert in enumerate(self.experts)]).sum(0)
+        return torch.stack([self.gates[i].to(x.dtype) * expert(x) for i, expert in self.experts.items()]).sum(0)
 
 
 @dataclass
@@ -235,7 +237,7 @@ class EnsembleExperts(nn.Module):
         self.rank = 0 if group is None else dist.get_rank(group)
         self.gradient = gradient
         k = num_experts // size
-        self.local = LocalExperts([make_expert(i) for i in range(self.rank * k, (self.rank + 1) * k)])
+        self.local = LocalExperts({i: make_expert(i) for i in range(self.rank * k, (self.rank + 1) * k)})
 
     def start(self, x: Tensor, rows: Sequence[int] | None = None) -> Gathering:
         """Launch the gather.
