@@ -172,7 +172,7 @@ def test_dense_placement_equals_brute_force(shape, sizes) -> None:
             Traffic(view="dense", axis="shard", collective="all_gather", nbytes=1e8),
         ),
     ):
-        found = place(plan, c, traffic).views["dense"]
+        found = place(plan, c, traffic, constraints={("dense", "shard"): "cross_zone"}).views["dense"]
         assert found.cost_us == pytest.approx(_brute_force("dense", sizes, c, traffic), rel=1e-9)
         assert found.cost_us <= found.row_major_us
         assert view_cost_us("dense", found.ranks, c, traffic) == pytest.approx(found.cost_us, rel=1e-9)
@@ -192,6 +192,9 @@ def test_placement_of_the_published_plan_reports_tiers() -> None:
     placement = place(PUBLISHED, c)
     tiers = {(v, a): t for v, p in placement.views.items() for a, t in p.tiers.items()}
     assert tiers["experts", "expert"] == "nvlink"
+    assert tiers["dense", "shard"] == "zone"
+    assert tiers["dense", "replica"] == "cross_zone"
+    assert tiers["experts", "expert_shard"] == "zone"
     assert tiers["sparse", "replica_shard"] == "nvlink"
     assert tiers == placement.layout.crossings(c)
     assert "row-major" in placement.text()

@@ -185,6 +185,15 @@ def test_slower_tiers_and_larger_batches_do_what_they_must() -> None:
     assert big.scaling_ratio > base.scaling_ratio
 
 
+def test_a_cost_per_peer_is_paid_by_wide_all_to_alls() -> None:
+    c, m = presets.roce_cluster(4096), gem_like(num_layers=2)
+    wide = ParallelPlan.for_world(4096, shard=256, expert=2, expert_shard=16, table_group=4096)
+    free, paid = (simulate(wide, m, c, dataclasses.replace(STILL, peer_us=p)) for p in (0.0, 10.0))
+    label = "exposed: sparse.table_group all_to_all"
+    assert paid.collectives[label][1] - free.collectives[label][1] == pytest.approx(3 * 4095 * 10.0)
+    assert paid.step_us > free.step_us
+
+
 def test_m8_communicators_are_in_the_memory() -> None:
     """M8: the memory estimate counts distinct groups."""
     c, m = presets.h200_host(8), dense_model()

@@ -122,6 +122,26 @@ def default_traffic(plan: ParallelPlan) -> tuple[Traffic, ...]:
     return tuple(found)
 
 
+def default_constraints(plan: ParallelPlan, cluster: ClusterSpec) -> dict[tuple[View, str], Tier]:
+    """How far axes may reach unless the caller says otherwise.
+
+    Shards of table replicas stay in an NVLink domain. FSDP shard groups stay in a zone when they fit one, with the
+    replicas
+    across zones, as in the published system: a shard group over several zones is at best a little faster in a model
+        that
+    trusts the slow tier, and far slower when that tier is worse than the file says.
+
+    Returns:
+        (view, axis) -> the widest tier that it may cross.
+    """
+    limits: dict[tuple[View, str], Tier] = {}
+    if plan.dense.shard <= cluster.gpus_per_zone and cluster.gpus_per_zone % plan.dense.shard == 0:
+        limits["dense", "shard"] = "zone"
+    if plan.sparse is not None:
+        limits["sparse", "replica_shard"] = "nvlink"
+    return limits
+
+
 def place(
     plan: ParallelPlan,
     cluster: ClusterSpec,
@@ -135,8 +155,8 @@ def place(
         plan: validated against `cluster` first.
         cluster: rates and shape.
         traffic: what each axis carries; `default_traffic(plan)` if None.
-        constraints: axis -> the widest tier that it may cross. The table replicas' shards stay in an NVLink domain by
-            default.
+        constraints: (view, axis) -> the widest tier that it may cross; on top of `default_constraints`, whose entries
+            it can lift with "cross_zone".
 
     Returns:
         A `Placement` whose predicted cost is never above row-major's, unless a constraint rules row-major out.
@@ -146,7 +166,7 @@ def place(
     """
     plan.validate(cluster)
     items = tuple(default_traffic(plan) if traffic is None else traffic)
-    limits: dict[tuple[View, str], Tier] = {("sparse", "replica_shard"): "nvlink"}
+    limits = default_constraints(plan, cluster)
     limits.update(constraints or {})
     views: dict[View, PlacedView] = {}
     for view in plan.views():
