@@ -12,7 +12,7 @@ import threading
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from gemworks.netmem.errors import PinnedMemoryExhaustedError
@@ -90,8 +90,12 @@ def _aligned(size_bytes: int) -> int:
     return max(1, -(-size_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
 
 
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
 def _unregister(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+    _cudart().cudaHostUnregister(address)
 
 
 class PinnedArena:
@@ -139,7 +143,7 @@ class PinnedArena:
             region = torch.empty(self.capacity_bytes, dtype=torch.uint8)
             if self._pin if self._pin is not None else torch.cuda.is_available():
                 address = region.data_ptr()
-                error = torch.cuda.cudart().cudaHostRegister(address, self.capacity_bytes, 0)
+                error = _cudart().cudaHostRegister(address, self.capacity_bytes, 0)
                 if int(error) != 0:
                     raise PinnedMemoryExhaustedError(
                         f"capacity_bytes: CUDA refused to pin {self.capacity_bytes / 2**30:.2f} GiB (error "
