@@ -138,6 +138,16 @@ class PinnedArena:
         self._peak = 0
         self._num_exhausted = 0
 
+    @property
+    def region(self) -> torch.Tensor | None:
+        """uint8 `[capacity_bytes]`, or None before the first request."""
+        return self._region
+
+    def prepare(self) -> None:
+        """Allocate and register the region now instead of at the first request."""
+        with self._lock:
+            self._ensure_region()
+
     def _ensure_region(self) -> torch.Tensor:
         if self._region is None:
             region = torch.empty(self.capacity_bytes, dtype=torch.uint8)
