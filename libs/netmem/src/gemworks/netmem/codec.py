@@ -32,7 +32,7 @@ class Codec(Protocol):
         ...
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The codes of a floating-point tensor: contiguous tensors on the same device."""
+        """The codes of a floating-point tensor: contiguous tensors on the same device. Takes meta tensors too."""
         ...
 
     def decode(self, codes: tuple[torch.Tensor, ...], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
