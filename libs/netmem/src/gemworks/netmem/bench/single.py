@@ -190,7 +190,6 @@ def stash(s: Setup) -> None:
     parked = [0]
 
     def middle() -> None:
-        synchronize(s.device) if s.smoke else None
         state.poll()
         parked[0] = table_.untyped_storage().nbytes()
         state.prefetch("table")
