@@ -9,7 +9,7 @@ from gemworks.gem.train import train
 
 @pytest.mark.slow
 def test_small_beats_the_strong_baseline(movielens_folder, tmp_path):
-    """By at least 1 % NE, with a paired 95 % interval that excludes zero. Time is not asserted: a machine may be busy."""
+    """By at least 1 % NE, with a paired 95 % interval that excludes zero. Time is not: a machine may be busy."""
     config = load_config("small", sets=[f"data.path={movielens_folder}", "train.device=cpu"])
     summary = train(config, tmp_path / "run")
     gain = summary["baselines"]["history"]["gain"]
