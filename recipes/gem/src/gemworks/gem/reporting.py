@@ -27,7 +27,9 @@ class StepRow:
         step_ms: wall time per step.
         data_wait_ms: of it, waiting for the reader.
         lr, sparse_lr: learning rates of the last step.
-        grad_norm: of the dense part in the last step, before clipping.
+        grad_norm: of the dense part in the last finite step, before clipping.
+        forward_ms, backward_ms, optimizer_ms: of step_ms, by phase; the tables' update is part of backward.
+        num_skipped: steps of the run so far whose loss or gradient was not finite.
     """
 
     step: int
@@ -43,6 +45,10 @@ class StepRow:
     lr: float
     sparse_lr: float
     grad_norm: float
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    optimizer_ms: float = 0.0
+    num_skipped: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
