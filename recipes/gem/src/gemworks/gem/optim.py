@@ -1,14 +1,15 @@
 """Optimizers of the two kinds of parameters and their common schedule.
 
-Dense: AdamW, after the gradients have been seen whole. Embedding tables: fused row-wise Adagrad, one accumulator per row.
-Fused means that a table is updated inside backward, as soon as its gradient is there, and that the gradient is then
-dropped. `DistributedModelParallel` reads the same declaration off the parameters and gives sharded tables fbgemm's
+Dense: AdamW, after the gradients have been seen whole. Embedding tables: fused row-wise Adagrad, one accumulator per
+row. Fused means that a table is updated inside backward, as soon as its gradient is there, and that the gradient is
+then dropped. `DistributedModelParallel` reads the same declaration off the parameters and gives sharded tables fbgemm's
 kernels of the same formula. What must not reach a table is stopped before it, by `model/gate.py`.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -50,7 +51,10 @@ class Optimizers:
 
     def __init__(self, model: Gem, config: OptimizerConfig, total_steps: int) -> None:
         # torchrec takes seconds to import, and a command line that only prints help must not pay for it
-        from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+        with warnings.catch_warnings():
+            # importing the package uses torch.jit, which torch 2.13 itself has deprecated
+            warnings.filterwarnings("ignore", message=r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning)
+            from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
         from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
         self.config = config
