@@ -234,20 +234,25 @@ def tensor_shapes(metadata: Metadata, prefix: str) -> dict[str, tuple[int, ...]]
     }
 
 
-def differences(saved: dict[str, tuple[int, ...]], own: dict[str, tuple[int, ...]]) -> list[str]:
-    """What differs between a checkpoint's tensors and a model's, one line per tensor.
+def differences(
+    first: dict[str, tuple[int, ...]],
+    second: dict[str, tuple[int, ...]],
+    first_name: str = "the checkpoint",
+    second_name: str = "the model",
+) -> list[str]:
+    """What differs between two sets of tensors, given by their shapes; one line per tensor.
 
     >>> differences({"a": (2, 3), "b": (1,)}, {"a": (4, 3), "c": (1,)})
     ['a is [2, 3] in the checkpoint, [4, 3] in the model', 'b is only in the checkpoint', 'c is only in the model']
     """
     lines = []
-    for name in sorted({*saved, *own}):
-        if name not in own:
-            lines.append(f"{name} is only in the checkpoint")
-        elif name not in saved:
-            lines.append(f"{name} is only in the model")
-        elif saved[name] != own[name]:
-            lines.append(f"{name} is {list(saved[name])} in the checkpoint, {list(own[name])} in the model")
+    for name in sorted({*first, *second}):
+        if name not in second:
+            lines.append(f"{name} is only in {first_name}")
+        elif name not in first:
+            lines.append(f"{name} is only in {second_name}")
+        elif first[name] != second[name]:
+            lines.append(f"{name} is {list(first[name])} in {first_name}, {list(second[name])} in {second_name}")
     return lines
 
 
