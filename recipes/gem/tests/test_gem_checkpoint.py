@@ -23,6 +23,7 @@ from gemworks.gem.inspect_checkpoint import inspect
 from gemworks.gem.numerics import NonFiniteError
 from gemworks.gem.presets import load_config
 from gemworks.gem.trainer import Trainer
+from torch import nn
 from torch.distributed.checkpoint import filesystem
 
 pytestmark = pytest.mark.reference
@@ -101,18 +102,25 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def test_fifty_in_a_row_with_flat_memory(trainer: Trainer, memory_folder: Path) -> None:
+def test_fifty_in_a_row_with_flat_memory(memory_folder: Path) -> None:
+    model = nn.Sequential(
+        nn.Linear(1024, 256), nn.Linear(256, 1024)
+    )  # few tensors of some size: DCP's cost is per tensor
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+
     def resident_bytes() -> int:
         gc.collect()
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     writer = Writer(memory_folder, keep_last=2)
     for step in range(1, 11):  # the allocator settles
-        write(writer, trainer, step)
+        writer.save(step, model, optimizer, {"lines": list(range(1000))})
     writer.wait()
     before = resident_bytes()
     for step in range(11, 61):
-        write(writer, trainer, step)
+        writer.save(step, model, optimizer, {"lines": list(range(1000))})
     writer.wait()
     size = sum(p.stat().st_size for p in files.find(memory_folder, "last").iterdir())
     assert size > 1 << 20

@@ -19,13 +19,13 @@ import torch
 from gemworks.gem import checkpoint_files as files
 from gemworks.gem.checkpoint_files import DamagedCheckpointError, find
 from gemworks.gem.numerics import NonFiniteError
-from gemworks.gem.optim import Optimizers
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.stateful import Stateful
 
 __all__ = ["CheckpointError", "DamagedCheckpointError", "Writer", "find", "load", "load_model", "newest_whole", "save"]
 
@@ -62,7 +62,7 @@ class Writer:
         self,
         step: int,
         model: nn.Module,
-        optimizers: Optimizers,
+        optimizers: Stateful,
         host: dict[str, Any],
         *,
         best: dict[str, Any] | None = None,
@@ -141,7 +141,7 @@ class Writer:
 
 
 def save(
-    folder: Path, step: int, model: nn.Module, optimizers: Optimizers, host: dict[str, Any], *, keep_last: int = 2
+    folder: Path, step: int, model: nn.Module, optimizers: Stateful, host: dict[str, Any], *, keep_last: int = 2
 ) -> Path:
     """Writes the checkpoint of `step` and waits for it; returns its folder. See `Writer.save`."""
     writer = Writer(folder, keep_last)
@@ -150,7 +150,7 @@ def save(
     return files.step_dir(folder, step)
 
 
-def load(path: Path, model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
+def load(path: Path, model: nn.Module, optimizers: Stateful) -> dict[str, Any]:
     """Reads a checkpoint into a model, its optimizers and the random generators.
 
     Returns:

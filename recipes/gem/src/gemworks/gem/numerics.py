@@ -132,8 +132,10 @@ def _float_tensors(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from _float_tensors(getattr(value, field.name))
-    elif callable(getattr(value, "values", None)):  # torchrec's JaggedTensor and KeyedTensor
-        yield from _float_tensors(value.values())
+    else:
+        values = getattr(value, "values", None)  # torchrec's JaggedTensor and KeyedTensor
+        if callable(values):
+            yield from _float_tensors(values())
 
 
 def describe_ids(sample_ids: list[int]) -> str:

@@ -47,6 +47,9 @@ class Optimizers:
         model: the model; its parameters keep their identity, the tables get hooks.
         config: learning rates, decay, clipping.
         total_steps: where the schedule ends.
+
+    Raises:
+        ValueError: the model has been given optimizers before; its tables would move twice.
     """
 
     def __init__(self, model: Gem, config: OptimizerConfig, total_steps: int) -> None:
@@ -54,7 +57,7 @@ class Optimizers:
         with warnings.catch_warnings():
             # importing the package uses torch.jit, which torch 2.13 itself has deprecated
             warnings.filterwarnings("ignore", message=r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning)
-            from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+            from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
         from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
         self.config = config
@@ -80,7 +83,9 @@ class Optimizers:
                 "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
             }
         tables = list(model.sparse_parameters())
-        apply_optimizer_in_backward(RowWiseAdagrad, tables, {"lr": config.sparse_lr, "eps": ADAGRAD_EPS})
+        if any(_in_backward(p) for p in tables):
+            raise ValueError("model: its tables have optimizers already, expected none; make a new model for new ones")
+        _apply_optimizer_in_backward(RowWiseAdagrad, tables, {"lr": config.sparse_lr, "eps": ADAGRAD_EPS})
         self.tables: list[Optimizer] = [optimizer for p in tables for optimizer in _in_backward(p)]
 
     def begin(self, step: int) -> None:
@@ -113,8 +118,8 @@ class Optimizers:
         """Keyed by parameter name, so that it does not depend on the order of parameters."""
         return get_optimizer_state_dict(self._model, [self.dense, *self.tables])
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_optimizer_state_dict(self._model, [self.dense, *self.tables], optim_state_dict=state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self._model, [self.dense, *self.tables], optim_state_dict=state_dict)
 
 
 def _in_backward(parameter: nn.Parameter) -> list[Optimizer]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-PHASES = ("forward", "backward", "optimizer")
+PHASES: tuple[str, ...] = ("forward", "backward", "optimizer")
 
 
 class StepClock:
@@ -50,7 +50,7 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextlib.contextmanager
