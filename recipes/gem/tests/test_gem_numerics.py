@@ -61,7 +61,8 @@ def ids_of(batch: int, *settings: str) -> list[int]:
 
 def poisoned(*settings: str, bad: set[int]) -> Trainer:
     config = load_config("tiny", sets=[*SETTINGS, *settings])
-    return Trainer(config, Poisoned(open_source(config.data), bad), CPU)
+    source: Any = Poisoned(open_source(config.data), bad)
+    return Trainer(config, source, CPU)
 
 
 def snapshot(trainer: Trainer) -> dict[str, Tensor]:
@@ -148,7 +149,7 @@ def test_gradient_that_overflows_only_in_backward_is_named_and_no_table_moves() 
     before = snapshot(trainer)
     with pytest.raises(NonFiniteError) as error:
         next(iter(trainer.steps()))
-    assert error.value.report["first_non_finite"] == "gradient of the output of layers.0.interaction"
+    assert error.value.report["first_non_finite"].startswith("gradient of the output of layers.0.interaction.")
     assert torch.isfinite(torch.tensor(error.value.report["loss"]))
     for name, tensor in snapshot(trainer).items():
         assert torch.equal(tensor, before[name]), name
@@ -158,7 +159,7 @@ def test_parameter_that_is_not_finite_is_named_first() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     assert first_non_finite(model, lambda: model(torch.ones(1, 2)).sum()) is None
     with torch.no_grad():
-        model[1].weight[0, 0] = float("inf")
+        model.get_parameter("1.weight").fill_(float("inf"))
     assert first_non_finite(model, lambda: model(torch.ones(1, 2)).sum()) == "parameter 1.weight"
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -173,9 +174,10 @@ def test_p9_no_checkpoint_and_no_evaluation_of_a_step_that_is_not_finite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Case P9: steps 6 and the last are poisoned, checkpoints are due after each step."""
-    last = len(list(poisoned(bad=set()).loader))
-    bad = {ids_of(POISONED)[0], ids_of(last - 1)[0]}
-    settings = ("train.save_every=1", "train.eval_every=6", "train.keep_last=99")
+    few = "data.num_samples=176"
+    last = len(poisoned(few, bad=set()).loader)
+    bad = {ids_of(POISONED, few)[0], ids_of(last - 1, few)[0]}
+    settings = (few, "train.save_every=1", "train.eval_every=6", "train.keep_last=99")
     summary = run(tmp_path / "run", monkeypatch, bad, *settings)
     folder = RunDir.open(tmp_path / "run")
     assert files.steps(folder.checkpoints) == [s for s in range(1, last) if s != POISONED + 1]
