@@ -8,13 +8,16 @@ from pathlib import Path
 
 import torch
 from gemworks.gem.config import TrainConfig
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile
 
 HISTORY_ENTRIES = 100_000
 
 
 class Traces:
     """Writes a Chrome trace of `profile_steps` steps, every `profile_every` steps; does nothing if that is None.
+
+    The schedule is ours, not `torch.profiler.schedule`: stopping that one while it warms up crashes torch 2.13. So the
+    first step of a trace also has the profiler's own start in it.
 
     Args:
         config: when.
@@ -24,33 +27,28 @@ class Traces:
     """
 
     def __init__(self, config: TrainConfig, folder: Path, device: torch.device, step: int = 0) -> None:
+        self._every, self._num_steps = config.profile_every, config.profile_steps
         self._folder = folder
         self._step = step
+        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         self._profile: profile | None = None
-        if config.profile_every is None:
-            return
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-        wait = config.profile_every - config.profile_steps - 1
-        self._profile = profile(
-            activities=activities,
-            schedule=schedule(wait=wait, warmup=1, active=config.profile_steps),
-            on_trace_ready=self._write,
-            acc_events=False,
-        )
-        self._profile.start()
-
-    def _write(self, finished: profile) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        finished.export_chrome_trace(str(self._folder / f"trace_{self._step:08d}.json"))
 
     def advance(self) -> None:
         """One step is done."""
         self._step += 1
-        if self._profile is not None:
-            self._profile.step()
+        if self._every is None:
+            return
+        if self._profile is not None and self._step % self._every == 0:
+            self._profile.stop()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(self._folder / f"trace_{self._step:08d}.json"))
+            self._profile = None
+        elif (self._step + self._num_steps) % self._every == 0:
+            self._profile = profile(activities=self._activities, acc_events=False)
+            self._profile.start()
 
     def close(self) -> None:
-        """Ends the profiler; a trace that is not complete is written as far as it goes."""
+        """Ends the profiler; half a trace is not written."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
