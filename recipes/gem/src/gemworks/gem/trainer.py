@@ -43,6 +43,19 @@ def task_loss(logits_BK: Tensor, labels_BK: Tensor, weights_K: Tensor) -> Tensor
     return (losses_BK.sum(0) * weights_K).sum() / (max(logits_BK.shape[0], 1) * weights_K.sum())
 
 
+def compile_dense(model: Gem) -> None:
+    """Compiles what works on dense tokens [B, n, D], in place: feature tokens, interactions, gates, the head's MLP.
+
+    Names of parameters stay as they are, so checkpoints do too. The sequence parts stay eager: their kernels are opaque
+    to the compiler anyway, and the CPU's rotary embedding, which writes into slices of its result, breaks it.
+    """
+    model.tokens.compile()
+    for layer in model.layers:
+        for name in ("summary", "gate", "interaction"):
+            layer.get_submodule(name).compile()
+    model.head.mlp.compile()
+
+
 @dataclass(frozen=True)
 class Note:
     """Something that happened in a step and is worth a line: "skipped" or "spike"."""
@@ -71,8 +84,7 @@ class Trainer:
         torch.manual_seed(config.train.seed)
         self.model = Gem(source.schema, config, device=device)
         if config.train.compile:
-            for layer in self.model.layers:
-                layer.compile()
+            compile_dense(self.model)
         self.loader = open_loader(
             source,
             config.data,
