@@ -341,6 +341,16 @@ class TrainConfig:
         log_every: steps between two log lines.
         eval_every: steps between two evaluations; None: at the end of each epoch.
         task_weights: weight of each task's loss; None: all 1.
+        accumulate: batches per step; the dense gradient is the mean over the samples of all of them.
+        compile: compiles feature tokens, interactions, gates and the head's MLP with torch.compile.
+        save_every: steps between two checkpoints; None: after each evaluation.
+        keep_last: newest checkpoints kept beside the best one.
+        max_skipped: steps with a loss or gradient that is not finite are skipped, up to this many in a run.
+        spike_factor: a loss above this multiple of its running mean is logged as a spike.
+        profile_every: steps between two profiler traces; None: none.
+        profile_steps: steps in a trace.
+        memory_history: remembers where GPU memory was allocated, for the snapshot that running out of it writes.
+        wandb_project: project of Weights & Biases to report to as well; its WANDB_MODE=offline works.
     """
 
     epochs: int = 1
@@ -351,11 +361,29 @@ class TrainConfig:
     log_every: int = 20
     eval_every: int | None = None
     task_weights: tuple[float, ...] | None = None
+    accumulate: int = 1
+    compile: bool = False
+    save_every: int | None = None
+    keep_last: int = 2
+    max_skipped: int = 10
+    spike_factor: float = 3.0
+    profile_every: int | None = None
+    profile_steps: int = 2
+    memory_history: bool = False
+    wandb_project: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "log_every"):
+        for name in ("epochs", "log_every", "accumulate", "keep_last", "profile_steps"):
             _check(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "a positive integer")
-        for name in ("max_steps", "eval_every"):
+        _check(self.max_skipped >= 0, "train.max_skipped", self.max_skipped, "an integer, 0 or more")
+        _check(self.spike_factor > 1, "train.spike_factor", self.spike_factor, "a number above 1")
+        _check(
+            self.profile_every is None or self.profile_every > self.profile_steps,
+            "train.profile_every",
+            self.profile_every,
+            f"more than train.profile_steps = {self.profile_steps}, or 'none'",
+        )
+        for name in ("max_steps", "eval_every", "save_every"):
             value = getattr(self, name)
             _check(value is None or value > 0, f"train.{name}", value, "a positive integer or 'none'")
         weights = self.task_weights
