@@ -66,5 +66,7 @@ def open_loader(
         rank=rank,
         world_size=world_size,
         prefetch=config.prefetch,
+        prefetch_threads=config.prefetch_threads,
+        num_lanes=config.num_lanes,
         pin_memory=pin_memory,
     )
