@@ -257,7 +257,7 @@ class DataConfig:
 
     Attributes:
         source: the reader.
-        path: cache or file folder.
+        path: cache or file folder; files of kuairand, criteo and taobao are prepared once, in `.gemworks` beside them.
         batch_size: B, samples per rank and step.
         max_length: newest events kept per event type; a power of two.
         id_policy: what to do with an id outside its table.
@@ -269,14 +269,14 @@ class DataConfig:
         num_lanes: groups into which the row groups of a parquet source are dealt, so that a rank decodes its own only:
             a multiple of the number of ranks that divides the samples of a step; 1 turns it off.
         num_id_fields: categorical fields of a synthetic sample.
-        num_ids: ids in each of them.
+        num_ids: ids in each of them; of kuairand, criteo and taobao the rows of each table into which ids are hashed.
         num_dense: float columns of a synthetic sample.
         num_event_types: event types of synthetic data; equal to model.num_event_types.
         num_event_fields: ids of a synthetic event.
         seed: of synthetic data and of shuffling.
     """
 
-    source: Literal["movielens", "synthetic", "parquet"] = "synthetic"
+    source: Literal["movielens", "synthetic", "parquet", "kuairand", "criteo", "taobao"] = "synthetic"
     path: str | None = None
     batch_size: int = 128
     max_length: int = 256

@@ -1,4 +1,4 @@
-"""Sorting a stream of arrow tables that doesn't fit in memory: sorted runs on disk, then merges of a few runs at a time.
+"""Sorting a stream of arrow tables that doesn't fit in memory: sorted runs on disk, then merges of a few at a time.
 
 (The textbook algorithm: D. E. Knuth, "The Art of Computer Programming", volume 3, section 5.4, external sorting.)
 """

@@ -36,9 +36,9 @@ class EventRule:
 class LogSchema:
     """The columns of a log, and their roles.
 
-    Every row is a sample: its user, `ids` and `dense_names` are what is known before its labels are. Every row is also an
-    event, of each type whose rule it meets, in the histories of later samples of the same user; events show `ids` and
-    `event_floats`, which may be known only afterwards (how long it was watched).
+    Every row is a sample: its user, `ids` and `dense_names` are what is known before its labels are. Every row is
+    also an event, of each type whose rule it meets, in the histories of later samples of the same user; events show
+    `ids` and `event_floats`, which may be known only afterwards (how long it was watched).
 
     Attributes:
         num_users: rows of the user table.
@@ -144,8 +144,8 @@ class _Place:
         name = self.log.column(logical)
         if name not in self.table.column_names:
             raise ValueError(
-                f"{self.where}: column {name!r} is missing (it has {', '.join(self.table.column_names)}); name the right "
-                f"one: columns={{{logical!r}: ...}}"
+                f"{self.where}: column {name!r} is missing (it has {', '.join(self.table.column_names)}); name the "
+                f"right one: columns={{{logical!r}: ...}}"
             )
         array = self.table[name].combine_chunks()
         if array.null_count:
@@ -170,8 +170,8 @@ class _Place:
             return hash_strings(array)
         if not pa.types.is_integer(array.type):
             raise ValueError(
-                f"{self.where}: column {self.log.column(logical)!r} has type {array.type}, expected integers or strings; "
-                "cast it"
+                f"{self.where}: column {self.log.column(logical)!r} has type {array.type}, expected integers or "
+                "strings; cast it"
             )
         return array.to_numpy(zero_copy_only=False).astype(np.int64)
 

@@ -23,7 +23,7 @@ from gemworks.gem.data.parquet_files import UNREADABLE
 from gemworks.gem.data.parquet_schema import ParquetSchema
 from gemworks.gem.data.parquet_write import ROW_GROUP_SAMPLES, to_arrow, write_schema
 
-MAX_ROWS = 1 << 20
+MAX_ROWS = 1 << 20  # of a click log: about 200 MB with the copies that sorting makes
 ROW_GROUPS_PER_FILE = 256
 SPLIT_SHARES = (0.8, 0.1)  # train, valid; the rest is test
 
@@ -225,6 +225,8 @@ def _pieces(tables: Iterable[pa.Table], num_rows: int) -> Iterator[pa.Table]:
 def read_parquet_log(paths: Sequence[str | Path], log: LogSchema, *, batch_rows: int) -> Iterator[tuple[str, pa.Table]]:
     """The declared columns of parquet files, in tables of at most `batch_rows` rows, each with its file's name.
 
+    Memory is bound by the largest row group of the files.
+
     Raises:
         ValueError: no file, or one that cannot be read; names file, row and the fix.
     """
@@ -236,9 +238,11 @@ def read_parquet_log(paths: Sequence[str | Path], log: LogSchema, *, batch_rows:
         try:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
                 there = [name for name in names if name in file.schema_arrow.names]
-                for batch in file.iter_batches(batch_size=batch_rows, columns=there, use_threads=False):
-                    yield str(path), pa.Table.from_batches([batch])
-                    num_read += batch.num_rows
+                for group in range(file.num_row_groups):  # one at a time: asked for all, arrow holds on to those read
+                    batches = file.iter_batches(batch_rows, row_groups=[group], columns=there, use_threads=False)
+                    for batch in batches:
+                        yield str(path), pa.Table.from_batches([batch])
+                        num_read += batch.num_rows
         except UNREADABLE as error:
             raise ValueError(
                 f"{path}: unreadable after row {num_read} ({' '.join(str(error).split())}); the file is missing, "
