@@ -7,8 +7,8 @@ Source: https://ailab.criteo.com/download-criteo-1tb-click-logs-dataset/. Files 
 
 There is no user, so samples have no histories: no event types. All that is known of time is the day. Dense columns are
 log(1 + max(x, 0)), 0 where missing, as in facebookresearch/dlrm. Categories are hashed into tables whose row 0 means
-"missing". With several days the first half of the last one validates and the second half tests; with one day the last two
-tenths do.
+"missing". With several days the first half of the last one validates and the second half tests; with one day the last
+two tenths do.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def _hashed(column: pa.ChunkedArray, num_ids: int, name: str, path: Path, first_
     if bad_N.any():
         row = int(np.argmax(bad_N))
         raise ValueError(
-            f"{path}, line {first_line + row}: column {name} holds {text_N[row].decode(errors='replace')!r}, expected up "
-            "to 8 hexadecimal digits or nothing; the file is damaged or of another format"
+            f"{path}, line {first_line + row}: column {name} holds {text_N[row].decode(errors='replace')!r}, expected "
+            "up to 8 hexadecimal digits or nothing; the file is damaged or of another format"
         )
     value_N = np.zeros(len(text_N), dtype=np.int64)
     for place in range(8):

@@ -6,9 +6,9 @@ comment_stay_time, is_profile_enter, is_rand (the video was chosen at random), t
 Source: https://kuairand.com and https://doi.org/10.1145/3511808.3557624 (C. Gao et al., "KuaiRand: An Unbiased
 Sequential Recommendation Dataset with Randomly Exposed Videos", CIKM 2022).
 
-Samples: every row of all files. Tasks: is_click, long_view, is_like. Event types: `clicked` and `skipped`, which show how
-long the video was watched. A sample itself knows user, video, tab, is_rand and the video's duration. Profiles of users
-and videos lie in other files of the data set and are not read.
+Samples: every row of all files. Tasks: is_click, long_view, is_like. Event types: `clicked` and `skipped`, which show
+how long the video was watched. A sample itself knows user, video, tab, is_rand and the video's duration. Profiles of
+users and videos lie in other files of the data set and are not read.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ def find_files(folder: str | Path, patterns: Sequence[str], *, what: str) -> lis
         if found:
             return found
     raise ValueError(
-        f"data.path: {folder} holds no {' or '.join(patterns)}; download {what} by hand (its licence forbids passing it "
-        "on) and put the files there"
+        f"data.path: {folder} holds no {' or '.join(patterns)}; download {what} by hand and put the files there"
     )
 
 
@@ -48,7 +47,8 @@ def read_text(
         block_bytes: read at a time.
 
     Raises:
-        ValueError: an empty or unreadable file, missing columns, a row that is too short or long, a value of another type.
+        ValueError: an empty or unreadable file, missing columns, a row that is too short or long, a value of another
+            type.
     """
     if header:
         _check_header(path, list(columns), delimiter)
@@ -59,7 +59,7 @@ def read_text(
             read_options=pa_csv.ReadOptions(
                 use_threads=False, block_size=block_bytes, column_names=None if header else list(columns)
             ),
-            parse_options=pa_csv.ParseOptions(delimiter=delimiter),
+            parse_options=pa_csv.ParseOptions(delimiter=delimiter, quote_char=False),
             convert_options=pa_csv.ConvertOptions(
                 column_types=dict(columns), include_columns=list(columns), strings_can_be_null=False, null_values=[""]
             ),
@@ -85,12 +85,11 @@ def count_lines(path: Path) -> int:
 
 
 def _check_header(path: Path, wanted: Sequence[str], delimiter: str) -> None:
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as file:
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         names = next(csv.reader(file, delimiter=delimiter), [])
     missing = [name for name in wanted if name not in names]
     if missing:
         raise ValueError(
-            f"{path}, line 1: column {missing[0]!r} is missing (it has {', '.join(names) or 'nothing'}); is it the file "
-            "that its name says, with its header?"
+            f"{path}, line 1: column {missing[0]!r} is missing (it has {', '.join(names) or 'nothing'}); is it the "
+            "file that its name says, with its header?"
         )

@@ -6,8 +6,8 @@ Source: https://tianchi.aliyun.com/dataset/649 ("User Behavior Data from Taobao 
 "Learning Tree-based Deep Model for Recommender Systems", KDD 2018).
 
 Samples: every row. Tasks, about the row itself, so that no label lies in a sample's future: `intent`, it is more than a
-page view; `buy`, it is a purchase. Event types: the four behaviours. A few rows carry times outside of the nine days; the
-files say so themselves, and they are kept.
+page view; `buy`, it is a purchase. Event types: the four behaviours. Rows whose time lies outside of the nine days are
+kept.
 """
 
 from __future__ import annotations
