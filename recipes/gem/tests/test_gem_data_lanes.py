@@ -1,6 +1,7 @@
 """Row groups split across ranks: each decodes its own, nothing is lost or repeated, and steps do not depend on it."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ class Grouped:
         return {"num_samples": self.num_samples("train")}
 
 
-def ranks(source: object, world_size: int, global_batch: int, **options: int) -> list[Loader]:
+def ranks(source: object, world_size: int, global_batch: int, **options: Any) -> list[Loader]:
     return [
         Loader(
             source,  # pyright: ignore[reportArgumentType]

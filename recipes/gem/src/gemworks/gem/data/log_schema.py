@@ -12,7 +12,6 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from gemworks.gem.data.parquet_schema import ParquetSchema
 from gemworks.gem.schema import EventType, IdFeature, Schema
 from numpy.typing import NDArray
@@ -210,7 +209,7 @@ def hash_strings(array: pa.Array) -> Int64:
     >>> a == b
     True
     """
-    encoded = pc.dictionary_encode(array)
+    encoded = array.dictionary_encode()
     hashes = [hashlib.blake2b(s.encode(), digest_size=8).digest() for s in encoded.dictionary.to_pylist()]
     hash_U = np.frombuffer(b"".join(hashes), dtype="<u8").astype(np.uint64) >> np.uint64(1)
     return hash_U.astype(np.int64)[encoded.indices.to_numpy()]
