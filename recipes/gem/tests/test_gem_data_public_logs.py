@@ -8,6 +8,8 @@ import pytest
 from gemworks.gem.config import DataConfig
 from gemworks.gem.data import criteo, open_source
 from gemworks.gem.data.log_files import read_text
+from gemworks.gem.model.gem import check_schema
+from gemworks.gem.presets import get_preset
 
 pytestmark = pytest.mark.reference
 
@@ -106,6 +108,13 @@ def test_criteo_days_become_samples_without_histories(tmp_path: Path):
     assert [row for row, value in enumerate(ids["cat_5"]) if value == 0] == [1]
     assert all(0 < value < 5000 for name, values in ids.items() if name != "cat_5" for value in values)
     assert sorted([*train.sample_ids_B.tolist(), *test.sample_ids_B.tolist()]) == [0, 1, 2, 5, 6]
+
+
+def test_gem_says_that_it_needs_histories(tmp_path: Path):
+    write(tmp_path / "day_0", criteo_line(1, 1) * 10)
+    source = open_source(DataConfig(source="criteo", path=str(tmp_path)))
+    with pytest.raises(ValueError, match=r"schema\.events: got no event type, .* \(criteo has none\)"):
+        check_schema(source.schema, get_preset("tiny"))
 
 
 def test_criteo_one_gzipped_day_is_split_by_shares_and_equal_hashes_stay_equal(tmp_path: Path):
