@@ -89,8 +89,8 @@ def check_schema(schema: Schema, config: GemConfig) -> None:
         )
     if not names:
         raise ValueError(
-            "schema.events: got no event type, expected at least one: GEM is a model of histories; choose a data.source "
-            "that has them (criteo has none)"
+            "schema.events: got no event type, expected at least one: GEM is a model of histories; choose a "
+            "data.source that has them (criteo has none)"
         )
     if len(names) != config.model.num_event_types:
         raise ValueError(
