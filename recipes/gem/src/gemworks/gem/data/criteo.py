@@ -37,6 +37,7 @@ COLUMNS = {
     **{name: pa.int64() for name in INTEGERS},
     **{name: pa.string() for name in CATEGORIES},
 }
+NUM_DIGITS = 8  # of a 32-bit hash in hexadecimal
 _NOT_HEX = 255
 _NIBBLES = np.full(256, _NOT_HEX, dtype=np.uint8)
 for _digit in range(16):
@@ -111,19 +112,22 @@ def _samples(files: Sequence[Path], num_ids: int) -> Iterator[pa.Table]:
 
 def _hashed(column: pa.ChunkedArray, num_ids: int, name: str, path: Path, first_line: int) -> NDArray[np.int64]:
     """Rows of a table: 0 where the field is empty, otherwise 1 + hash."""
-    text_N = np.array(column.to_pylist(), dtype="S9")
-    digits_N9 = text_N.view(np.uint8).reshape(-1, 9)
-    nibbles_N9 = _NIBBLES[digits_N9]
-    bad_N = ((nibbles_N9 == _NOT_HEX) & (digits_N9 != 0)).any(axis=1) | (digits_N9[:, 8] != 0)
+    array = column.combine_chunks()
+    offsets_S = np.frombuffer(array.buffers()[1], dtype=np.int32)[array.offset :][: len(array) + 1].astype(np.int64)
+    characters = np.frombuffer(array.buffers()[2] or b"", dtype=np.uint8)
+    length_N = np.diff(offsets_S)
+    value_N = np.zeros(len(array), dtype=np.int64)
+    bad_N = length_N > NUM_DIGITS
+    for place in range(NUM_DIGITS):
+        there = np.flatnonzero(length_N > place)
+        nibbles = _NIBBLES[characters[offsets_S[there] + place]]
+        bad_N[there] |= nibbles == _NOT_HEX
+        value_N[there] = value_N[there] * 16 + nibbles
     if bad_N.any():
         row = int(np.argmax(bad_N))
         raise ValueError(
-            f"{path}, line {first_line + row}: column {name} holds {text_N[row].decode(errors='replace')!r}, expected "
-            "up to 8 hexadecimal digits or nothing; the file is damaged or of another format"
+            f"{path}, line {first_line + row}: column {name} holds {array[row].as_py()!r}, expected up to {NUM_DIGITS} "
+            "hexadecimal digits or nothing; the file is damaged or of another format"
         )
-    value_N = np.zeros(len(text_N), dtype=np.int64)
-    for place in range(8):
-        there_N = digits_N9[:, place] != 0
-        value_N = np.where(there_N, value_N * 16 + nibbles_N9[:, place], value_N)
     row_N = 1 + (hash_u64(value_N) % np.uint64(num_ids - 1)).astype(np.int64)
-    return np.where(digits_N9[:, 0] == 0, 0, row_N)
+    return np.where(length_N == 0, 0, row_N)
