@@ -319,6 +319,23 @@ def test_one_process_is_a_gated_sum_and_differentiates() -> None:
     torch.testing.assert_close(experts(x), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_fingerprints_tell_one_bit_and_two_swapped_values(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gemworks.parallel import replicas
+
+    monkeypatch.setattr(replicas, "_PIECE", 16)
+    x = torch.arange(1, 41).to(dtype)
+    same = replicas.fingerprint(x)
+    assert torch.equal(same, replicas.fingerprint(x.clone()))
+    bit = x.clone()
+    bit.view(torch.uint8)[33] ^= 1
+    assert not torch.equal(same, replicas.fingerprint(bit))
+    swapped = x.clone()
+    swapped[[3, 30]] = x[[30, 3]]
+    assert not torch.equal(same, replicas.fingerprint(swapped))
+    assert torch.equal(replicas.fingerprint(x[:0]), torch.zeros(2, dtype=torch.int64))
+
+
 def test_order_conflicts_are_found() -> None:
     """M5: a hang is told from the records."""
     from gemworks.parallel.collective_log import Event

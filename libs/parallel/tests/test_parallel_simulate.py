@@ -16,16 +16,15 @@ from gemworks.parallel.plan import View
 from gemworks.parallel.profile import LayerProfile, ModelProfile, gem_like, scaled_batch
 from gemworks.parallel.search import ladder_text, ladders, search
 from gemworks.parallel.simulate import (
-    Op,
     SimulationConfig,
     layout_of_splits,
     num_communicators,
     place_splits,
-    run_ops,
     simulate,
     with_validation,
 )
 from gemworks.parallel.tables import TableSpec
+from gemworks.parallel.timeline import Op, run_ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -36,7 +36,7 @@ def test_what_fails_its_check_is_not_timed(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(bench_checks, "check_casts", lambda device: None)
     monkeypatch.setattr(bench_checks, "check_norm", broken)
-    assert bench.main(["--out", str(tmp_path)]) == 1
+    assert bench.main(["--out", str(tmp_path), "--only", "checks,casts,norms"]) == 1
     text = capsys.readouterr().out
     assert "CHECK FAILED norm: AssertionError: 3 codes differ" in text
     assert "not timed: norms" in text

@@ -107,9 +107,9 @@ def test_hadamard_in_the_kernel(size, dim):
 
 
 def test_not_finite_blocks():
-    x = torch.randn(130, 260)
-    x[3, 5], x[70, 200], x[129, 259] = math.nan, math.inf, -math.inf
-    for kind in KINDS:
+    x = torch.randn(130, 130)
+    x[3, 5], x[70, 100], x[129, 129] = math.nan, math.inf, -math.inf
+    for kind in (GemmKind.MXFP8, GemmKind.MXFP8_REGROUP128):
         spec = CastSpec(kind)
         *ours, lost = cast_both(x, spec, "triton")
         *reference, lost_reference = cast_both(x, spec, "reference")

@@ -122,6 +122,7 @@ class DelayedMover:
         self._chunk_bytes = chunk_bytes
         self._lanes: dict[Way, deque[_Chunk]] = {"up": deque(), "down": deque()}
         self.num_expired_sources = 0
+        self.num_expired_targets = 0
 
     def mark(self) -> Fence:
         self.tick()
@@ -144,7 +145,9 @@ class DelayedMover:
                         host_side[start:end] = POISON
                     else:
                         host_side[start:end].copy_(device[start:end])
-                elif device is not None:
+                elif device is None:
+                    self.num_expired_targets += 1  # a GPU would write into memory that somebody else has now
+                else:
                     device[start:end].copy_(host_side[start:end])
 
             chunk = _Chunk(self, run, list(after), self._random.randint(0, self._max_delay))

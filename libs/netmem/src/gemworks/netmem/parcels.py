@@ -75,7 +75,10 @@ class Parcel:
         """away -> returning: start the copy back."""
         assert self.state is State.AWAY, self.state
         self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-        # the mark: this memory may still be in use by kernels that were issued before its last owner freed it
+        # the mark: this memory may still be in use by kernels that were issued before its last owner freed it. The
+        # outgoing
+        # copy is behind the mark too if one compute stream did everything; its fence covers a backward on another
+        # stream.
         self._down = self._mover.copy("down", self._bytes, self.block.data, [self._mover.mark(), self._up])
         self.state = State.RETURNING
 

@@ -106,7 +106,7 @@ def apply_fsdp(
         known = sorted(n for n in modules if n)[:12]
         raise ValueError(f"blocks: got {unknown}, expected names of submodules such as {known}")
     experts = {n: m for n, m in modules.items() if isinstance(m, EnsembleExperts)}
-    expert_params = {id(p) for m in experts.values() for p in m.local.parameters()}
+    expert_params = _expert_ids(experts)
     ignored = {id(p) for p in ignore}
     dense = [(n, p) for n, p in model.named_parameters() if id(p) not in expert_params | ignored]
     if check:
@@ -114,12 +114,14 @@ def apply_fsdp(
         _check_experts(experts, meshes)
     if rules.wrap_weight is not None:
         _wrap_weights(model, rules.wrap_weight, ignored)
+        expert_params = _expert_ids(experts)
         dense = [(n, p) for n, p in model.named_parameters() if id(p) not in expert_params | ignored]
 
     how: dict[str, str] = {}
     for name, module in experts.items():
         how[name] = _apply_experts(module, meshes, rules)
-        expert_params |= {id(p) for p in module.local.parameters()}
+    # FSDP has put its own parameters in place of these.
+    expert_params |= _expert_ids(experts)
 
     plan = meshes.layout.plan
     small = [(n, p) for n, p in dense if p.numel() < rules.min_shard_numel] if plan.dense.shard > 1 else list(dense)
@@ -145,6 +147,10 @@ def apply_fsdp(
         assert dist.group.WORLD is not None
         model.gradient_averager = GradientAverager(model, [p for _, p in small], dist.group.WORLD)  # type: ignore[assignment]
     return FsdpReport(blocks=kept, block_bytes=sizes, replicated=tuple(n for n, _ in small), experts=how)
+
+
+def _expert_ids(experts: Mapping[str, EnsembleExperts]) -> set[int]:
+    return {id(p) for m in experts.values() for p in m.local.parameters()}
 
 
 def _apply_experts(module: EnsembleExperts, meshes: Meshes, rules: FsdpPolicy) -> str:

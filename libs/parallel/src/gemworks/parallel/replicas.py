@@ -10,13 +10,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+_PIECE = 2**24
+
 
 def fingerprint(x: Tensor) -> Tensor:
     """int64 [2] that differs, for practical purposes, if one bit of `x` does; computed where `x` lives."""
-    bits = x.detach().contiguous().view(torch.uint8).reshape(-1).to(torch.int64)
-    place = torch.arange(bits.numel(), device=bits.device, dtype=torch.int64)
-    # Integer arithmetic wraps, so the sums do not depend on the order of addition.
-    return torch.stack([(bits * (place % 65_521 + 1)).sum(), (bits * (place * 2_654_435_761 % 1_000_003 + 7)).sum()])
+    bits = x.detach().contiguous().view(torch.uint8).reshape(-1)
+    total = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    # In pieces: the int64 copies are eight times as large as the bytes.
+    for k, piece in enumerate(bits.split(_PIECE)):
+        values = piece.to(torch.int64)
+        place = torch.arange(values.numel(), device=bits.device) + k * _PIECE
+        # Integer arithmetic wraps, so the sums do not depend on the order of addition.
+        total[0] += (values * (place % 65_521 + 1)).sum()
+        total[1] += (values * (place % 1_000_003 * 7_919 % 999_983 + 7)).sum()
+    return total
 
 
 def check_equal_replicas(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None) -> None:

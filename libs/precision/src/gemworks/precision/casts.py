@@ -10,7 +10,7 @@ from gemworks.precision.backends import DeviceSpec, choose, device_spec, interpr
 from gemworks.precision.formats import Format
 from gemworks.precision.hadamard import Hadamard
 from gemworks.precision.mxtensor import MXTensor
-from gemworks.precision.recipe import GemmKind
+from gemworks.precision.recipe import GemmKind, Recipe
 from gemworks.precision.regroup import regroup
 from gemworks.precision.rng import Stochastic
 from gemworks.precision.scales import ScaleMode
@@ -97,3 +97,8 @@ def _backend_of(x: Tensor, spec: CastSpec, backend: str) -> str:
     if chosen == "triton" and x.device.type == "cpu" and backend == "auto" and interpreting():
         return "reference"  # the interpreter is for tests that name it
     return chosen
+
+
+def cast_backend(chosen: Recipe) -> str:
+    """The recipe's backend as casts understand it (cuBLAS has no cast)."""
+    return "auto" if chosen.backend == "scaled_mm" else chosen.backend

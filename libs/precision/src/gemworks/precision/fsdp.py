@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from gemworks.precision.backends import warn_once
-from gemworks.precision.casts import CastSpec, cast
+from gemworks.precision.casts import CastSpec, cast, cast_backend
 from gemworks.precision.convert import MXLinear
 from gemworks.precision.formats import Format
 from gemworks.precision.linear import linear_forward, recipe_of, run_backward
@@ -228,11 +228,6 @@ class GatheredWeight(_Wrapper):
 
         plain_args, plain_kwargs = pytree.tree_map(unwrap, (args, kwargs or {}))
         return func(*plain_args, **plain_kwargs)
-
-
-def cast_backend(chosen: Recipe) -> str:
-    """The recipe's backend for a cast (cuBLAS has none)."""
-    return "auto" if chosen.backend == "scaled_mm" else chosen.backend
 
 
 def gather_in_fp8(model: nn.Module, num_ranks: int) -> list[GatherDecision]:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import torch
 from gemworks.precision.backends import DeviceSpec, device_spec, warn_once
-from gemworks.precision.casts import CastSpec
+from gemworks.precision.casts import CastSpec, cast, cast_backend
 from gemworks.precision.jagged import pad_rows
 from gemworks.precision.linear import weight_is_square
-from gemworks.precision.quantization import quantize, quantize_square
 from gemworks.precision.recipe import GemmKind, Recipe, recipe
-from gemworks.precision.regroup import regroup
 from gemworks.precision.rng import Stochastic
 from torch import Tensor
 
@@ -29,32 +27,22 @@ def explain_grouped(recipe_or_name: str | Recipe, device: str | torch.device | D
     return f"grouped {chosen.name} on {spec}: dequantise + {how} (exact operands, bf16 speed at best)"
 
 
-def _values(x: Tensor, dim: int | None, spec: CastSpec) -> Tensor:
-    """Quantise and read back, keeping a transform: what the product sees."""
-    if dim is None:
-        plane = quantize_square(x, spec.format, spec.scale_mode, block=spec.block, stochastic=spec.stochastic)
-    else:
-        plane = quantize(x, dim, spec.format, spec.scale_mode, block=spec.block, stochastic=spec.stochastic)
-    if spec.regroups:
-        plane = regroup(plane, square=dim is None)[0]
-    return plane.dequantize(_product_dtype(x), keep_transform=True)
+def _values(x: Tensor, dim: int | None, spec: CastSpec, backend: str) -> Tensor:
+    """Quantise a matrix and read it back, keeping a transform and its padding: what the product sees."""
+    plane, _ = cast(x, dim, spec, backend)
+    if plane.codes.is_cuda and plane.codes.numel():
+        from gemworks.precision.triton_casts import triton_dequantize
+
+        return triton_dequantize(plane)
+    return plane.dequantize(torch.float32 if x.device.type == "cpu" else torch.bfloat16, keep_transform=True)
 
 
-def _product_dtype(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.device.type == "cpu" else torch.bfloat16
-
-
-def _jagged_values(x: Tensor, offsets: Tensor, spec: CastSpec) -> tuple[Tensor, Tensor]:
+def _jagged_values(x: Tensor, offsets: Tensor, spec: CastSpec, backend: str) -> tuple[Tensor, Tensor]:
     """Like `_values`, along the rows of every group, in the padded buffer; and the padded offsets."""
     # Padding to 128 serves every block, so that left and right operand have the same offsets whatever their formats.
     align = max(128, spec.hadamard.size if spec.hadamard else 1)
     padded, starts = pad_rows(x, offsets, align)
-    plane = quantize(
-        padded, 0, spec.format, spec.scale_mode, block=spec.block, stochastic=spec.stochastic, hadamard=spec.hadamard
-    )
-    if spec.regroups:
-        plane = regroup(plane)[0]
-    return plane.dequantize(_product_dtype(x), keep_transform=True), starts
+    return _values(padded, 0, spec, backend), starts
 
 
 def _zero_past_end(rows: Tensor, offsets: Tensor) -> Tensor:
@@ -98,7 +86,7 @@ class _GroupedLinear(torch.autograd.Function):
         gemm = chosen.forward
         if gemm.kind is GemmKind.BF16:
             return grouped_product(x, weight.to(x.dtype), offsets, x.dtype)
-        values_x = _values(x, 1, CastSpec(gemm.kind, gemm.left, chosen.scale_mode))
+        values_x = _values(x, 1, CastSpec(gemm.kind, gemm.left, chosen.scale_mode), cast_backend(chosen))
         values_w = _weight_values(weight, chosen, "forward")
         return grouped_product(values_x, values_w, offsets, x.dtype)
 
@@ -113,7 +101,8 @@ class _GroupedLinear(torch.autograd.Function):
             if gemm.kind is GemmKind.BF16:
                 dx = grouped_product(dy, weight.to(dy.dtype).transpose(1, 2).contiguous(), offsets, x.dtype)
             else:
-                values_dy = _values(dy, 1, CastSpec(gemm.kind, gemm.left, chosen.scale_mode, noise))
+                spec = CastSpec(gemm.kind, gemm.left, chosen.scale_mode, noise)
+                values_dy = _values(dy, 1, spec, cast_backend(chosen))
                 values_w = _weight_values(weight, chosen, "dgrad").transpose(1, 2).contiguous()
                 dx = grouped_product(values_dy, values_w, offsets, x.dtype)
         if ctx.needs_input_grad[1]:
@@ -124,16 +113,18 @@ class _GroupedLinear(torch.autograd.Function):
             else:
                 left = CastSpec(gemm.kind, gemm.left, chosen.scale_mode, noise, chosen.hadamard)
                 right = CastSpec(gemm.kind, gemm.right, chosen.scale_mode, None, chosen.hadamard)
-                values_dy, starts = _jagged_values(dy, offsets, left)
-                values_x, _ = _jagged_values(x, offsets, right)
+                values_dy, starts = _jagged_values(dy, offsets, left, cast_backend(chosen))
+                values_x, _ = _jagged_values(x, offsets, right, cast_backend(chosen))
                 dw = grouped_outer(values_dy, values_x, starts, weight.dtype)
         return dx, dw, None, None, None
 
 
-def _weight_values(weight: Tensor, chosen: Recipe, product: str) -> Tensor:
+def _weight_values(weight_GNK: Tensor, chosen: Recipe, product: str) -> Tensor:
+    """`[G, N, K]` quantised for one product. N is a multiple of the block, so the groups can be cast as one matrix."""
     gemm = getattr(chosen, product)
-    dim = None if weight_is_square(gemm, chosen) else (2 if product == "forward" else 1)
-    return _values(weight, dim, CastSpec(gemm.kind, gemm.right, chosen.scale_mode))
+    dim = None if weight_is_square(gemm, chosen) else (1 if product == "forward" else 0)
+    spec = CastSpec(gemm.kind, gemm.right, chosen.scale_mode)
+    return _values(weight_GNK.flatten(0, 1), dim, spec, cast_backend(chosen)).unflatten(0, weight_GNK.shape[:2])
 
 
 def mx_grouped_linear(

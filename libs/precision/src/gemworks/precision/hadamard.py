@@ -50,7 +50,7 @@ def _butterfly(x: Tensor, size: int) -> Tensor:
     for _ in range(int(math.log2(size))):
         even, odd = x[..., 0::2], x[..., 1::2]
         x = torch.cat((even + odd, even - odd), dim=-1)
-    return x * torch.tensor(1.0 / math.sqrt(size), dtype=torch.float32, device=x.device)
+    return x * (1.0 / math.sqrt(size))
 
 
 def hadamard_transform(x: Tensor, hadamard: Hadamard, dim: int = -1) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from gemworks.precision.backends import choose
-from gemworks.precision.casts import CastSpec, cast, device_of
+from gemworks.precision.casts import CastSpec, cast, cast_backend, device_of
 from gemworks.precision.gemms import gemm
 from gemworks.precision.linear import linear_backward, weight_plane
 from gemworks.precision.mxtensor import MXTensor
@@ -192,7 +192,7 @@ class _NormLinear(torch.autograd.Function):
             eps=eps,
             columns=keep,
             return_y=not keep,
-            backend="auto" if chosen.backend == "scaled_mm" else chosen.backend,
+            backend=cast_backend(chosen),
         )
         assert result.rows is not None
         plane_w, _ = weight_plane(weight, chosen.forward, chosen, transposed=False)

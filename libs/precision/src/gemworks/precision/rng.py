@@ -68,6 +68,7 @@ def random_words(num_rows: int, num_columns: int, stochastic: Stochastic, stream
     """int64 words in [0, 2^32) for an array of `num_rows x num_columns`, as the module's formula has them."""
     row = torch.arange(num_rows, device=device, dtype=torch.int64)[:, None]
     quad = torch.arange((num_columns + 3) // 4, device=device, dtype=torch.int64)[None, :]
-    step = torch.tensor(stochastic.step, device=device, dtype=torch.int64)
-    words = philox(quad, row, step, torch.tensor(stream, device=device, dtype=torch.int64), stochastic.seed)
+    # full, not tensor: a tensor from a host value waits for the device.
+    step = torch.full((), stochastic.step, device=device, dtype=torch.int64)
+    words = philox(quad, row, step, torch.full((), stream, device=device, dtype=torch.int64), stochastic.seed)
     return torch.stack(words, dim=-1).flatten(1)[:, :num_columns]

@@ -180,7 +180,7 @@ def stash(s: Setup) -> None:
         for i in range(num):
             if i == num // 2:
                 middle()
-            a @ a
+            torch.mm(a, a)
         after()
 
     def nothing() -> None:
