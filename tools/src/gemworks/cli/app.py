@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from gemworks.cli.data import data_app
+from gemworks.cli.options import ConfigFile, Json, Preset, Sets
 from gemworks.cli.output import print_error, print_json, quiet
 from gemworks.gem.errors import RUN_FAILED, WRONG_INPUT, report
 
@@ -30,11 +32,7 @@ app = typer.Typer(
 
 checkpoint_app = typer.Typer(help="Look into checkpoints.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
-
-Preset = Annotated[str | None, typer.Option(help="tiny, small, base or large; small if not given.")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file laid over the preset.", metavar="FILE")]
-Sets = Annotated[list[str] | None, typer.Option("--set", help="One value; may be repeated.", metavar="KEY=VALUE")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
+app.add_typer(data_app)
 
 
 def _version(wanted: bool) -> None:

@@ -257,7 +257,7 @@ class DataConfig:
 
     Attributes:
         source: the reader.
-        path: cache or file folder.
+        path: cache or file folder; files of kuairand, criteo and taobao are prepared once, in `.gemworks` beside them.
         batch_size: B, samples per rank and step.
         max_length: newest events kept per event type; a power of two.
         id_policy: what to do with an id outside its table.
@@ -265,15 +265,18 @@ class DataConfig:
         num_samples: samples of the synthetic source.
         shuffle_window: samples among which the order is random; 0 keeps strict time order.
         prefetch: batches prepared ahead.
+        prefetch_threads: threads that prepare them.
+        num_lanes: groups into which the row groups of a parquet source are dealt, so that a rank decodes its own only:
+            a multiple of the number of ranks that divides the samples of a step; 1 turns it off.
         num_id_fields: categorical fields of a synthetic sample.
-        num_ids: ids in each of them.
+        num_ids: ids in each of them; of kuairand, criteo and taobao the rows of each table into which ids are hashed.
         num_dense: float columns of a synthetic sample.
         num_event_types: event types of synthetic data; equal to model.num_event_types.
         num_event_fields: ids of a synthetic event.
         seed: of synthetic data and of shuffling.
     """
 
-    source: Literal["movielens", "synthetic", "parquet"] = "synthetic"
+    source: Literal["movielens", "synthetic", "parquet", "kuairand", "criteo", "taobao"] = "synthetic"
     path: str | None = None
     batch_size: int = 128
     max_length: int = 256
@@ -282,6 +285,8 @@ class DataConfig:
     num_samples: int = 65536
     shuffle_window: int = 0
     prefetch: int = 2
+    prefetch_threads: int = 2
+    num_lanes: int = 1
     num_id_fields: int = 8
     num_ids: int = 1000
     num_dense: int = 8
@@ -290,7 +295,15 @@ class DataConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "num_samples", "num_ids", "num_event_types", "num_event_fields"):
+        for name in (
+            "batch_size",
+            "num_samples",
+            "num_ids",
+            "num_event_types",
+            "num_event_fields",
+            "prefetch_threads",
+            "num_lanes",
+        ):
             _check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a positive integer")
         _check(_is_power_of_two(self.max_length), "data.max_length", self.max_length, "a power of two such as 256")
         for name in ("shuffle_window", "prefetch", "num_id_fields", "num_dense", "seed"):
