@@ -48,7 +48,7 @@ $(STAMP): $(CONSTRAINTS) requirements-dev.txt $(PACKAGES:=/pyproject.toml) const
 	@rm -f .venv/.installed-*
 	$(PIP) install --constraint $(CONSTRAINTS) torch==2.13.0 hatchling
 	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --requirement requirements-dev.txt \
-	    $(STUB_$(MACHINE)) $(patsubst %,--editable %,$(PACKAGES:recipes/gem=recipes/gem[launch]))
+	    $(STUB_$(MACHINE)) $(patsubst %,--editable ./%,$(PACKAGES:recipes/gem=recipes/gem[launch]))
 	$(PIP) check
 	@touch $@
 

@@ -18,8 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 MACHINES = ("cpu", "cuda")
 # A module of one distribution that needs another at run time.
 ALSO_NEEDS = {"torch.utils.tensorboard": "tensorboard"}
-# Files that only the package of an extra ever loads; they may import it at the top.
+# Files of the recipe that only the package of an extra ever loads; they may import it at the top.
 LOADED_BY_AN_EXTRA = {"recipes/gem/src/gemworks/gem/components.py": "torchx"}
+# Extras that no constraints file pins, because they need a compiler for the GPU at hand.
+NOT_PINNED = {"transformer-engine"}
 
 
 def pins(name: str) -> dict[str, Version]:
@@ -39,8 +41,25 @@ def requirements(project: Mapping, *, optional: bool) -> dict[str, Requirement]:
     return {canonicalize_name(requirement.name): requirement for requirement in parsed}
 
 
+def loaded_at_import(package) -> set[Path]:
+    """The files of a library that `import gemworks.<library>` runs; the others may import an extra at the top."""
+    edges: dict[Path, set[Path]] = {}
+    for item in package.imports("src"):
+        if not item.optional and item.module.startswith(f"{package.module}."):
+            parts = item.module.split(".")
+            stems = [package.folder.joinpath("src", *parts[:n]) for n in range(3, len(parts) + 1)]
+            files = {path for stem in stems for path in (stem.with_suffix(".py"), stem / "__init__.py")}
+            edges.setdefault(item.path, set()).update(path for path in files if path.is_file())
+    reached, new = set[Path](), {package.source / "__init__.py"}
+    while new:
+        reached |= new
+        new = {target for path in new for target in edges.get(path, set())} - reached
+    return reached
+
+
 def needs(package) -> dict[str, tuple[bool, str]]:
     """Distribution -> (optional, where): what the sources import beyond the standard library and themselves."""
+    eager = loaded_at_import(package) if package.is_library else None
     providers = importlib.metadata.packages_distributions()
     found: dict[str, tuple[bool, str]] = {}
     for item in package.imports("src"):
@@ -50,10 +69,13 @@ def needs(package) -> dict[str, tuple[bool, str]]:
         if top == "gemworks":
             names = [f"gemworks-{item.module.split('.')[1]}"]
         else:
-            names = [canonicalize_name(providers[top][0])] if top in providers else [top]
+            names = [canonicalize_name(providers[top][0] if top in providers else top)]
             names += [needed for module, needed in ALSO_NEEDS.items() if f"{item.module}.".startswith(f"{module}.")]
         for name in names:
-            is_optional = item.optional or LOADED_BY_AN_EXTRA.get(item.path.relative_to(ROOT).as_posix()) == name
+            is_lazy = eager is not None and name != "torch" and item.path not in eager
+            is_optional = (
+                item.optional or is_lazy or LOADED_BY_AN_EXTRA.get(item.path.relative_to(ROOT).as_posix()) == name
+            )
             optional = is_optional and found.get(name, (True, ""))[0]
             found[name] = (optional, f"{item.path}:{item.line}")
     return found
@@ -128,7 +150,7 @@ def test_constraints_pin_every_dependency_inside_its_range(package, machine):
     project = package.pyproject["project"]
     for optional in (False, True):
         for name, requirement in requirements(project, optional=optional).items():
-            if not name.startswith("gemworks-"):
+            if not name.startswith("gemworks-") and name not in NOT_PINNED:
                 assert name in pinned
                 assert pinned[name] in requirement.specifier
 

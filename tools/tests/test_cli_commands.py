@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from gemworks.cli.app import run
+from gemworks.gem.errors import Preempted
 from gemworks.gem.presets import get_preset
 
 pytestmark = pytest.mark.reference
@@ -19,6 +21,8 @@ HELP = {
     "help_train": ["train", "--help"],
     "help_eval": ["eval", "--help"],
     "help_config": ["config", "--help"],
+    "help_checkpoint": ["checkpoint", "--help"],
+    "help_checkpoint_inspect": ["checkpoint", "inspect", "--help"],
     "help_doctor": ["doctor", "--help"],
 }
 WATCH = """
@@ -69,6 +73,7 @@ def test_torch_is_not_imported(arguments: list[str]) -> None:
         (["config", "--set", "model.dmi=3"], "error: unknown key 'model.dmi'; did you mean 'model.dim'?"),
         (["config", "--config", "none.toml"], "error: configuration file 'none.toml' does not exist"),
         (["train", "--set", "train.epochs=0"], "error: train.epochs: got 0, expected a positive integer"),
+        (["checkpoint", "inspect", "nowhere"], "error: 'nowhere': got no folder, expected that of a run"),
         (["eval", "nowhere"], "error: run folder 'nowhere': got no config.toml in it"),
     ],
 )
@@ -147,4 +152,39 @@ def test_train_then_eval_print_json_and_nothing_else(capsys: pytest.CaptureFixtu
     assert run(["eval", "first", "--split", "tests"]) == 2
     assert "error: split: got 'tests'" in capsys.readouterr().err
     assert run(["train", "--preset", "tiny", "--run-dir", "first"]) == 2
-    assert "got one that holds a run" in capsys.readouterr().err
+    assert "holds a run with another configuration: model.dim is 32 in the folder, 64 now" in capsys.readouterr().err
+    assert run(["train", "--run-dir", "first", "--json"]) == 0  # the folder's own configuration; nothing left to do
+    assert json.loads(capsys.readouterr().out) == summary
+
+
+def test_checkpoint_inspect(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [argument for setting in TINY.split() for argument in ("--set", setting)]
+    eval_often = ["--set", "train.eval_every=1"]
+    assert run(["train", "--preset", "tiny", *settings, *eval_often, "--run-dir", "first"]) == 0
+    capsys.readouterr()
+    assert run(["checkpoint", "inspect", "first", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(c["step"], c["last"], c["whole"]) for c in found] == [(1, False, True), (2, True, True)]
+    assert sum(c["best"] for c in found) == 1
+    assert found[1]["num_model_parameters"] == sum(math.prod(shape) for shape in found[1]["tensors"].values())
+    assert (found[0]["position"], found[1]["position"]) == (32, 64)
+    assert run(["checkpoint", "inspect", "first", "--tensors", "--against", "first/checkpoints/step_00000001"]) == 0
+    text = capsys.readouterr().out
+    assert "no tensor differs in name or shape" in text
+    assert "head.out.bias" in text or "head" in text
+    victim = next(Path("first/checkpoints/step_00000001").glob("*.distcp"))
+    victim.write_bytes(victim.read_bytes()[:-7])
+    assert run(["checkpoint", "inspect", "first"]) == 1
+    assert f"{victim.name} has {victim.stat().st_size} bytes, expected" in capsys.readouterr().out
+    assert run(["checkpoint", "inspect", "first/checkpoints/step_00000002"]) == 0
+
+
+def test_a_run_stopped_by_its_scheduler_exits_75(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*args: object, **kwargs: object) -> None:
+        raise Preempted("stopped by SIGTERM")
+
+    monkeypatch.setattr("gemworks.gem.train.train", stop)
+    assert run(["train", "--preset", "tiny"]) == 75
+    assert capsys.readouterr().err == "to be continued: stopped by SIGTERM\n"

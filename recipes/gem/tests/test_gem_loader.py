@@ -146,7 +146,7 @@ def test_a_reading_error_arrives_after_the_batches_before_it(prefetch: int):
 
 
 def prefetch_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "gemworks-prefetch"]
+    return [t for t in threading.enumerate() if t.name.startswith("gemworks-prefetch")]
 
 
 def test_the_thread_reads_ahead_only_so_far_and_ends_with_its_iterator():

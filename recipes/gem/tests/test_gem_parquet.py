@@ -122,7 +122,10 @@ def changed(**changes: Any) -> dict[str, Any]:
 
 LISTS = pa.list_(pa.int64())
 BAD_VALUES = [
-    (changed(click=[0, 1, 2]), r"part-0\.parquet, row 2: label 'click' is 2\.0, expected 0 or 1; binarise"),
+    (
+        changed(click=[0, 1, 2]),
+        r"part-0\.parquet \(row group 1\), row 2: label 'click' is 2\.0, expected 0 or 1; binarise",
+    ),
     (changed(price=[0.0, float("nan"), 1.0]), r"row 1: column 'price' holds nan, expected a finite number; fill"),
     (changed(price=[0.0, None, 1.0]), r"row 1: column 'price' holds a null; fill"),
     (changed(user=[1, 2, 10]), r"row 2: id 10 of feature 'user' is outside table 'user' with 10 rows"),
@@ -195,7 +198,10 @@ def test_a_file_damaged_in_the_middle_is_named_when_read(tmp_path: Path):
     path.write_bytes(bytes(content))
     source = ParquetSource(tmp_path)
     source.read("train", np.array([0]))
-    with pytest.raises(ValueError, match=r"part-0\.parquet, row group 1: unreadable .* truncated or damaged: write it"):
+    with pytest.raises(
+        ValueError,
+        match=r"part-0\.parquet, row group 1 \(rows 2 to 2\), column 'timestamp': unreadable .* damaged: write it",
+    ):
         source.read("train", np.array([2]))
 
 

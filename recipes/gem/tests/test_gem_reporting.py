@@ -69,7 +69,7 @@ def test_terminal_gets_a_bar_that_ends_full() -> None:
     display.stop()
     display.stop()  # a failed run stops twice
     text = out.getvalue()
-    for piece in ("before the start", "in between", "3/3", "0:00:0", "NE 0.8765"):
+    for piece in ("before the start", "in between", "3/3", "0:00:0", "NE 0.8765", "410 ms/step"):
         assert piece in text
 
 
@@ -138,7 +138,7 @@ def test_run_folder_name_says_what_ran() -> None:
 
 
 def test_metrics_are_strict_json(tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path / "run", get_preset("tiny"))
+    run = RunDir.claim(tmp_path / "run", get_preset("tiny"))
     run.log("train", 3, ne=float("nan"), loss=float("inf"), lr=0.5, name="x")
     run.close()
     (logged,) = run.rows("train")

@@ -24,9 +24,10 @@ def test_tiny_closes_most_of_the_gap_to_bayes():
     settings = replace(config.optimizer, lr=3e-3, sparse_lr=3e-2, warmup_steps=20, decay="constant")
     optimizers = Optimizers(model, settings, NUM_STEPS)
     for step, batch in enumerate(Loader(source, "train", batch_size=64)):
-        optimizers.zero_grad()
+        optimizers.begin(step)
         binary_cross_entropy_with_logits(model(batch), batch.labels_BK).backward()
-        optimizers.step(step)
+        optimizers.clip()
+        optimizers.step_dense()
     rows = np.arange(min(NUM_EVAL, source.num_samples("test")), dtype=np.int64)
     batch = source.read("test", rows)
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
 Nothing here may import torch: help, completion and configuration answer at once. A command imports what it needs when
 it runs.
-Exit codes: 0 fine, 1 the run failed, 2 the user's input is wrong.
+Exit codes: 0 fine, 1 the run failed, 2 the user's input is wrong, 75 stopped by SIGTERM and to be started again.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from gemworks.cli.data import data_app
+from gemworks.cli.options import ConfigFile, Json, Preset, Sets
 from gemworks.cli.output import print_error, print_json, quiet
-from gemworks.gem.errors import WRONG_INPUT, report
+from gemworks.gem.errors import RUN_FAILED, WRONG_INPUT, report
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
@@ -28,10 +30,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Preset = Annotated[str | None, typer.Option(help="tiny, small, base or large; small if not given.")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file laid over the preset.", metavar="FILE")]
-Sets = Annotated[list[str] | None, typer.Option("--set", help="One value; may be repeated.", metavar="KEY=VALUE")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
+checkpoint_app = typer.Typer(help="Look into checkpoints.", no_args_is_help=True)
+app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(data_app)
 
 
 def _version(wanted: bool) -> None:
@@ -52,7 +53,7 @@ def common(
 ) -> None:
     """Train, evaluate and diagnose recommendation models at scale.
 
-    Exit codes: 0 fine, 1 the run failed, 2 your input is wrong.
+    Exit codes: 0 fine, 1 the run failed, 2 your input is wrong, 75 stopped by SIGTERM: start it again.
     """
 
 
@@ -63,18 +64,23 @@ def train(
     sets: Sets = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option(help="New folder; runs/<preset>-<source>-<date>-<time> if not given.", metavar="DIR"),
+        typer.Option(
+            help="Folder of the run, new or to be gone on with; runs/<preset>-<source>-<date>-<time> if not given.",
+            metavar="DIR",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
     """Train a model and compare it with its baselines.
 
     Example: gemworks train --preset tiny --set train.max_steps=50 --run-dir runs/first
+
+    A run that was interrupted goes on: gemworks train --run-dir runs/first
     """
-    from gemworks.gem.presets import load_config
+    from gemworks.gem.train import run_config
     from gemworks.gem.train import train as run_training
 
-    resolved = load_config(preset, toml=config, sets=sets or ())
+    resolved = run_config(preset, config, sets or (), run_dir)
     with quiet():
         summary = run_training(resolved, run_dir, console=_progress_console(json))
     if json:
@@ -141,6 +147,38 @@ def doctor(json: Json = False) -> None:
         from gemworks.cli.output import print_findings
 
         print_findings(findings)
+
+
+@checkpoint_app.command(name="inspect")
+def inspect_checkpoints(
+    path: Annotated[Path, typer.Argument(help="A run's folder, or one checkpoint in it.", metavar="PATH")],
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Another checkpoint or run: says which tensors differ in name or shape.", metavar="PATH"),
+    ] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Name every tensor of the newest one.")] = False,
+    json: Json = False,
+) -> None:
+    """Say what a run's checkpoints hold, and whether they are whole.
+
+    Example: gemworks checkpoint inspect runs/first
+
+    Exit code 1 if one of them is damaged.
+    """
+    if not path.is_dir():  # answers before torch is imported
+        raise ValueError(f"{str(path)!r}: got no folder, expected that of a run or of a checkpoint")
+    with quiet():
+        from gemworks.gem.inspect_checkpoint import inspect
+
+        result = inspect(path, against=against)
+    if json:
+        print_json(result)
+    else:
+        from gemworks.cli.output import print_checkpoints
+
+        print_checkpoints(result, tensors=tensors)
+    if not all(item["whole"] for item in result["checkpoints"]):
+        raise typer.Exit(RUN_FAILED)
 
 
 def _progress_console(json: bool) -> Any:

@@ -53,6 +53,35 @@ def print_evaluation(result: dict[str, Any]) -> None:
     Console().print(table)
 
 
+def print_checkpoints(result: dict[str, Any], *, tensors: bool) -> None:
+    """The tables of `gemworks checkpoint inspect`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=result["path"], title_justify="left")
+    for name in ("step", "MiB", "parameters", "epoch", "position", "skipped", "is", "state"):
+        table.add_column(name, justify="left" if name in ("is", "state") else "right")
+    for item in result["checkpoints"]:
+        names = ("num_model_parameters", "epoch", "position", "num_skipped")
+        figures = [f"{item[name]:,}" if item["whole"] else "-" for name in names]
+        marks = ", ".join(mark for mark in ("best", "last") if item[mark])
+        state = "whole" if item["whole"] else "[red]damaged[/]"
+        step = "-" if item["step"] is None else str(item["step"])
+        table.add_row(step, f"{item['num_bytes'] / 2**20:.1f}", *figures, marks, state)
+    console.print(table)
+    for item in result["checkpoints"]:
+        if not item["whole"]:
+            console.print(item["problem"], style="red", highlight=False, markup=False, soft_wrap=True)
+    newest = result["checkpoints"][-1]
+    if tensors and newest["whole"]:
+        for name, shape in newest["tensors"].items():
+            console.print(f"{name}  {shape}", highlight=False, markup=False, soft_wrap=True)
+    if result["differences"] is not None:
+        for line in result["differences"] or ["no tensor differs in name or shape"]:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 def print_findings(findings: dict[str, Any]) -> None:
     """The tables of `gemworks doctor`."""
     from rich.console import Console

@@ -50,8 +50,8 @@ def check_max_length(name: str, max_length: int | None) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _check_offset_values(name: str, raw: bytes, dtype: torch.dtype, total: int, max_length: int | None) -> None:
-    offsets = torch.frombuffer(bytearray(raw), dtype=dtype)
+def _check_offset_values(name: str, values: tuple[int, ...], total: int, max_length: int | None) -> None:
+    offsets = torch.tensor(values, dtype=torch.int64)
     first, last = int(offsets[0]), int(offsets[-1])
     if first != 0:
         raise ValueError(f"{name}: starts at {first}, expected 0; slice the values too, or subtract {name}[0]")
@@ -93,5 +93,4 @@ def check_offsets(
     if device is not None and offsets.device != device:
         raise ValueError(f"{name}: got device {offsets.device}, expected {device}; move it with .to('{device}')")
     if is_host(offsets):
-        raw = offsets.detach().contiguous().numpy().tobytes()
-        _check_offset_values(name, raw, offsets.dtype, total, max_length)
+        _check_offset_values(name, tuple(offsets.tolist()), total, max_length)

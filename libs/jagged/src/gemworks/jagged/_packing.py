@@ -265,21 +265,21 @@ def _device_plan(side_q: Side, side_k: Side, num_sequences: int, n_q: int, n_k: 
     )
 
 
-_SideKey = tuple[int, bytes | None, torch.dtype | None, int | None]
+_SideKey = tuple[int, tuple[int, ...] | None, torch.dtype | None, int | None]
 
 
 def _side_key(side: Side) -> _SideKey:
     if side.offsets is None:
         return side.total, None, None, side.rows
-    return side.total, side.offsets.detach().contiguous().numpy().tobytes(), side.offsets.dtype, None
+    return side.total, tuple(side.offsets.tolist()), side.offsets.dtype, None
 
 
 def _side_of(key: _SideKey) -> Side:
-    total, raw, dtype, rows = key
-    if raw is None:
+    total, values, dtype, rows = key
+    if values is None:
         return Side(total, rows=rows)
     assert dtype is not None
-    return Side(total, offsets=torch.frombuffer(bytearray(raw), dtype=dtype))
+    return Side(total, offsets=torch.tensor(values, dtype=dtype))
 
 
 @lru_cache(maxsize=32)

@@ -1,81 +1,175 @@
-"""Checkpoints of a run: torch DCP, complete or absent, never half.
+"""Checkpoints of a run: torch DCP, written in the background, complete or absent, never half.
 
-`checkpoints/step_00000500/` holds model, optimizers and the host's state (step, loader, RNG, metrics);
-`checkpoints/best.json` and `checkpoints/last.json` name one each. A checkpoint is written beside its final name and
-renamed when it is whole.
+A checkpoint holds the model, the optimizers, the random generators and the host's state (step, reader, metrics). It is
+copied at once, written beside its final name by a thread, sealed, and renamed when it is whole (`checkpoint_files.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
-from gemworks.gem.optim import Optimizers
+from gemworks.gem import checkpoint_files as files
+from gemworks.gem.checkpoint_files import DamagedCheckpointError, find
+from gemworks.gem.numerics import NonFiniteError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.stateful import Stateful
 
-Which = Literal["best", "last"]
+__all__ = ["CheckpointError", "DamagedCheckpointError", "Writer", "find", "load", "load_model", "newest_whole", "save"]
 
-
-def step_dir(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return folder / f"step_{step:08d}"
+MAX_TENSORS_IN_A_MESSAGE = 6
 
 
-def save(folder: Path, step: int, model: nn.Module, optimizers: Optimizers, host: dict[str, Any]) -> Path:
-    """Writes the checkpoint of `step` and makes it the last one.
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    step: int
+    best: dict[str, Any] | None
+    done: Future[None]
+
+
+class Writer:
+    """Writes checkpoints into one folder, one at a time, in the background.
 
     Args:
         folder: the run's checkpoint folder.
-        step: steps done.
-        host: what lives on the host and is JSON: loader position, counters, best so far.
+        keep_last: newest checkpoints to keep beside the best one.
 
-    Returns:
-        The checkpoint's folder.
+    A failure in the background is raised by the next call. Always end with `wait`.
     """
-    target = step_dir(folder, step)
-    partial = folder / f".partial_{target.name}"
-    shutil.rmtree(partial, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {
-        "model": model.state_dict(),
-        "optimizers": optimizers.state_dict(),
-        "rng": _rng_state(),
-        "host": json.dumps({"step": step, **host}),
-    }
-    with _one_process():
-        save_state(state, checkpoint_id=str(partial), no_dist=True)
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(partial, target)
-    mark(folder, "last", step)
-    return target
+
+    def __init__(self, folder: Path, keep_last: int = 2) -> None:
+        self.folder = folder
+        self.keep_last = keep_last
+        self._job: _Job | None = None
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizers: Stateful,
+        host: dict[str, Any],
+        *,
+        best: dict[str, Any] | None = None,
+    ) -> None:
+        """Starts to write the checkpoint of `step`; returns when everything is copied.
+
+        Args:
+            step: steps done.
+            model, optimizers: their tensors are copied before this returns.
+            host: what lives on the host and is JSON: reader position, counters, best so far.
+            best: makes this checkpoint the best one, with these facts.
+
+        Raises:
+            CheckpointError: this one or the one before could not be written.
+            NonFiniteError: the model holds a value that is not finite; nothing is written (case P9).
+        """
+        self.wait()
+        state = {
+            "model": model.state_dict(),
+            "optimizers": optimizers.state_dict(),
+            "rng": rng_state(),
+            "host": json.dumps({"step": step, **host}),
+        }
+        _refuse_non_finite(state["model"], step)
+        partial = self.folder / f".partial_{files.step_dir(self.folder, step).name}"
+        # DCP says so once per save, from its thread, when there is only one process
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        job = _Job(step, best, Future())
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(partial, ignore_errors=True)
+            written = async_save(state, checkpoint_id=str(partial), no_dist=True)
+        except (OSError, CheckpointException) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise self._error(step, error) from error
+        assert isinstance(written, Future)
+        self._job = job
+        written.add_done_callback(lambda future: self._finish(future, partial, job))
+
+    def _finish(self, written: Future[Any], partial: Path, job: _Job) -> None:
+        """In DCP's thread, after the last byte: seal, rename, point to it, throw away what is not needed any more."""
+        try:
+            written.result()
+            files.seal(partial)
+            files.publish(partial, files.step_dir(self.folder, job.step))
+            if job.best is not None:
+                files.mark_best(self.folder, job.step, job.best)
+            files.prune(self.folder, self.keep_last)
+        except BaseException as error:  # it belongs to the thread that waits
+            shutil.rmtree(partial, ignore_errors=True)
+            job.done.set_exception(error)
+        else:
+            job.done.set_result(None)
+
+    def wait(self) -> None:
+        """Returns when nothing is being written any more.
+
+        Raises:
+            CheckpointError: the checkpoint under way could not be written.
+        """
+        job, self._job = self._job, None
+        if job is None:
+            return
+        try:
+            job.done.result()
+        except (OSError, CheckpointException, RuntimeError) as error:
+            raise self._error(job.step, error) from error
+
+    def _error(self, step: int, error: BaseException) -> CheckpointError:
+        kept = files.steps(self.folder)
+        last = f"the checkpoint of step {kept[-1]} is whole" if kept else "there is no checkpoint before it"
+        return CheckpointError(
+            f"the checkpoint of step {step} could not be written to {str(self.folder)!r}: {_reason(error)}; {last}: "
+            "make room or correct the folder's permissions and start the same command again"
+        )
 
 
-def load(path: Path, model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
+def save(
+    folder: Path, step: int, model: nn.Module, optimizers: Stateful, host: dict[str, Any], *, keep_last: int = 2
+) -> Path:
+    """Writes the checkpoint of `step` and waits for it; returns its folder. See `Writer.save`."""
+    writer = Writer(folder, keep_last)
+    writer.save(step, model, optimizers, host)
+    writer.wait()
+    return files.step_dir(folder, step)
+
+
+def load(path: Path, model: nn.Module, optimizers: Stateful) -> dict[str, Any]:
     """Reads a checkpoint into a model, its optimizers and the random generators.
 
     Returns:
         The host's state, with "step".
+
+    Raises:
+        DamagedCheckpointError: it is not what was written. The model is untouched.
+        ValueError: it is of another model or vocabulary; says which tensors differ. The model is untouched.
     """
     state: dict[str, Any] = {
         "model": model.state_dict(),
         "optimizers": optimizers.state_dict(),
-        "rng": _rng_state(),
+        "rng": rng_state(),
         "host": "",
     }
     _read(state, path)
     model.load_state_dict(state["model"])
     optimizers.load_state_dict(state["optimizers"])
-    _set_rng_state(state["rng"])
+    set_rng_state(state["rng"])
     return json.loads(state["host"])
 
 
@@ -83,7 +177,7 @@ def load_model(path: Path, model: nn.Module) -> int:
     """Reads only the model's tensors; returns the step they come from.
 
     Raises:
-        ValueError: the checkpoint is missing, damaged, or of another model.
+        ValueError: as `load`.
     """
     state: dict[str, Any] = {"model": model.state_dict(), "host": ""}
     _read(state, path)
@@ -91,68 +185,135 @@ def load_model(path: Path, model: nn.Module) -> int:
     return int(json.loads(state["host"])["step"])
 
 
-def mark(folder: Path, which: Which, step: int, **facts: Any) -> None:
-    """Makes the checkpoint of `step` the best or the last one, in one atomic step."""
-    partial = folder / f".partial_{which}.json"
-    partial.write_text(json.dumps({"step": step, **facts}) + "\n", encoding="utf-8")
-    os.replace(partial, folder / f"{which}.json")
-
-
-def find(folder: Path, which: str) -> Path:
-    """The folder of the "best" or the "last" checkpoint.
+def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that matches its seal; damaged ones are set aside, and said to be. None: there is none.
 
     Raises:
-        ValueError: there is none, or `which` is another word.
+        DamagedCheckpointError: there are checkpoints, and all of them are damaged.
     """
-    if which not in get_args(Which):
-        raise ValueError(f"checkpoint: got {which!r}, expected 'best' or 'last'")
-    pointer = folder / f"{which}.json"
-    if not pointer.is_file():
-        raise ValueError(
-            f"{str(folder)!r}: got no {which} checkpoint, expected {pointer.name} in it; "
-            "pass the folder of a run that has trained past its first evaluation"
+    files.tidy(folder)
+    found = files.steps(folder)
+    damage: list[str] = []
+    for step in reversed(found):
+        path = files.step_dir(folder, step)
+        try:
+            files.verify(path)
+        except DamagedCheckpointError as error:
+            damage.append(str(error))
+            if len(damage) < len(found):
+                say(f"checkpoint {path.name} is damaged and set aside as {files.set_aside(path).name}: {error}")
+            continue
+        return path
+    if damage:
+        raise DamagedCheckpointError(
+            f"{str(folder)!r}: got no whole checkpoint ({damage[0]}); restore one from a copy, or start a new run"
         )
-    return step_dir(folder, int(json.loads(pointer.read_text(encoding="utf-8"))["step"]))
+    return None
 
 
-def prune(folder: Path) -> None:
-    """Removes every checkpoint but the best and the last one."""
-    keep = {find(folder, which) for which in ("best", "last") if (folder / f"{which}.json").is_file()}
-    for path in folder.glob("step_*"):
-        if path not in keep:
-            shutil.rmtree(path)
+def read_metadata(path: Path) -> Metadata:
+    """What DCP wrote down about a checkpoint.
+
+    Raises:
+        DamagedCheckpointError: it cannot be read.
+    """
+    try:
+        return FileSystemReader(path).read_metadata()
+    except Exception as error:  # unpickling damaged bytes raises anything
+        raise DamagedCheckpointError(
+            f"{str(path)!r}: its .metadata cannot be read ({type(error).__name__}); use another checkpoint of the run"
+        ) from error
+
+
+def tensor_shapes(metadata: Metadata, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors below `prefix`, such as "model.", without it."""
+    return {
+        name.removeprefix(prefix): tuple(item.size)
+        for name, item in metadata.state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(item, TensorStorageMetadata)
+    }
+
+
+def differences(
+    first: dict[str, tuple[int, ...]],
+    second: dict[str, tuple[int, ...]],
+    first_name: str = "the checkpoint",
+    second_name: str = "the model",
+) -> list[str]:
+    """What differs between two sets of tensors, given by their shapes; one line per tensor.
+
+    >>> differences({"a": (2, 3), "b": (1,)}, {"a": (4, 3), "c": (1,)})
+    ['a is [2, 3] in the checkpoint, [4, 3] in the model', 'b is only in the checkpoint', 'c is only in the model']
+    """
+    lines = []
+    for name in sorted({*first, *second}):
+        if name not in second:
+            lines.append(f"{name} is only in {first_name}")
+        elif name not in first:
+            lines.append(f"{name} is only in {second_name}")
+        elif first[name] != second[name]:
+            lines.append(f"{name} is {list(first[name])} in {first_name}, {list(second[name])} in {second_name}")
+    return lines
 
 
 def _read(state: dict[str, Any], path: Path) -> None:
-    if not (path / ".metadata").is_file():
-        raise ValueError(f"{str(path)!r}: got no checkpoint, expected a folder with .metadata; it may have been moved")
-    try:
-        with _one_process():
-            load_state(state, checkpoint_id=str(path), no_dist=True)
-    except CheckpointException as error:
-        reason = str(next(iter(error.failures.values()))[0]) if error.failures else str(error)
+    files.verify(path)
+    own = {name: tuple(t.shape) for name, t in state["model"].items() if isinstance(t, Tensor)}
+    lines = differences(tensor_shapes(read_metadata(path), "model."), own)
+    if lines:
+        shown = "; ".join(lines[:MAX_TENSORS_IN_A_MESSAGE])
+        rest = len(lines) - MAX_TENSORS_IN_A_MESSAGE
         raise ValueError(
-            f"{str(path)!r}: cannot be read into this model ({reason}); "
+            f"{str(path)!r}: is of another model or vocabulary: {shown}{f'; and {rest} more' if rest > 0 else ''}; "
+            "use the configuration and the data it was trained with"
+        )
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    try:
+        load_state(state, checkpoint_id=str(path), no_dist=True)
+    except CheckpointException as error:
+        raise ValueError(
+            f"{str(path)!r}: cannot be read into this run ({_reason(error)}); "
             "use the configuration and the data it was trained with"
         ) from error
 
 
-def _rng_state() -> dict[str, Tensor]:
+def _refuse_non_finite(model_state: dict[str, Any], step: int) -> None:
+    names = [
+        name
+        for name, tensor in model_state.items()
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
+    ]
+    if names:
+        raise NonFiniteError(
+            f"no checkpoint is written at step {step}: {', '.join(names[:MAX_TENSORS_IN_A_MESSAGE])} "
+            f"{'has' if len(names) == 1 else 'have'} values that are not finite; go on from an earlier checkpoint with "
+            "a lower optimizer.lr or optimizer.sparse_lr",
+            {"step": step, "parameters": names},
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """The first cause of a failure, on one line; DCP wraps it with a traceback per rank."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    while not isinstance(error, OSError) and error.__cause__ is not None:
+        error = error.__cause__
+    context = error.__context__
+    if not isinstance(error, OSError) and isinstance(context, OSError):
+        error = context  # torch.save reports the failed write of its own file, and hides why it failed
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def rng_state() -> dict[str, Tensor]:
+    """The random generators' states: "cpu", and "cuda" of the current GPU."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def _set_rng_state(state: dict[str, Tensor]) -> None:
+def set_rng_state(state: dict[str, Tensor]) -> None:
+    """Brings the random generators back to a `rng_state`."""
     torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
+    if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-@contextlib.contextmanager
-def _one_process() -> Iterator[None]:
-    """DCP warns that it works without a process group, which is what one process means."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield

@@ -34,7 +34,7 @@ def train(
     Args:
         args: further arguments of the trainer, after `--`
         preset: tiny, small, base or large
-        run_dir: new folder for the run; by default runs/<preset>-<source>-<date>-<time>
+        run_dir: folder of the run, new or to be gone on with; by default runs/<preset>-<source>-<date>-<time>
         name: of the job
         image: container image; without one this very Python runs the trainer
         cpus: processor cores to ask the scheduler for

@@ -257,7 +257,7 @@ class DataConfig:
 
     Attributes:
         source: the reader.
-        path: cache or file folder.
+        path: cache or file folder; files of kuairand, criteo and taobao are prepared once, in `.gemworks` beside them.
         batch_size: B, samples per rank and step.
         max_length: newest events kept per event type; a power of two.
         id_policy: what to do with an id outside its table.
@@ -265,15 +265,18 @@ class DataConfig:
         num_samples: samples of the synthetic source.
         shuffle_window: samples among which the order is random; 0 keeps strict time order.
         prefetch: batches prepared ahead.
+        prefetch_threads: threads that prepare them.
+        num_lanes: groups into which the row groups of a parquet source are dealt, so that a rank decodes its own only:
+            a multiple of the number of ranks that divides the samples of a step; 1 turns it off.
         num_id_fields: categorical fields of a synthetic sample.
-        num_ids: ids in each of them.
+        num_ids: ids in each of them; of kuairand, criteo and taobao the rows of each table into which ids are hashed.
         num_dense: float columns of a synthetic sample.
         num_event_types: event types of synthetic data; equal to model.num_event_types.
         num_event_fields: ids of a synthetic event.
         seed: of synthetic data and of shuffling.
     """
 
-    source: Literal["movielens", "synthetic", "parquet"] = "synthetic"
+    source: Literal["movielens", "synthetic", "parquet", "kuairand", "criteo", "taobao"] = "synthetic"
     path: str | None = None
     batch_size: int = 128
     max_length: int = 256
@@ -282,6 +285,8 @@ class DataConfig:
     num_samples: int = 65536
     shuffle_window: int = 0
     prefetch: int = 2
+    prefetch_threads: int = 2
+    num_lanes: int = 1
     num_id_fields: int = 8
     num_ids: int = 1000
     num_dense: int = 8
@@ -290,7 +295,15 @@ class DataConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "num_samples", "num_ids", "num_event_types", "num_event_fields"):
+        for name in (
+            "batch_size",
+            "num_samples",
+            "num_ids",
+            "num_event_types",
+            "num_event_fields",
+            "prefetch_threads",
+            "num_lanes",
+        ):
             _check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a positive integer")
         _check(_is_power_of_two(self.max_length), "data.max_length", self.max_length, "a power of two such as 256")
         for name in ("shuffle_window", "prefetch", "num_id_fields", "num_dense", "seed"):
@@ -341,6 +354,16 @@ class TrainConfig:
         log_every: steps between two log lines.
         eval_every: steps between two evaluations; None: at the end of each epoch.
         task_weights: weight of each task's loss; None: all 1.
+        accumulate: batches per step; the dense gradient is the mean over the samples of all of them.
+        compile: compiles feature tokens, interactions, gates and the head's MLP with torch.compile.
+        save_every: steps between two checkpoints; None: after each evaluation.
+        keep_last: newest checkpoints kept beside the best one.
+        max_skipped: steps with a loss or gradient that is not finite are skipped, up to this many in a run.
+        spike_factor: a loss above this multiple of its running mean is logged as a spike.
+        profile_every: steps between two profiler traces; None: none.
+        profile_steps: steps in a trace.
+        memory_history: remembers where GPU memory was allocated, for the snapshot that running out of it writes.
+        wandb_project: project of Weights & Biases to report to as well; its WANDB_MODE=offline works.
     """
 
     epochs: int = 1
@@ -351,11 +374,29 @@ class TrainConfig:
     log_every: int = 20
     eval_every: int | None = None
     task_weights: tuple[float, ...] | None = None
+    accumulate: int = 1
+    compile: bool = False
+    save_every: int | None = None
+    keep_last: int = 2
+    max_skipped: int = 10
+    spike_factor: float = 3.0
+    profile_every: int | None = None
+    profile_steps: int = 2
+    memory_history: bool = False
+    wandb_project: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "log_every"):
+        for name in ("epochs", "log_every", "accumulate", "keep_last", "profile_steps"):
             _check(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "a positive integer")
-        for name in ("max_steps", "eval_every"):
+        _check(self.max_skipped >= 0, "train.max_skipped", self.max_skipped, "an integer, 0 or more")
+        _check(self.spike_factor > 1, "train.spike_factor", self.spike_factor, "a number above 1")
+        _check(
+            self.profile_every is None or self.profile_every > self.profile_steps,
+            "train.profile_every",
+            self.profile_every,
+            f"more than train.profile_steps = {self.profile_steps}, or 'none'",
+        )
+        for name in ("max_steps", "eval_every", "save_every"):
             value = getattr(self, name)
             _check(value is None or value > 0, f"train.{name}", value, "a positive integer or 'none'")
         weights = self.task_weights

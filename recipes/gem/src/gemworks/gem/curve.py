@@ -47,7 +47,7 @@ def draw(path: Path, rows: list[dict[str, Any]], summary: dict[str, Any]) -> Non
             best,
             xytext=(0, -18),
             textcoords="offset points",
-            ha="center",
+            ha="right",
             color=MODEL,
             fontsize=9,
         )
@@ -71,7 +71,7 @@ def draw(path: Path, rows: list[dict[str, Any]], summary: dict[str, Any]) -> Non
         f"GEM {summary.get('preset', '')} on {summary.get('source', '')}", loc="left", color=INK, weight="bold"
     )
     if train or valid:
-        left.legend(frameon=False, loc="upper right", fontsize=9, labelcolor=INK)
+        left.legend(frameon=False, loc="lower left", fontsize=9, labelcolor=INK)
     if has_test:
         _test_panel(figure.add_subplot(grid[1]), summary)
     figure.savefig(path)

@@ -5,6 +5,7 @@ Shapes: B samples of a batch, K tasks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,19 @@ from gemworks.gem.model.gem import Gem
 from gemworks.gem.run_dir import RunDir, json_ready
 
 
-def evaluate(model: Gem, source: Source, config: GemConfig, split: str, device: torch.device) -> Predictions:
+def evaluate(
+    model: Gem,
+    source: Source,
+    config: GemConfig,
+    split: str,
+    device: torch.device,
+    *,
+    after_batch: Callable[[], None] | None = None,
+) -> Predictions:
     """Predictions for every sample of a split, in its order; the model is left in the mode it was in.
 
     The same model, split, batch size and device give the same bits: nothing here depends on what was evaluated before.
+    `after_batch` may raise to end it early.
     """
     was_training = model.training
     model.eval()
@@ -32,6 +42,8 @@ def evaluate(model: Gem, source: Source, config: GemConfig, split: str, device: 
             for batch in open_loader(source, config.data, split, pin_memory=device.type == "cuda"):
                 logits_BK = model(batch.to(device, non_blocking=True))
                 predictions.update(logits_BK, batch.labels_BK, batch.sample_ids_B)
+                if after_batch is not None:
+                    after_batch()
     finally:
         model.train(was_training)
     return predictions

@@ -1,12 +1,15 @@
 """Optimizers of the two kinds of parameters and their common schedule.
 
-Dense: AdamW. Embedding tables: row-wise Adagrad, one accumulator per row. In one process the tables are plain modules
-and their optimizer steps like any other, after the gradients have been seen whole.
+Dense: AdamW, after the gradients have been seen whole. Embedding tables: fused row-wise Adagrad, one accumulator per
+row. Fused means that a table is updated inside backward, as soon as its gradient is there, and that the gradient is
+then dropped. `DistributedModelParallel` reads the same declaration off the parameters and gives sharded tables fbgemm's
+kernels of the same formula. What must not reach a table is stopped before it, by `model/gate.py`.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ from gemworks.gem.model.gem import Gem
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import AdamW, Optimizer
+
+ADAGRAD_EPS = 1e-8
 
 
 def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -34,16 +39,25 @@ def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -
 
 
 class Optimizers:
-    """AdamW for `model.dense_parameters()` and row-wise Adagrad for `model.sparse_parameters()`.
+    """AdamW for `model.dense_parameters()` and fused row-wise Adagrad for `model.sparse_parameters()`.
+
+    A step is `begin(step)`, any number of backwards, `clip()`, and `step_dense()` unless the step is to be skipped.
 
     Args:
-        model: the model; its parameters keep their identity.
+        model: the model; its parameters keep their identity, the tables get hooks.
         config: learning rates, decay, clipping.
         total_steps: where the schedule ends.
+
+    Raises:
+        ValueError: the model has been given optimizers before; its tables would move twice.
     """
 
     def __init__(self, model: Gem, config: OptimizerConfig, total_steps: int) -> None:
         # torchrec takes seconds to import, and a command line that only prints help must not pay for it
+        with warnings.catch_warnings():
+            # importing the package uses torch.jit, which torch 2.13 itself has deprecated
+            warnings.filterwarnings("ignore", message=r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning)
+            from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
         from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
         self.config = config
@@ -52,7 +66,7 @@ class Optimizers:
         self._dense = [p for p in model.dense_parameters() if p.requires_grad]
         matrices = [p for p in self._dense if p.ndim >= 2]
         vectors = [p for p in self._dense if p.ndim < 2]
-        dense = AdamW(
+        self.dense = AdamW(
             [
                 {"params": matrices, "weight_decay": config.weight_decay},
                 {"params": vectors, "weight_decay": 0.0},
@@ -60,46 +74,54 @@ class Optimizers:
             lr=config.lr,
             betas=config.betas,
         )
-        tables = RowWiseAdagrad(list(model.sparse_parameters()), lr=config.sparse_lr, eps=1e-8)
-        self.optimizers: list[Optimizer] = [dense, tables]
-        self._peak = (config.lr, config.sparse_lr)
         # A checkpoint is read into existing tensors, so they exist from the start, also for a parameter without a
-        # gradient.
+        # gradient. RowWiseAdagrad makes its own at once.
         for p in self._dense:
-            dense.state[p] = {
+            self.dense.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32),
                 "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
                 "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
             }
+        tables = list(model.sparse_parameters())
+        if any(_in_backward(p) for p in tables):
+            raise ValueError("model: its tables have optimizers already, expected none; make a new model for new ones")
+        _apply_optimizer_in_backward(RowWiseAdagrad, tables, {"lr": config.sparse_lr, "eps": ADAGRAD_EPS})
+        self.tables: list[Optimizer] = [optimizer for p in tables for optimizer in _in_backward(p)]
 
-    def zero_grad(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-
-    def step(self, step: int) -> Tensor:
-        """Clips the dense gradient and updates everything with the learning rates of step `step`.
-
-        Returns:
-            Norm of the dense gradient before clipping, float32 scalar on the device. Tables are not clipped: Adagrad
-            already divides by the gradient's own size, and a fused table update could not be scaled afterwards.
-        """
+    def begin(self, step: int) -> None:
+        """Sets the learning rates of step `step` and drops the dense gradients; the tables move from here on."""
         factor = learning_rate_factor(step, self.config, self.total_steps)
-        for optimizer, peak in zip(self.optimizers, self._peak, strict=True):
+        self.dense.zero_grad(set_to_none=True)
+        for optimizer, peak in [(self.dense, self.config.lr), *((t, self.config.sparse_lr) for t in self.tables)]:
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
-        norm = nn.utils.clip_grad_norm_(self._dense, self.config.clip_norm)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        return norm
+
+    def clip(self) -> Tensor:
+        """Clips the dense gradient.
+
+        Returns:
+            Its norm before, float32 scalar on the device. Tables are not clipped: Adagrad already divides by the
+            gradient's own size, and a fused update is done by now.
+        """
+        return nn.utils.clip_grad_norm_(self._dense, self.config.clip_norm)
+
+    def step_dense(self) -> None:
+        """Updates the dense part."""
+        self.dense.step()
 
     def learning_rates(self) -> tuple[float, float]:
-        """Dense and sparse learning rate of the step done last."""
-        dense, tables = (float(optimizer.param_groups[0]["lr"]) for optimizer in self.optimizers)
-        return dense, tables
+        """Dense and sparse learning rate of the step begun last."""
+        sparse = self.tables[0].param_groups[0]["lr"] if self.tables else 0.0
+        return float(self.dense.param_groups[0]["lr"]), float(sparse)
 
     def state_dict(self) -> dict[str, Any]:
         """Keyed by parameter name, so that it does not depend on the order of parameters."""
-        return get_optimizer_state_dict(self._model, self.optimizers)
+        return get_optimizer_state_dict(self._model, [self.dense, *self.tables])
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_optimizer_state_dict(self._model, self.optimizers, optim_state_dict=state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self._model, [self.dense, *self.tables], optim_state_dict=state_dict)
+
+
+def _in_backward(parameter: nn.Parameter) -> list[Optimizer]:
+    """The optimizers that update a parameter inside backward."""
+    return getattr(parameter, "_in_backward_optimizers", [])

@@ -71,6 +71,8 @@ def small() -> GemConfig:
             events={"liked": EventConfig(), "other": EventConfig()},
         ),
         data=DataConfig(source="movielens", batch_size=128, max_length=256),
+        # an epoch has 625 steps: two evaluations, at half and at the end, and a checkpoint a minute
+        train=TrainConfig(eval_every=313, save_every=125),
     )
 
 

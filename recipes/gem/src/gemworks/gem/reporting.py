@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -27,7 +29,9 @@ class StepRow:
         step_ms: wall time per step.
         data_wait_ms: of it, waiting for the reader.
         lr, sparse_lr: learning rates of the last step.
-        grad_norm: of the dense part in the last step, before clipping.
+        grad_norm: of the dense part in the last finite step, before clipping.
+        forward_ms, backward_ms, optimizer_ms: of step_ms, by phase; the tables' update is part of backward.
+        num_skipped: steps of the run so far whose loss or gradient was not finite.
     """
 
     step: int
@@ -43,6 +47,10 @@ class StepRow:
     lr: float
     sparse_lr: float
     grad_norm: float
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    optimizer_ms: float = 0.0
+    num_skipped: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,10 +78,18 @@ def figures(row: StepRow) -> str:
     )
 
 
+def split(row: StepRow) -> str:
+    """Where the time of a step went, in ms, for the log file."""
+    return (
+        f"(data {row.data_wait_ms:.0f}, forward {row.forward_ms:.0f}, backward {row.backward_ms:.0f}, "
+        f"optimizer {row.optimizer_ms:.0f})"
+    )
+
+
 class Display(Protocol):
     """Where a run reports to."""
 
-    def start(self, total_steps: int) -> None: ...
+    def start(self, total_steps: int, done: int = 0) -> None: ...
     def advance(self) -> None:
         """One step is done."""
         ...
@@ -94,7 +110,7 @@ class LineDisplay:
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def start(self, total_steps: int) -> None:
+    def start(self, total_steps: int, done: int = 0) -> None:
         pass
 
     def advance(self) -> None:
@@ -114,6 +130,40 @@ class LineDisplay:
 
     def stop(self) -> None:
         pass
+
+
+class LoggingDisplay:
+    """Another display, and the same lines with the time of day in a file.
+
+    Args:
+        inner: the other display.
+        path: the file; lines are appended.
+    """
+
+    def __init__(self, inner: Display, path: Path) -> None:
+        self._inner = inner
+        self._path = path
+
+    def _write(self, text: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+
+    def start(self, total_steps: int, done: int = 0) -> None:
+        self._inner.start(total_steps, done)
+
+    def advance(self) -> None:
+        self._inner.advance()
+
+    def row(self, row: StepRow) -> None:
+        self._write(f"{row.step:>{len(str(row.total_steps))}}/{row.total_steps}  {figures(row)}  {split(row)}")
+        self._inner.row(row)
+
+    def message(self, text: str) -> None:
+        self._write(text)
+        self._inner.message(text)
+
+    def stop(self) -> None:
+        self._inner.stop()
 
 
 class _Figures(ProgressColumn):
@@ -139,11 +189,11 @@ class BarDisplay:
         self._figures = Progress(_Figures(), console=console, refresh_per_second=4)
         self._live: Any = None
 
-    def start(self, total_steps: int) -> None:
+    def start(self, total_steps: int, done: int = 0) -> None:
         from rich.console import Group
         from rich.live import Live
 
-        self._task = self._progress.add_task("train", total=total_steps)
+        self._task = self._progress.add_task("train", total=total_steps, completed=done)
         self._text = self._figures.add_task("figures", figures="")
         self._live = Live(Group(self._progress, self._figures), console=self._console, refresh_per_second=4)
         self._live.start()

@@ -6,12 +6,16 @@
 | `metrics.jsonl` | one JSON object per log line, evaluation and baseline |
 | `tensorboard/` | the same figures as TensorBoard events |
 | `learning_curve.png` | NE over the run, with both baselines |
-| `checkpoints/` | see `checkpoint.py` |
+| `train.log` | what the run said, with the time of day |
+| `checkpoints/` | see `checkpoint_files.py` |
+| `non_finite.json`, `memory_snapshot.pickle`, `profile/` | why a run stopped, or where its time went |
+| `lock` | which process is at it |
 | `summary.json` | the result; it exists only when the run is complete |
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -20,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from gemworks.gem.config import GemConfig
+from gemworks.gem.lock import RunLock
+from gemworks.gem.sinks import Sink, TensorBoardSink, WandbSink, scalars
 
 
 def default_run_dir(config: GemConfig, root: str | Path = "runs") -> Path:
@@ -43,12 +49,15 @@ def json_ready(value: Any) -> Any:
 
 
 class RunDir:
-    """An open run folder; close it to flush.
+    """The folder of a run.
 
     Args:
         path: the folder.
 
-    Use `RunDir.create` for a new run.
+    `RunDir.claim` is for the job that trains in it, `RunDir.open` for whoever reads.
+
+    Attributes:
+        resumed: the folder held a run already when it was claimed.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -57,27 +66,65 @@ class RunDir:
         self.metrics_path = self.path / "metrics.jsonl"
         self.summary_path = self.path / "summary.json"
         self.curve_path = self.path / "learning_curve.png"
+        self.log_path = self.path / "train.log"
         self.checkpoints = self.path / "checkpoints"
-        self._writer: Any = None
+        self.resumed = False
+        self._lock: RunLock | None = None
+        self._sinks: list[Sink] | None = None
+        self._config: GemConfig | None = None
+        self._first_step: int | None = None
 
     @staticmethod
-    def create(path: str | Path, config: GemConfig) -> RunDir:
-        """A folder for a new run, with the configuration in it.
+    def claim(path: str | Path, config: GemConfig) -> RunDir:
+        """The folder for a job to train in: a new one with the configuration in it, or that of a run to go on with.
 
         Raises:
-            ValueError: the folder already holds a run, or something that is not a folder is in the way.
+            ValueError: another job is using it, it holds a run with another configuration (says what differs), it
+                cannot be written, or something that is not a folder is in the way. Nothing in it is touched then.
         """
         run = RunDir(path)
-        if run.config_path.exists():
-            raise ValueError(
-                f"run folder {str(path)!r}: got one that holds a run, expected a new one; choose another name"
-            )
         try:
             run.path.mkdir(parents=True, exist_ok=True)
+            run._lock = RunLock(run.path)
+            run._adopt(config)
         except (FileExistsError, NotADirectoryError) as error:
             raise ValueError(f"run folder {str(path)!r}: a file is in the way; choose another name") from error
-        _write(run.config_path, config.to_toml())
+        except OSError as error:
+            run.close()
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC):
+                raise
+            raise ValueError(
+                f"run folder {str(path)!r}: cannot be written ({error.strerror}: {error.filename}); correct that, or "
+                "choose another folder"
+            ) from error
+        except ValueError:
+            run.close()
+            raise
         return run
+
+    def _adopt(self, config: GemConfig) -> None:
+        self._config = config
+        if not self.config_path.exists():
+            _write(self.config_path, config.to_toml())
+            return
+        lines = config_differences(self.config(), config)
+        if lines:
+            raise ValueError(
+                f"run folder {str(self.path)!r}: holds a run with another configuration: {'; '.join(lines)}; "
+                "go on with its own (leave --preset, --config and --set out), or choose a new folder"
+            )
+        self.resumed = True
+
+    def rewind(self, step: int) -> None:
+        """Forgets log lines of steps after `step`: the run goes on from there. Half a last line is forgotten too.
+
+        Lines of the baselines stay; those of the test part are written anew at the end.
+        """
+        self._first_step = step + 1
+        if not self.metrics_path.is_file():
+            return
+        kept = [row for row in self.rows() if row["kind"] != "test" and row["step"] <= step]
+        _write(self.metrics_path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept))
 
     @staticmethod
     def open(path: str | Path) -> RunDir:
@@ -98,31 +145,43 @@ class RunDir:
         return GemConfig.from_toml(self.config_path.read_text(encoding="utf-8"))
 
     def log(self, kind: str, step: int, **values: Any) -> None:
-        """Appends one line to `metrics.jsonl`, and its numbers to the TensorBoard events as `<kind>/<name>`."""
+        """Appends one line to `metrics.jsonl`, and gives its numbers to TensorBoard and the other sinks."""
         row = json_ready({"kind": kind, "step": step, "time": round(time.time(), 3), **values})
         with self.metrics_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
-        if self._writer is None:
-            # seconds to import, and only a run that writes needs it
-            from torch.utils.tensorboard import SummaryWriter
+        for sink in self._open_sinks():
+            sink.log(kind, step, scalars(values))
 
-            self._writer = SummaryWriter(str(self.path / "tensorboard"))
-        for name, value in values.items():
-            if isinstance(value, (int, float)) and math.isfinite(value):
-                self._writer.add_scalar(f"{kind}/{name}", value, step)
+    def _open_sinks(self) -> list[Sink]:
+        if self._sinks is None:
+            self._sinks = [TensorBoardSink(self.path / "tensorboard", self._first_step)]
+            if self._config is not None and self._config.train.wandb_project is not None:
+                self._sinks.append(WandbSink(self._config.train.wandb_project, self.path, self._config.to_mapping()))
+        return self._sinks
 
     def close(self) -> None:
-        """Flushes the TensorBoard events."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """Flushes the sinks and lets other jobs in."""
+        for sink in self._sinks or []:
+            sink.close()
+        self._sinks = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def rows(self, kind: str | None = None) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`, of one kind or all."""
         if not self.metrics_path.is_file():
             return []
-        rows = [json.loads(line) for line in self.metrics_path.read_text(encoding="utf-8").splitlines()]
+        lines = self.metrics_path.read_text(encoding="utf-8").splitlines(keepends=True)
+        # a process that was killed may leave half a line at the end
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
         return [row for row in rows if kind is None or row["kind"] == kind]
+
+    def write_report(self, name: str, report: dict[str, Any]) -> Path:
+        """Writes `<name>.json` into the folder."""
+        path = self.path / f"{name}.json"
+        _write(path, json.dumps(json_ready(report), indent=2, allow_nan=False) + "\n")
+        return path
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         _write(self.summary_path, json.dumps(json_ready(summary), indent=2, allow_nan=False) + "\n")
@@ -130,6 +189,25 @@ class RunDir:
     def summary(self) -> dict[str, Any] | None:
         """The result, or None when the run did not end well."""
         return json.loads(self.summary_path.read_text(encoding="utf-8")) if self.summary_path.is_file() else None
+
+
+def config_differences(before: GemConfig, now: GemConfig) -> list[str]:
+    """Which values differ, one text per key.
+
+    >>> from gemworks.gem.presets import load_config
+    >>> config_differences(load_config("tiny"), load_config("tiny", sets=["train.seed=1"]))
+    ['train.seed is 0 in the folder, 1 now']
+    """
+    old, new = _leaves(before.to_mapping()), _leaves(now.to_mapping())
+    return [
+        f"{k} is {old.get(k)!r} in the folder, {new.get(k)!r} now" for k in {**old, **new} if old.get(k) != new.get(k)
+    ]
+
+
+def _leaves(value: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {path: value}
+    return {k: v for key, item in value.items() for k, v in _leaves(item, f"{path}.{key}" if path else key).items()}
 
 
 def _write(path: Path, text: str) -> None:

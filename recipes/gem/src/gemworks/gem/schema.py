@@ -25,7 +25,10 @@ class IdFeature:
 
 @dataclass(frozen=True, kw_only=True)
 class EventType:
-    """One kind of event in the history (click, conversion, ...): its ids and float columns. Every event also has a timestamp."""
+    """One kind of event in the history (click, conversion, ...): its ids and float columns.
+
+    Every event also has a timestamp.
+    """
 
     name: str
     ids: tuple[IdFeature, ...]
@@ -76,7 +79,8 @@ class Batch:
 
     Attributes:
         ids: keys are `Schema.ids` names, B samples each.
-        event_ids: keys are `Schema.event_key(event, feature)`, B samples each; all features of an event have its lengths.
+        event_ids: keys are `Schema.event_key(event, feature)`, B samples each; all features of an event have its
+            lengths.
         dense_BC: float32 [B, C].
         timestamps_B: int64 [B], seconds: when the sample was scored.
         labels_BK: float32 [B, K] in {0, 1}.

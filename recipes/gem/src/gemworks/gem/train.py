@@ -20,49 +20,71 @@ PIPED_WIDTH = 120  # columns of the summary table where there is no terminal
 
 
 def train(config: GemConfig, run_dir: str | Path | None = None, *, console: Console | None = None) -> dict[str, Any]:
-    """Trains and evaluates one model.
+    """Trains and evaluates one model, or goes on with a run that was interrupted.
 
     Args:
         config: of the run.
-        run_dir: a new folder for its files; None: `runs/<preset>-<source>-<date>-<time>`.
+        run_dir: a folder for its files; None: `runs/<preset>-<source>-<date>-<time>`. If it holds an unfinished run of
+            the same configuration, that run goes on; a finished one is left as it is.
         console: where to report; None: standard output.
 
     Returns:
         The content of `summary.json`.
 
     Raises:
-        ValueError: wrong configuration, data or folder.
-        RuntimeError: the run failed, for instance because the loss became NaN.
+        ValueError: wrong configuration, data or folder; another configuration in the folder; another job at work in it.
+        Preempted: a SIGTERM came. The run saved a checkpoint and goes on when it is called again.
+        RuntimeError: the run failed, for instance because the loss became NaN or the disk is full.
     """
     prepare_process()
     # torchrec takes seconds to import; `--help` and a wrong configuration answer at once
     from gemworks.gem.data import open_source
     from gemworks.gem.device import resolve_device
-    from gemworks.gem.reporting import open_display
+    from gemworks.gem.reporting import LoggingDisplay, open_display
     from gemworks.gem.run import Run
     from gemworks.gem.run_dir import RunDir, default_run_dir
+    from gemworks.gem.signals import StopRequest
     from gemworks.gem.summary import table
     from gemworks.gem.trainer import Trainer
     from rich.console import Console
 
     console = console or Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
-    device = resolve_device(config.train.device)
-    source = open_source(config.data)
-    trainer = Trainer(config, source, device)
-    folder = RunDir.create(run_dir or default_run_dir(config), config)
-    display = open_display(console)
-    try:
-        summary = Run(config, source, trainer, folder, display).go()
-    finally:
-        display.stop()
-        folder.close()
+    with StopRequest() as stop:
+        device = resolve_device(config.train.device)
+        source = open_source(config.data)
+        trainer = Trainer(config, source, device)
+        folder = RunDir.claim(run_dir or default_run_dir(config), config)
+        display = LoggingDisplay(open_display(console), folder.log_path)
+        try:
+            summary = folder.summary()
+            if summary is None:
+                summary = Run(config, source, trainer, folder, display, stop).go()
+            else:
+                display.message(f"{folder.path} holds a complete run; nothing is left to do")
+        except Exception as error:
+            display.message(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            display.stop()
+            folder.close()
     console.print(table(summary))
     console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
     return summary
 
 
+def run_config(
+    preset: str | None, toml: str | Path | None, sets: Sequence[str], run_dir: str | Path | None
+) -> GemConfig:
+    """The configuration that a command line means: the folder's own when it names a run and nothing else."""
+    from gemworks.gem.run_dir import RunDir
+
+    if preset is None and toml is None and not sets and run_dir is not None and RunDir(run_dir).config_path.is_file():
+        return RunDir.open(run_dir).config()
+    return load_config(preset, toml=toml, sets=sets)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0 fine, 1 the run failed, 2 the input is wrong."""
+    """The command line; returns the exit code, which `gemworks.gem.errors` explains."""
     parser = argparse.ArgumentParser(
         prog="python -m gemworks.gem.train", description="Train a GEM and compare it with its baselines."
     )
@@ -71,10 +93,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="values such as train.seed=1"
     )
-    parser.add_argument("--run-dir", metavar="DIR", help="new folder (default: runs/<preset>-<source>-<date>-<time>)")
+    parser.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help="folder of the run, new or to be gone on with (default: runs/<preset>-<source>-<date>-<time>)",
+    )
     given = parser.parse_args(arguments)
     try:
-        train(load_config(given.preset, toml=given.config, sets=given.set), given.run_dir)
+        train(run_config(given.preset, given.config, given.set, given.run_dir), given.run_dir)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

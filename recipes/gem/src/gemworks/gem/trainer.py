@@ -5,9 +5,10 @@ Shapes: B samples of a batch, K tasks.
 
 from __future__ import annotations
 
-import math
+import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,20 @@ from gemworks.gem.device import autocast, peak_flops_per_second
 from gemworks.gem.efficiency import count_batch_flops, mfu
 from gemworks.gem.metrics import BinaryMetrics
 from gemworks.gem.model.gem import Gem
+from gemworks.gem.numerics import NonFiniteError, SpikeWatch, describe_ids, first_non_finite, is_finite
 from gemworks.gem.optim import Optimizers
+from gemworks.gem.ranks import Ranks
 from gemworks.gem.reporting import StepRow
 from gemworks.gem.schema import Batch
+from gemworks.gem.timing import PhaseTimer, StepClock
 from torch import Tensor
 from torch.nn import functional
-
-
-class NonFiniteError(RuntimeError):
-    """The loss is no longer a number: the run cannot go on."""
 
 
 def task_loss(logits_BK: Tensor, labels_BK: Tensor, weights_K: Tensor) -> Tensor:
     """Weighted mean over tasks of each task's mean log-loss; 0 for an empty batch.
 
+    >>> import math
     >>> task_loss(torch.zeros(3, 2), torch.ones(3, 2), torch.ones(2)).item() == math.log(2)
     False
     >>> round(task_loss(torch.zeros(3, 2), torch.ones(3, 2), torch.tensor([3.0, 1.0])).item(), 4)
@@ -42,20 +43,27 @@ def task_loss(logits_BK: Tensor, labels_BK: Tensor, weights_K: Tensor) -> Tensor
     return (losses_BK.sum(0) * weights_K).sum() / (max(logits_BK.shape[0], 1) * weights_K.sum())
 
 
-class StepClock:
-    """Wall time, samples, tokens and FLOPs of training steps; time outside of `wait` and `work` is not counted."""
+def compile_dense(model: Gem) -> None:
+    """Compiles what works on dense tokens [B, n, D], in place: feature tokens, interactions, gates, the head's MLP.
 
-    def __init__(self) -> None:
-        self.wait_seconds = self.work_seconds = self.flops = 0.0
-        self.num_steps = self.num_samples = self.num_tokens = 0
+    Names of parameters stay as they are, so checkpoints do too. The sequence parts stay eager: their kernels are opaque
+    to the compiler anyway, and the CPU's rotary embedding, which writes into slices of its result, breaks it.
+    """
+    model.tokens.compile()
+    for layer in model.layers:
+        for name in ("summary", "gate", "interaction"):
+            layer.get_submodule(name).compile()
+    model.head.mlp.compile()
 
-    @property
-    def seconds(self) -> float:
-        return self.wait_seconds + self.work_seconds
 
-    def add(self, other: StepClock) -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+@dataclass(frozen=True)
+class Note:
+    """Something that happened in a step and is worth a line: "skipped" or "spike"."""
+
+    kind: str
+    step: int
+    facts: dict[str, Any]
+    text: str
 
 
 class Trainer:
@@ -65,114 +73,265 @@ class Trainer:
         config: of the run.
         source: the data.
         device: where the model lives.
+        ranks: this process among those that train together.
     """
 
-    def __init__(self, config: GemConfig, source: Source, device: torch.device) -> None:
+    def __init__(self, config: GemConfig, source: Source, device: torch.device, ranks: Ranks | None = None) -> None:
         self.config = config
         self.device = device
+        self.ranks = ranks or Ranks()
         self.schema = source.schema
         torch.manual_seed(config.train.seed)
         self.model = Gem(source.schema, config, device=device)
-        self.loader = open_loader(source, config.data, "train", pin_memory=device.type == "cuda")
-        self.total_steps = len(self.loader) * config.train.epochs
+        if config.train.compile:
+            compile_dense(self.model)
+        self.loader = open_loader(
+            source,
+            config.data,
+            "train",
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            pin_memory=device.type == "cuda",
+        )
+        self.steps_per_epoch = -(-len(self.loader) // config.train.accumulate)
+        self.total_steps = self.steps_per_epoch * config.train.epochs
         if config.train.max_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_steps)
         self.optimizers = Optimizers(self.model, config.optimizer, self.total_steps)
         self.step = 0
         self.total = StepClock()
+        self.num_skipped = 0
+        self.last_step_finite = True
         num_tasks = len(source.schema.tasks)
         self._weights_K = _task_weights(config, num_tasks).to(device)
+        self._phase = PhaseTimer(device)
+        self._spikes = SpikeWatch(config.train.spike_factor)
+        self._notes: list[Note] = []
         self._window = StepClock()
         self._window_metrics = BinaryMetrics(num_tasks, device)
-        self._window_loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._grad_norm = torch.zeros((), device=device)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return len(self.loader)
+        self._window_loss = 0.0
+        self._window_skipped = 0
+        self._grad_norm = 0.0
 
     def steps(self) -> Iterator[int]:
-        """Trains to the end of the run, one step per iteration; yields the number of steps done."""
+        """Trains to the end of the run, one step per iteration; yields the number of steps done.
+
+        Raises:
+            NonFiniteError: more than `train.max_skipped` steps of the run had a loss or gradient that is not finite.
+        """
         self.model.train()
         mark = time.perf_counter()
         while self.step < self.total_steps:
-            for batch in self.loader:
+            batches = iter(self.loader)
+            while group := list(itertools.islice(batches, self.config.train.accumulate)):
                 now = time.perf_counter()
                 self._window.wait_seconds += now - mark
-                self._train_step(batch)
+                self._train_step(group)
                 self._window.work_seconds += time.perf_counter() - now
                 yield self.step
                 if self.step >= self.total_steps:
                     return
                 mark = time.perf_counter()
 
-    def _train_step(self, batch: Batch) -> None:
-        self._window.flops += count_batch_flops(self.config, self.schema, batch).training
-        self._window.num_steps += 1
-        self._window.num_samples += batch.num_samples
-        self._window.num_tokens += sum(e.timestamps_T.shape[0] for e in batch.events.values())
-        batch = batch.to(self.device, non_blocking=True)
-        self.optimizers.zero_grad()
+    def _train_step(self, batches: list[Batch]) -> None:
+        self._count(batches)
+        self.optimizers.begin(self.step)
+        gate = self.model.embeddings.gate
+        gate.reset()
+        rng = checkpoint.rng_state()
+        num_samples = max(sum(batch.num_samples for batch in batches), 1)
+        loss = torch.zeros((), device=self.device)
+        outcomes: list[tuple[Tensor, Tensor]] = []
+        for host_batch in batches:
+            batch = host_batch.to(self.device, non_blocking=True)
+            with self._phase("forward"):
+                logits_BK, part = self._forward(batch)
+                # each batch by its share of the samples, so that the sum is the mean over all of them
+                part = part * (batch.num_samples / num_samples) if len(batches) > 1 else part
+            with self._phase("backward"):
+                part.backward()
+            loss += part.detach()
+            outcomes.append((logits_BK.detach(), batch.labels_BK))
+        with self._phase("optimizer"):
+            norm = self.optimizers.clip()
+            refused = torch.zeros_like(norm) if gate.finite is None else (~gate.finite).to(norm.dtype)
+            # the one place where the host waits for the device: whether this step counts must be known before it ends
+            loss_value, norm_value, num_refused = self.ranks.sum(torch.stack([loss, norm, refused])).tolist()
+            self.last_step_finite = is_finite(loss_value, norm_value) and num_refused == 0
+            if self.last_step_finite:
+                self.optimizers.step_dense()
+        self.step += 1
+        if not self.last_step_finite:
+            self._skip(batches, rng, loss_value, norm_value)
+            return
+        loss_value /= self.ranks.world_size
+        self._grad_norm = norm_value / self.ranks.world_size
+        self._window_loss += loss_value
+        for logits_BK, labels_BK in outcomes:
+            self._window_metrics.update(logits_BK, labels_BK)
+        self._watch(batches, loss_value)
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits [B, K] and the loss."""
         with autocast(self.config, self.device):
             logits_BK = self.model(batch)
-        loss = task_loss(logits_BK, batch.labels_BK, self._weights_K)
-        loss.backward()
-        self._grad_norm = self.optimizers.step(self.step)
-        self._window_loss += loss.detach().double()
-        self._window_metrics.update(logits_BK, batch.labels_BK)
-        self.step += 1
+        return logits_BK, task_loss(logits_BK, batch.labels_BK, self._weights_K)
+
+    def _count(self, batches: list[Batch]) -> None:
+        self._window.num_steps += 1
+        for batch in batches:
+            self._window.flops += count_batch_flops(self.config, self.schema, batch).training
+            self._window.num_samples += batch.num_samples
+            self._window.num_tokens += sum(e.timestamps_T.shape[0] for e in batch.events.values())
+
+    def _watch(self, batches: list[Batch], loss: float) -> None:
+        ratio = self._spikes.see(loss)
+        if ratio is None:
+            return
+        ids = _sample_ids(batches)
+        text = f"loss spike in step {self.step}: {loss:.4f}, {ratio:.1f} times its running mean; samples "
+        self._note("spike", {"loss": loss, "ratio": ratio, "sample_ids": ids}, text + describe_ids(ids))
+
+    def _skip(self, batches: list[Batch], rng: dict[str, Tensor], loss: float, norm: float) -> None:
+        """Counts a step that changed nothing, and ends the run when there were too many."""
+        self.num_skipped += 1
+        self._window_skipped += 1
+        ids = _sample_ids(batches)
+        facts = {"loss": loss, "grad_norm": norm, "num_skipped": self.num_skipped, "sample_ids": ids}
+        what = f"loss {loss:.4g}, gradient norm {norm:.4g}, samples {describe_ids(ids)}"
+        limit = self.config.train.max_skipped
+        if self.num_skipped <= limit:
+            text = f"step {self.step} is not finite and is skipped ({self.num_skipped} of at most {limit}): {what}"
+            self._note("skipped", facts, text)
+            return
+        where, culprits = self._search(batches, rng)
+        begins = where or "nowhere when the step is run once more"
+        raise NonFiniteError(
+            f"step {self.step} is not finite, and {limit} steps of this run have been skipped already: {what}. "
+            f"It begins at: {begins}. Lower optimizer.lr or optimizer.sparse_lr, lengthen optimizer.warmup_steps, "
+            "or look at these samples",
+            {"step": self.step, **facts, "first_non_finite": where, "non_finite_sample_ids": culprits},
+        )
+
+    def _search(self, batches: list[Batch], rng: dict[str, Tensor]) -> tuple[str | None, list[int]]:
+        """Runs the step once more with hooks: where it begins, and the samples whose own logits are not finite."""
+        gate = self.model.embeddings.gate
+        gate.closed = True
+        culprits: list[int] = []
+        try:
+            checkpoint.set_rng_state(rng)
+            for host_batch in batches:
+                where = _in_batch(host_batch, self.schema.dense_names)
+                batch = host_batch.to(self.device)
+                if where is None:
+                    where = first_non_finite(self.model, lambda batch=batch: self._forward(batch)[1])
+                if where is not None:
+                    with torch.no_grad():
+                        bad_B = ~torch.isfinite(self._forward(batch)[0]).all(1)
+                    culprits = host_batch.sample_ids_B[bad_B.cpu()].tolist()
+                    return where, culprits
+        finally:
+            gate.closed = False
+        return None, culprits
+
+    def _note(self, kind: str, facts: dict[str, Any], text: str) -> None:
+        self._notes.append(Note(kind, self.step, facts, text))
+
+    def take_notes(self) -> list[Note]:
+        """What happened since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
 
     def take_row(self) -> StepRow:
-        """The figures since the last call.
-
-        Raises:
-            NonFiniteError: the loss of one of those steps was NaN or infinite.
-        """
+        """The figures since the last call. Skipped steps are in its times, not in its loss and NE."""
         before = time.perf_counter()
-        loss = float(self._window_loss) / max(
-            self._window.num_steps, 1
-        )  # waits for the GPU, which is still at the steps
-        self._window.work_seconds += time.perf_counter() - before
+        for phase, seconds in self._phase.drain().items():
+            name = f"{phase}_seconds"
+            setattr(self._window, name, getattr(self._window, name) + seconds)
+        self._window.work_seconds += time.perf_counter() - before  # on a GPU `drain` waits for the step done last
         window, seconds = self._window, max(self._window.seconds, 1e-9)
-        if not math.isfinite(loss):
-            raise NonFiniteError(
-                f"the loss is {loss} between steps {self.step - window.num_steps + 1} and {self.step}; "
-                "lower optimizer.lr or optimizer.sparse_lr, or lengthen optimizer.warmup_steps"
-            )
         peak = peak_flops_per_second(self.device)
         lr, sparse_lr = self.optimizers.learning_rates()
+        num_counted = window.num_steps - self._window_skipped
         row = StepRow(
             step=self.step,
             total_steps=self.total_steps,
-            loss=loss,
+            loss=self._window_loss / num_counted if num_counted else float("nan"),
             ne=self._window_metrics.compute()[0].ne,
             samples_per_s=window.num_samples / seconds,
             tokens_per_s=window.num_tokens / seconds,
             flops_per_s=window.flops / seconds,
             mfu=mfu(window.flops, seconds, peak_flops_per_second=peak) if peak else None,
             step_ms=1e3 * seconds / max(window.num_steps, 1),
-            data_wait_ms=1e3 * window.wait_seconds / max(window.num_steps, 1),
+            data_wait_ms=window.per_step_ms("wait"),
+            forward_ms=window.per_step_ms("forward"),
+            backward_ms=window.per_step_ms("backward"),
+            optimizer_ms=window.per_step_ms("optimizer"),
             lr=lr,
             sparse_lr=sparse_lr,
-            grad_norm=float(self._grad_norm),
+            grad_norm=self._grad_norm,
+            num_skipped=self.num_skipped,
         )
         self.total.add(window)
         self._window = StepClock()
         self._window_metrics.reset()
-        self._window_loss.zero_()
+        self._window_loss = 0.0
+        self._window_skipped = 0
         return row
 
-    def save(self, folder: Path) -> Path:
-        """A checkpoint after the step done last. Call `take_row` first: a window in progress is not part of it."""
-        host: dict[str, Any] = {"loader": self.loader.state_dict(), "clock": vars(self.total)}
-        return checkpoint.save(folder, self.step, self.model, self.optimizers, host)
+    def host_state(self) -> dict[str, Any]:
+        """Everything of this trainer that is not a tensor of the model or its optimizers, as JSON."""
+        metrics = self._window_metrics.state_dict()
+        return {
+            "loader": self.loader.state_dict(),
+            "clock": vars(self.total),
+            "num_skipped": self.num_skipped,
+            "spikes": self._spikes.state_dict(),
+            "window": {
+                "clock": vars(self._window),
+                "loss": self._window_loss,
+                "skipped": self._window_skipped,
+                "metrics": {"sums": torch.as_tensor(metrics["sums"]).tolist(), "num_samples": metrics["num_samples"]},
+            },
+        }
 
-    def load(self, path: Path) -> None:
-        """Goes on where a checkpoint was saved."""
+    def save(self, folder: Path) -> Path:
+        """A checkpoint after the step done last; waits until it is written."""
+        return checkpoint.save(folder, self.step, self.model, self.optimizers, self.host_state())
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Goes on where a checkpoint was saved; returns the host's state, in which the caller may have things too."""
         host = checkpoint.load(path, self.model, self.optimizers)
-        self.step = int(host["step"])
         self.loader.load_state_dict(host["loader"])
+        self.step = int(host["step"])
         vars(self.total).update(host["clock"])
+        self.num_skipped = int(host["num_skipped"])
+        self._spikes.load_state_dict(host["spikes"])
+        window = host["window"]
+        vars(self._window).update(window["clock"])
+        self._window_loss, self._window_skipped = float(window["loss"]), int(window["skipped"])
+        metrics = window["metrics"]
+        self._window_metrics.load_state_dict(
+            {"sums": torch.tensor(metrics["sums"], dtype=torch.float64), "num_samples": metrics["num_samples"]}
+        )
+        return host
+
+
+def _sample_ids(batches: list[Batch]) -> list[int]:
+    return [i for batch in batches for i in batch.sample_ids_B.tolist()]
+
+
+def _in_batch(batch: Batch, dense_names: tuple[str, ...]) -> str | None:
+    """What of a batch is not finite, before any model has touched it."""
+    bad_C = ~torch.isfinite(batch.dense_BC).all(0)
+    if bool(bad_C.any()):
+        return f"dense column {dense_names[int(bad_C.nonzero()[0])]!r} of the data"
+    if not bool(torch.isfinite(batch.labels_BK).all()):
+        return "labels of the data"
+    for name, events in batch.events.items():
+        if not bool(torch.isfinite(events.floats_TC).all()):
+            return f"float columns of event type {name!r} of the data"
+    return None
 
 
 def _task_weights(config: GemConfig, num_tasks: int) -> Tensor:

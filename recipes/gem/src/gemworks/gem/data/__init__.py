@@ -7,6 +7,7 @@ loader = open_loader(source, config.data, "train")
 from __future__ import annotations
 
 from gemworks.gem.config import DataConfig
+from gemworks.gem.data import criteo, kuairand, taobao
 from gemworks.gem.data.loader import Loader, Source
 from gemworks.gem.data.movielens import MovieLens
 from gemworks.gem.data.parquet import ParquetSource
@@ -22,6 +23,8 @@ __all__ = [
     "open_loader",
     "open_source",
 ]
+
+SOURCES = ("movielens", "synthetic", "parquet", "kuairand", "criteo", "taobao")
 
 
 def open_source(config: DataConfig) -> Source:
@@ -46,11 +49,19 @@ def open_source(config: DataConfig) -> Source:
                 num_event_fields=config.num_event_fields,
             )
         )
+    if config.path is None:
+        raise ValueError(f"data.path: got nothing, expected the folder of the {config.source} files; set data.path")
     if config.source == "parquet":
-        if config.path is None:
-            raise ValueError("data.path: got nothing, expected the folder of a parquet data set; set data.path")
         return ParquetSource(config.path, max_length=config.max_length, id_policy=config.id_policy)
-    raise ValueError(f"data.source: got {config.source!r}, expected 'movielens', 'synthetic' or 'parquet'")
+    if config.source == "kuairand":
+        folder = kuairand.prepare(config.path, num_ids=config.num_ids, max_length=config.max_length)
+    elif config.source == "taobao":
+        folder = taobao.prepare(config.path, num_ids=config.num_ids, max_length=config.max_length)
+    elif config.source == "criteo":
+        folder = criteo.prepare(config.path, num_ids=config.num_ids)
+    else:
+        raise ValueError(f"data.source: got {config.source!r}, expected one of {', '.join(SOURCES)}")
+    return ParquetSource(folder, max_length=config.max_length)
 
 
 def open_loader(
@@ -66,5 +77,7 @@ def open_loader(
         rank=rank,
         world_size=world_size,
         prefetch=config.prefetch,
+        prefetch_threads=config.prefetch_threads,
+        num_lanes=config.num_lanes,
         pin_memory=pin_memory,
     )

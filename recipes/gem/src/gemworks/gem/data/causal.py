@@ -30,7 +30,7 @@ def causal_sums(
     [0.0, 0.0, 2.0, 0.0]
     """
     order_N = np.lexsort((timestamps_N, groups_N))
-    run_start_N, group_start_N = _run_starts(groups_N[order_N], timestamps_N[order_N])
+    run_start_N, group_start_N = run_starts(groups_N[order_N], timestamps_N[order_N])
     totals_SC = np.zeros((len(order_N) + 1, values_NC.shape[1]))
     np.cumsum(values_NC[order_N], axis=0, out=totals_SC[1:])
     sums_NC = np.empty_like(values_NC, dtype=np.float64)
@@ -52,7 +52,7 @@ def first_and_last(
     """
     order_N = np.lexsort((timestamps_N, groups_N))
     sorted_N = timestamps_N[order_N]
-    run_start_N, group_start_N = _run_starts(groups_N[order_N], sorted_N)
+    run_start_N, group_start_N = run_starts(groups_N[order_N], sorted_N)
     first_N = np.empty_like(timestamps_N)
     last_N = np.empty_like(timestamps_N)
     first_N[order_N] = sorted_N[group_start_N]
@@ -60,7 +60,7 @@ def first_and_last(
     return first_N, last_N
 
 
-def _run_starts(
+def run_starts(
     groups_N: NDArray[np.int64], timestamps_N: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Of a log sorted by (group, timestamp): where each event's run of ties begins, and where its group begins."""

@@ -106,7 +106,7 @@ def check_labels(
 
 
 def check_finite(
-    values_NC: NDArray[np.floating], names: tuple[str, ...], *, rows_N: NDArray[np.int64] | None, where: str
+    values_NC: NDArray[np.floating], names: tuple[str, ...], *, rows_N: NDArray[np.int64] | None = None, where: str
 ) -> None:
     """No NaN and no infinity.
 

@@ -1,26 +1,27 @@
 """From a source to batches: order, epochs, ranks, position, prefetch.
 
-The order of an epoch is a pure function of (seed, epoch, window); a rank's batch is a pure function of that order and
-a global position. So the whole state is two numbers, and a run may resume with another number of ranks.
+The order of an epoch is a pure function of (seed, epoch, window, lanes); a rank's batch is a pure function of that
+order and a global position. So the whole state is two numbers, and a run may resume with another number of ranks.
 
 Shapes: B samples of a batch.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from gemworks.gem.data.hashing import permutation
+from gemworks.gem.data.lanes import Lanes
 from gemworks.gem.schema import Batch, Schema
 from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
-_WAIT_SECONDS = 0.1
 
 
 class Source(Protocol):
@@ -38,6 +39,15 @@ class Source(Protocol):
     def fingerprint(self) -> dict[str, Any]: ...
 
 
+@runtime_checkable
+class RowGroupSource(Protocol):
+    """A source that decodes whole row groups, so that it pays to give each rank its own."""
+
+    def row_groups(self, split: str) -> Int64:
+        """Rows of each row group of a split, in order: int64 [G]."""
+        ...
+
+
 class Loader:
     """Batches of one split, epoch after epoch, resumable at any batch boundary.
 
@@ -53,7 +63,10 @@ class Loader:
         shuffle_window: samples are permuted inside consecutive windows of this many; 0 or 1 keeps time order.
         seed: of the permutations.
         rank, world_size: this process and the number of processes.
-        prefetch: batches prepared ahead by a background thread; 0 prepares them in the calling thread.
+        prefetch: batches prepared ahead by background threads; 0 prepares them in the calling thread.
+        prefetch_threads: how many threads; batches come in the same order whatever their number.
+        num_lanes: over how many lanes the row groups of the source are dealt (see `lanes`): a multiple of `world_size`
+            that divides `world_size * batch_size`. 1: every rank reads from all row groups.
         pin_memory: batches in page-locked memory (needs CUDA).
 
     Raises:
@@ -71,6 +84,8 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         prefetch: int = 2,
+        prefetch_threads: int = 1,
+        num_lanes: int = 1,
         pin_memory: bool = False,
     ) -> None:
         if batch_size < 1:
@@ -79,6 +94,8 @@ class Loader:
             raise ValueError(f"shuffle_window: got {shuffle_window}, expected 0 (time order) or a number of samples")
         if prefetch < 0:
             raise ValueError(f"prefetch: got {prefetch}, expected 0 (no thread) or a number of batches")
+        if prefetch_threads < 1:
+            raise ValueError(f"prefetch_threads: got {prefetch_threads}, expected at least 1")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank, world_size: got {rank} and {world_size}, expected 0 <= rank < world_size")
         if pin_memory and not torch.cuda.is_available():
@@ -91,8 +108,11 @@ class Loader:
         self.rank = rank
         self.world_size = world_size
         self.prefetch = prefetch
+        self.prefetch_threads = prefetch_threads
+        self.num_lanes = num_lanes
         self.pin_memory = pin_memory
         self.num_samples = source.num_samples(split)
+        self._lanes = self._deal()
         self.epoch = 0
         self.position = 0  # samples of this epoch already given out, over all ranks
 
@@ -113,7 +133,10 @@ class Loader:
             batch = self.source.read(self.split, self.rows_at(epoch, position))
             return batch.pin_memory() if self.pin_memory else batch
 
-        batches = _ahead(make, positions, self.prefetch) if self.prefetch else (make(p) for p in positions)
+        if self.prefetch:
+            batches = _ahead(make, positions, self.prefetch, self.prefetch_threads)
+        else:
+            batches = (make(p) for p in positions)
         for position, batch in zip(positions, batches, strict=True):
             self.position = min(position + self.batch_size * self.world_size, self.num_samples)
             yield batch
@@ -122,10 +145,46 @@ class Loader:
     def rows_at(self, epoch: int, position: int) -> Int64:
         """This rank's rows (of the split) in the step that begins at a global position: int64 [B]."""
         end = min(position + self.batch_size * self.world_size, self.num_samples)
+        lanes = self._lanes
+        if lanes is not None and end <= lanes.num_common * lanes.num_lanes and position % lanes.num_lanes == 0:
+            own = range(
+                self.rank * lanes.num_lanes // self.world_size, (self.rank + 1) * lanes.num_lanes // self.world_size
+            )
+            first, last = position // lanes.num_lanes, end // lanes.num_lanes
+            return np.concatenate([lanes.rows_of_lane(lane, epoch=epoch, first=first, last=last) for lane in own])
         num = end - position
         first = position + num * self.rank // self.world_size
         last = position + num * (self.rank + 1) // self.world_size
+        if lanes is not None:
+            return lanes.rows_in_order(epoch=epoch, first=first, last=last)
         return self._ordered(epoch, first, last)
+
+    def _deal(self) -> Lanes | None:
+        """The lanes, or None where every rank reads from all row groups."""
+        grouped = isinstance(self.source, RowGroupSource)
+        if self.num_lanes == 1:
+            if grouped and self.world_size > 1:
+                warnings.warn(
+                    f"data.num_lanes is 1, so each of {self.world_size} ranks decodes every row group; set it to a "
+                    f"multiple of {self.world_size}, for example {4 * self.world_size}",
+                    stacklevel=3,
+                )
+            return None
+        if not isinstance(self.source, RowGroupSource):
+            raise ValueError(
+                f"num_lanes: got {self.num_lanes}, but {type(self.source).__name__} has no row groups to deal; "
+                "set data.num_lanes=1"
+            )
+        num_samples_per_step = self.batch_size * self.world_size
+        if self.num_lanes < 1 or self.num_lanes % self.world_size or num_samples_per_step % self.num_lanes:
+            raise ValueError(
+                f"num_lanes: got {self.num_lanes}, expected a multiple of the number of ranks, {self.world_size}, that "
+                f"divides the {num_samples_per_step} samples of a step (data.batch_size times ranks); change "
+                "data.num_lanes or data.batch_size"
+            )
+        window = -(-self.shuffle_window // self.num_lanes)
+        sizes_G = self.source.row_groups(self.split)
+        return Lanes(sizes_G, self.num_lanes, shuffle_window=window, seed=self.seed)
 
     def _ordered(self, epoch: int, first: int, last: int) -> Int64:
         """Rows at places [first, last) of the epoch's order."""
@@ -147,6 +206,7 @@ class Loader:
             "split": self.split,
             "seed": self.seed,
             "shuffle_window": self.shuffle_window,
+            "num_lanes": self.num_lanes,
             "num_samples": self.num_samples,
             "fingerprint": self.source.fingerprint(),
         }
@@ -160,7 +220,7 @@ class Loader:
         own = self.state_dict()
         if set(state) != set(own):
             raise ValueError(f"loader state: got keys {sorted(state)}, expected {sorted(own)}; it is no loader's state")
-        for key in ("fingerprint", "split", "num_samples", "seed", "shuffle_window"):
+        for key in ("fingerprint", "split", "num_samples", "seed", "shuffle_window", "num_lanes"):
             if state[key] != own[key]:
                 raise ValueError(
                     f"loader state: {key} was {state[key]!r} when saved and is {own[key]!r} now; resume with the data "
@@ -174,40 +234,26 @@ class Loader:
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
 
-def _ahead(make: Callable[[int], Batch], positions: range, depth: int) -> Iterator[Batch]:
-    """`map(make, positions)` with up to `depth` results prepared by a thread.
+def _ahead(make: Callable[[int], Batch], positions: range, depth: int, num_threads: int) -> Iterator[Batch]:
+    """`map(make, positions)` with up to `depth` results prepared by threads, in order.
 
-    An exception in `make` is raised here, after the batches before it. Closing the iterator stops the thread.
+    An exception in `make` is raised here, after the batches before it. Closing the iterator ends the threads.
     """
-    results: queue.Queue[tuple[Batch | None, BaseException | None]] = queue.Queue(maxsize=depth)
-    stop = threading.Event()
+    rest = iter(positions)
+    ahead: deque[Future[Batch]] = deque()
+    executor = ThreadPoolExecutor(min(num_threads, depth), thread_name_prefix="gemworks-prefetch")
 
-    def put(batch: Batch | None, error: BaseException | None) -> bool:
-        while not stop.is_set():
-            try:
-                results.put((batch, error), timeout=_WAIT_SECONDS)
-                return True
-            except queue.Full:
-                continue
-        return False
+    def submit() -> None:
+        position = next(rest, None)
+        if position is not None:
+            ahead.append(executor.submit(make, position))
 
-    def work() -> None:
-        try:
-            for position in positions:
-                if not put(make(position), None):
-                    return
-        except BaseException as error:
-            put(None, error)
-
-    thread = threading.Thread(target=work, name="gemworks-prefetch", daemon=True)
-    thread.start()
     try:
-        for _ in positions:
-            batch, error = results.get()
-            if error is not None:
-                raise error
-            assert batch is not None
+        for _ in range(depth):
+            submit()
+        while ahead:
+            batch = ahead.popleft().result()
+            submit()
             yield batch
     finally:
-        stop.set()
-        thread.join()
+        executor.shutdown(wait=True, cancel_futures=True)

@@ -9,18 +9,15 @@ Shapes: B samples of a batch.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from gemworks.gem.data.checks import IdPolicy
-from gemworks.gem.data.parquet_decode import RowGroupDecoder, check_column_type
+from gemworks.gem.data.parquet_decode import RowGroupDecoder
+from gemworks.gem.data.parquet_files import inspect_files, read_columns
 from gemworks.gem.data.parquet_schema import SCHEMA_FILE, ParquetSchema, read_schema
+from gemworks.gem.data.shared_cache import SharedCache
 from gemworks.gem.data.table import EventColumns, IdColumn, Slices, Table
 from gemworks.gem.schema import Batch
 from numpy.typing import NDArray
@@ -28,15 +25,6 @@ from numpy.typing import NDArray
 Int64 = NDArray[np.int64]
 SPLITS = ("train", "valid", "test")
 CACHED_ROW_GROUPS = 8
-
-
-@dataclass(frozen=True)
-class _RowGroup:
-    path: Path
-    index: int  # in the file
-    first_in_file: int
-    num_rows: int
-    has_sample_id: bool
 
 
 class ParquetSource:
@@ -70,11 +58,9 @@ class ParquetSource:
         self.schema = self.declared.schema
         self.max_length = max_length
         self.id_policy: IdPolicy = id_policy
-        self._groups: dict[str, list[_RowGroup]] = {}
-        for split in SPLITS:
-            if (self.folder / split).is_dir():
-                paths = sorted((self.folder / split).glob("*.parquet"))
-                self._groups[split] = [group for path in paths for group in self._inspect(path)]
+        paths = {s: sorted((self.folder / s).glob("*.parquet")) for s in SPLITS if (self.folder / s).is_dir()}
+        groups = inspect_files([path for part in paths.values() for path in part], self.declared)
+        self._groups = {split: [group for path in part for group in groups[path]] for split, part in paths.items()}
         if not any(self._groups.values()):
             raise ValueError(
                 f"{self.folder}: no rows in train/*.parquet, valid/*.parquet or test/*.parquet; write them first"
@@ -82,8 +68,7 @@ class ParquetSource:
         self._ends = {s: np.cumsum([g.num_rows for g in groups], dtype=np.int64) for s, groups in self._groups.items()}
         sizes = [self.num_samples(split) for split in self.splits]
         self._first_ids = dict(zip(self.splits, np.cumsum([0, *sizes]).tolist(), strict=False))
-        self._cache: OrderedDict[tuple[str, int], Table] = OrderedDict()
-        self._lock = threading.Lock()
+        self._cache = SharedCache(CACHED_ROW_GROUPS)
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -96,6 +81,11 @@ class ParquetSource:
             )
         ends = self._ends[split]
         return int(ends[-1]) if len(ends) else 0
+
+    def row_groups(self, split: str) -> Int64:
+        """Rows of each row group of a split, in order: int64 [G]."""
+        self.num_samples(split)
+        return np.array([group.num_rows for group in self._groups[split]], dtype=np.int64)
 
     def fingerprint(self) -> dict[str, Any]:
         """What must agree for a loader's state to make sense."""
@@ -117,6 +107,7 @@ class ParquetSource:
         touched, inverse_B = np.unique(group_B, return_inverse=True)
         if len(touched) == 0:
             return self._empty().batch(self.schema, rows_B)
+        self._cache.make_room(len(touched))
         parts: list[Table] = []
         place_B = np.empty(len(rows_B), dtype=np.int64)
         taken = 0
@@ -148,68 +139,18 @@ class ParquetSource:
             sample_ids_N=none,
         )
 
-    def _inspect(self, path: Path) -> list[_RowGroup]:
-        """Row groups of a file after its columns were checked."""
-        try:
-            with pq.ParquetFile(path) as file:
-                arrow, metadata = file.schema_arrow, file.metadata
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ValueError(
-                f"{path}: unreadable ({_one_line(error)}); the file is truncated or no parquet: write it again"
-            ) from error
-        for logical in self.declared.logical_names():
-            name = self.declared.column(logical)
-            if name not in arrow.names:
-                if logical == "sample_id":
-                    continue
-                raise ValueError(
-                    f"{path}: column {name!r} is missing (it has {', '.join(arrow.names)}); correct the file, or name "
-                    f"the right column under [columns] in {SCHEMA_FILE}"
-                )
-            check_column_type(self.declared, logical, arrow.field(name).type, where=str(path))
-        groups: list[_RowGroup] = []
-        first = 0
-        for index in range(metadata.num_row_groups):
-            num_rows = metadata.row_group(index).num_rows
-            groups.append(_RowGroup(path, index, first, num_rows, self.declared.column("sample_id") in arrow.names))
-            first += num_rows
-        return groups
-
     def _group(self, split: str, index: int) -> Table:
         """A decoded and checked row group, from the cache where possible."""
-        with self._lock:
-            key = (split, index)
-            if key in self._cache:
-                self._cache.move_to_end(key)
-                return self._cache[key]
-            table = self._decode(split, index)
-            self._cache[key] = table
-            if len(self._cache) > CACHED_ROW_GROUPS:
-                self._cache.popitem(last=False)
-            return table
+        return self._cache.get((split, index), lambda: self._decode(split, index))
 
     def _decode(self, split: str, index: int) -> Table:
         group = self._groups[split][index]
-        names = [n for n in self.declared.logical_names() if n != "sample_id" or group.has_sample_id]
-        try:
-            with pq.ParquetFile(group.path) as file:
-                arrow = file.read_row_group(group.index, columns=[self.declared.column(n) for n in names])
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ValueError(
-                f"{group.path}, row group {group.index}: unreadable ({_one_line(error)}); the file is truncated or "
-                "damaged: write it again"
-            ) from error
         first_id = self._first_ids[split] + int(self._ends[split][index]) - group.num_rows
         return RowGroupDecoder(
-            arrow,
+            read_columns(group, self.declared),
             self.declared,
-            where=str(group.path),
+            where=f"{group.path} (row group {group.index})",
             first_row=group.first_in_file,
             max_length=self.max_length,
             id_policy=self.id_policy,
         ).table(first_id if not group.has_sample_id else None)
-
-
-def _one_line(error: BaseException) -> str:
-    """Arrow's messages with their line breaks taken out."""
-    return " ".join(str(error).split())

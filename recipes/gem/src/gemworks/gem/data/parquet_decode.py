@@ -18,8 +18,15 @@ from numpy.typing import NDArray
 Int64 = NDArray[np.int64]
 
 
-def check_column_type(declared: ParquetSchema, logical: str, got: pa.DataType, *, where: str) -> None:
+def check_column_type(declared: ParquetSchema, logical: str, got: pa.DataType, *, where: str, before: str = "") -> None:
     """A column's arrow type fits its role.
+
+    Args:
+        declared: schema and column names.
+        logical: the column's name in the schema.
+        got: its type.
+        where: file, for the message.
+        before: what else the message should say about the column.
 
     Raises:
         ValueError: with file, column, both types.
@@ -41,7 +48,9 @@ def check_column_type(declared: ParquetSchema, logical: str, got: pa.DataType, *
     else:
         fits, expected = number and not is_list, "a number"
     if not fits:
-        raise ValueError(f"{where}: column {name!r} has type {got}, expected {expected}; cast it when writing the file")
+        raise ValueError(
+            f"{where}: column {name!r} has type {got}, expected {expected}{before}; cast it when writing the file"
+        )
 
 
 class RowGroupDecoder:

@@ -5,6 +5,7 @@ Shapes: N samples, V values of a store.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def write_schema(folder: str | Path, declared: ParquetSchema) -> None:
 def write_table(
     path: str | Path, declared: ParquetSchema, table: Table, *, row_group_samples: int = ROW_GROUP_SAMPLES
 ) -> None:
-    """Write all samples of a table to one parquet file, creating its folder.
+    """Write all samples of a table to one parquet file, creating its folder. The file appears whole or not at all.
 
     Args:
         path: file, normally `<data set>/<split>/part-00000.parquet`.
@@ -35,6 +36,14 @@ def write_table(
         table: the samples; its columns must be those of the schema.
         row_group_samples: rows per row group, the unit in which a reader loads.
     """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    part = Path(path).with_name(f".{Path(path).name}.{os.getpid()}.part")
+    pq.write_table(to_arrow(declared, table), part, row_group_size=row_group_samples, write_page_checksum=True)
+    os.replace(part, path)
+
+
+def to_arrow(declared: ParquetSchema, table: Table) -> pa.Table:
+    """The samples of a table as arrow columns under the names that they have in files."""
     columns: dict[str, pa.Array] = {"timestamp": pa.array(table.timestamps_N)}
     schema = declared.schema
     for index, task in enumerate(schema.tasks):
@@ -52,9 +61,7 @@ def write_table(
         for index, name in enumerate(event.float_names):
             columns[f"{event.name}/{name}"] = _lists(events.floats_VC[:, index], events.slices)
     columns["sample_id"] = pa.array(table.sample_ids_N)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    arrow = pa.table({declared.column(name): array for name, array in columns.items()})
-    pq.write_table(arrow, path, row_group_size=row_group_samples)
+    return pa.table({declared.column(name): array for name, array in columns.items()})
 
 
 def _lists(values_V: NDArray[Any], slices: Slices) -> pa.Array:

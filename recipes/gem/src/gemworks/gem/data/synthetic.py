@@ -18,6 +18,7 @@ Shapes: B samples, T packed events, S = B + 1 offsets, K tasks, C columns.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,6 +40,7 @@ MINUTE_SECONDS = 60.0
 RECENT_LOG_AGES = (math.log1p(1.0), math.log1p(60.0))  # log(1 + age / minute): one minute to one hour
 OLD_LOG_AGES = (math.log1p(24 * 60.0), math.log1p(5 * 365 * 24 * 60.0))  # one day to five years
 TASKS = ("click", "conversion")
+BLOCK_EVENTS = 1 << 15
 # streams of random numbers
 _LATENT, _LABEL, _LENGTH, _BOUNDARY, _PAIR, _EVENT, _ID, _DENSE = range(8)
 
@@ -138,7 +140,7 @@ class Synthetic:
 
     def read(self, split: str, rows_B: Int64) -> Batch:
         """Rows of a split as a batch."""
-        return self.table(split, rows_B).batch(self.schema, np.arange(len(rows_B), dtype=np.int64))
+        return self.table(split, rows_B).whole_batch(self.schema)
 
     def fingerprint(self) -> dict[str, Any]:
         """What must agree for a loader's state to make sense."""
@@ -149,7 +151,9 @@ class Synthetic:
         samples_B = rows_B + self._range(split)[0]
         log_odds_B = np.zeros(len(samples_B))
         for index in range(self.spec.num_event_types):
-            log_odds_B += self._history(samples_B, index).log_odds_B
+            lengths_B = self._lengths(samples_B, index)
+            for rows, _ in _blocks(lengths_B):
+                log_odds_B[rows] += self._history(samples_B[rows], lengths_B[rows], index).log_odds_B
         sure_B = 1 / (1 + np.exp(-log_odds_B))
         flips_K = np.array(self.spec.flips)
         return flips_K + (1 - 2 * flips_K) * sure_B[:, None]
@@ -187,44 +191,50 @@ class Synthetic:
         u_B = uniform(self.spec.seed, _LENGTH, index, samples_B)
         return (np.searchsorted(self._length_cdf, u_B, side="right") + 1).astype(np.int64)
 
-    def _history(self, samples_B: Int64, index: int) -> _History:
+    def _history(self, samples_B: Int64, lengths_B: Int64, index: int) -> _History:
         """Event type number `index` of the given samples."""
         spec = self.spec
-        lengths_B = self._lengths(samples_B, index)
-        ends_B = np.cumsum(lengths_B)
-        row_T = np.repeat(np.arange(len(samples_B)), lengths_B)
-        position_T = np.arange(len(row_T), dtype=np.int64) - (ends_B - lengths_B)[row_T]
         # Old events come first, recent ones after them; pairs lie mirrored about the boundary between the two.
         u_B = uniform(spec.seed, _BOUNDARY, index, samples_B)
         num_old_B = np.where(lengths_B > 1, 1 + u_B * (lengths_B - 1), 2 * u_B).astype(np.int64)
-        num_pairs_B = np.minimum(num_old_B, lengths_B - num_old_B)
-        recent_T = position_T >= num_old_B[row_T]
-        place_T = np.where(recent_T, position_T - num_old_B[row_T], num_old_B[row_T] - 1 - position_T)
-        pair_keys_B = hash_u64(spec.seed, _PAIR, index, samples_B)
-        pair_hash_T = hash_u64(pair_keys_B[row_T].view(np.int64), place_T)
-        pair_T = (place_T < num_pairs_B[row_T]) & (_bits(pair_hash_T, 0) < spec.pair_share)
+        part_P = np.stack([num_old_B, lengths_B - num_old_B], axis=1).ravel()  # P = 2 B parts: old, recent, old, ...
+        num_pairs_B = part_P.reshape(-1, 2).min(axis=1)
+
+        def of_sample(x_B: NDArray[Any]) -> NDArray[Any]:
+            return np.repeat(x_B, lengths_B)
+
+        def of_part(old: NDArray[Any] | float, recent: NDArray[Any] | float) -> NDArray[Any]:
+            both_B2 = np.stack(np.broadcast_arrays(old, recent, lengths_B)[:2], axis=1)
+            return np.repeat(both_B2.ravel(), part_P)
+
+        num_events = int(lengths_B.sum())
+        position_T = np.arange(num_events) - of_sample(np.cumsum(lengths_B) - lengths_B)
+        from_oldest_T = np.arange(num_events) - np.repeat(np.cumsum(part_P) - part_P, part_P)  # in its part
+        num_part_T = np.repeat(part_P, part_P)
+        from_newest_T = num_part_T - 1 - from_oldest_T
+        recent_T = of_part(0.0, 1.0) > 0
+        place_T = np.where(recent_T, from_oldest_T, from_newest_T)
+        pair_keys_B = hash_u64(spec.seed, _PAIR, index, samples_B).view(np.int64)
+        pair_hash_T = hash_u64(of_sample(pair_keys_B), place_T)
+        pair_T = (place_T < of_sample(num_pairs_B)) & (_bits(pair_hash_T, 0) < spec.pair_share)
         tilt_B = np.where(self._latent(samples_B), spec.tilt, -spec.tilt)
-        a_recent_T = _bits(pair_hash_T, 1) < 0.5 + tilt_B[row_T]
-        event_keys_B = hash_u64(spec.seed, _EVENT, index, samples_B)
-        event_hash_T = hash_u64(event_keys_B[row_T].view(np.int64), position_T)
+        a_recent_T = _bits(pair_hash_T, 1) < of_sample(0.5 + tilt_B)
+        event_keys_B = hash_u64(spec.seed, _EVENT, index, samples_B).view(np.int64)
+        event_hash_T = hash_u64(of_sample(event_keys_B), position_T)
         class_T = np.where(pair_T, recent_T ^ a_recent_T, 2 + (_bits(event_hash_T, 0) < 0.5)).astype(np.int64)
         group_T = (_bits(event_hash_T, 1) * (NUM_CATEGORIES // NUM_CLASSES)).astype(np.int64)
         # One event in each of the equal strata of log age, so that events come out in order.
-        from_newest_T = np.where(recent_T, lengths_B[row_T], num_old_B[row_T]) - 1 - position_T
-        num_part_T = np.where(recent_T, (lengths_B - num_old_B)[row_T], num_old_B[row_T])
         fraction_T = (from_newest_T + _bits(event_hash_T, 2)) / num_part_T
-        log_age_T = np.where(
-            recent_T,
-            RECENT_LOG_AGES[0] + (RECENT_LOG_AGES[1] - RECENT_LOG_AGES[0]) * fraction_T,
-            OLD_LOG_AGES[0] + (OLD_LOG_AGES[1] - OLD_LOG_AGES[0]) * fraction_T,
-        )
+        least_T = of_part(OLD_LOG_AGES[0], RECENT_LOG_AGES[0])
+        range_T = of_part(OLD_LOG_AGES[1] - OLD_LOG_AGES[0], RECENT_LOG_AGES[1] - RECENT_LOG_AGES[0])
         evidence_T = np.where(pair_T & recent_T, np.where(a_recent_T, 1.0, -1.0), 0.0)
         unit = math.log((0.5 + spec.tilt) / (0.5 - spec.tilt))
+        row_T = of_sample(np.arange(len(samples_B)))
         return _History(
             lengths_B=lengths_B,
             category_T=group_T * NUM_CLASSES + class_T,
             event_hash_T=event_hash_T,
-            log_age_T=log_age_T,
+            log_age_T=least_T + range_T * fraction_T,
             log_odds_B=np.bincount(row_T, weights=unit * evidence_T, minlength=len(samples_B)).astype(np.float64),
         )
 
@@ -245,33 +255,61 @@ class Synthetic:
         dense_BC = uniform(spec.seed, _DENSE, samples_B[:, None], np.arange(spec.num_dense)[None, :])
         return Table(
             ids=ids,
-            events={
-                event.name: self._events(event, samples_B, now_B, index)
-                for index, event in enumerate(self.schema.events)
-            },
+            events=self._events(samples_B, now_B),
             dense_NC=((dense_BC.reshape(num, spec.num_dense) - 0.5) * math.sqrt(12)).astype(np.float32),
             timestamps_N=now_B,
             labels_NK=np.stack([z_B ^ flip for flip in flips], axis=1).astype(np.float32),
             sample_ids_N=samples_B,
         )
 
-    def _events(self, event: EventType, samples_B: Int64, now_B: Int64, index: int) -> EventColumns:
-        history = self._history(samples_B, index)
-        row_T = np.repeat(np.arange(len(samples_B)), history.lengths_B)
-        rank_T = (_bits(history.event_hash_T, 3) * (self.spec.num_items // NUM_CATEGORIES)).astype(np.int64)
-        ids = {"item": rank_T * NUM_CATEGORIES + history.category_T, "category": history.category_T}
+    def _events(self, samples_B: Int64, now_B: Int64) -> dict[str, EventColumns]:
+        lengths_EB = [self._lengths(samples_B, index) for index in range(self.spec.num_event_types)]
+        num_events_E = [int(lengths_B.sum()) for lengths_B in lengths_EB]
+        # Ids of all types and fields lie one after another, as a batch wants them: joining them costs no copy.
+        store = np.empty(self.spec.num_event_fields * sum(num_events_E), dtype=np.int64)
+        events: dict[str, EventColumns] = {}
+        at = 0
+        for index, event in enumerate(self.schema.events):
+            lengths_B, num_events = lengths_EB[index], num_events_E[index]
+            columns = EventColumns(
+                ids={f.name: store[at + i * num_events :][:num_events] for i, f in enumerate(event.ids)},
+                floats_VC=np.empty((num_events, 1), dtype=np.float32),
+                timestamps_V=np.empty(num_events, dtype=np.int64),
+                slices=Slices.packed(lengths_B),
+            )
+            at += len(event.ids) * num_events
+            for rows, place in _blocks(lengths_B):
+                self._fill(columns, place, event, self._history(samples_B[rows], lengths_B[rows], index), now_B[rows])
+            events[event.name] = columns
+        return events
+
+    def _fill(self, columns: EventColumns, place: slice, event: EventType, history: _History, now_B: Int64) -> None:
+        """Write the events of some samples to their place in the columns of all."""
+        hash_T = history.event_hash_T
+        columns.ids["category"][place] = history.category_T
+        rank_T = (_bits(hash_T, 3) * (self.spec.num_items // NUM_CATEGORIES)).astype(np.int64)
+        columns.ids["item"][place] = rank_T * NUM_CATEGORIES + history.category_T
         for number, feature in enumerate(event.ids[2:]):
-            noise_T = hash_u64(history.event_hash_T.view(np.int64), number)
-            ids[feature.name] = (noise_T % np.uint64(feature.num_ids)).astype(np.int64)
+            noise_T = hash_u64(hash_T.view(np.int64), number)
+            columns.ids[feature.name][place] = noise_T % np.uint64(feature.num_ids)
         age_T = MINUTE_SECONDS * np.expm1(history.log_age_T)
-        offsets_S = np.concatenate([[0], np.cumsum(history.lengths_B)])
-        noise_T = (hash_u64(history.event_hash_T.view(np.int64), -1) >> np.uint64(40)).astype(np.float64) * 2.0**-24
-        return EventColumns(
-            ids=ids,
-            floats_VC=((noise_T - 0.5) * math.sqrt(12)).astype(np.float32)[:, None],
-            timestamps_V=now_B[row_T] - age_T.astype(np.int64),
-            slices=Slices(offsets_S[:-1], history.lengths_B),
-        )
+        columns.timestamps_V[place] = np.repeat(now_B, history.lengths_B) - age_T.astype(np.int64)
+        noise_T = (hash_u64(hash_T.view(np.int64), -1) >> np.uint64(40)).astype(np.float64) * 2.0**-24
+        columns.floats_VC[place, 0] = (noise_T - 0.5) * math.sqrt(12)
+
+
+def _blocks(lengths_B: Int64) -> Iterator[tuple[slice, slice]]:
+    """Consecutive samples with about `BLOCK_EVENTS` events together, and the place of those events among all.
+
+    Temporaries of a block stay in the processor's cache, which makes large batches about twice as fast.
+    """
+    ends_B = np.cumsum(lengths_B)
+    first, place = 0, 0
+    while first < len(lengths_B):
+        last = max(int(np.searchsorted(ends_B, place + BLOCK_EVENTS, side="right")), first + 1)
+        end = int(ends_B[last - 1])
+        yield slice(first, last), slice(place, end)
+        first, place = last, end
 
 
 def _bits(hash_T: UInt64, part: int) -> Float64:

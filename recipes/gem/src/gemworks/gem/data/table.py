@@ -168,37 +168,41 @@ class Table:
             schema: names which columns go where.
             rows_B: int64 [B], row numbers; B = 0 is legal.
         """
-        id_values: list[Int64] = []
-        id_lengths: list[Int64] = []
-        for feature in schema.ids:
-            column = self.ids[feature.name]
-            positions_T, lengths_B = column.slices.take(rows_B)
-            id_values.append(column.values_V[positions_T])
-            id_lengths.append(lengths_B)
+        return self.select(rows_B).whole_batch(schema)
+
+    def whole_batch(self, schema: Schema) -> Batch:
+        """All rows as one batch that shares memory with the table where it can. Lists must be packed, as `select`
+        leaves them."""
+        ids = [self.ids[feature.name] for feature in schema.ids]
         events: dict[str, Events] = {}
         event_keys: list[str] = []
         event_values: list[Int64] = []
         event_lengths: list[Int64] = []
         for event in schema.events:
             columns = self.events[event.name]
-            positions_T, lengths_B = columns.slices.take(rows_B)
+            lengths_B = columns.slices.lengths_N
             for feature in event.ids:
                 event_keys.append(schema.event_key(event.name, feature.name))
-                event_values.append(columns.ids[feature.name][positions_T])
+                event_values.append(columns.ids[feature.name])
                 event_lengths.append(lengths_B)
             events[event.name] = Events(
-                floats_TC=torch.from_numpy(columns.floats_VC[positions_T]),
-                timestamps_T=torch.from_numpy(columns.timestamps_V[positions_T]),
+                floats_TC=torch.from_numpy(columns.floats_VC),
+                timestamps_T=torch.from_numpy(columns.timestamps_V),
                 offsets_S=_offsets(lengths_B),
                 max_length=bucket(int(lengths_B.max(initial=0))),
             )
         return Batch(
-            ids=keyed_jagged([f.name for f in schema.ids], id_values, id_lengths, len(rows_B)),
-            event_ids=keyed_jagged(event_keys, event_values, event_lengths, len(rows_B)),
-            dense_BC=torch.from_numpy(self.dense_NC[rows_B]),
-            timestamps_B=torch.from_numpy(self.timestamps_N[rows_B]),
-            labels_BK=torch.from_numpy(self.labels_NK[rows_B]),
-            sample_ids_B=torch.from_numpy(self.sample_ids_N[rows_B]),
+            ids=keyed_jagged(
+                [f.name for f in schema.ids],
+                [column.values_V for column in ids],
+                [column.slices.lengths_N for column in ids],
+                self.num_samples,
+            ),
+            event_ids=keyed_jagged(event_keys, event_values, event_lengths, self.num_samples),
+            dense_BC=torch.from_numpy(self.dense_NC),
+            timestamps_B=torch.from_numpy(self.timestamps_N),
+            labels_BK=torch.from_numpy(self.labels_NK),
+            sample_ids_B=torch.from_numpy(self.sample_ids_N),
             events=events,
         )
 
@@ -220,13 +224,26 @@ def keyed_jagged(
     length_per_key = [len(v) for v in values]
     return KeyedJaggedTensor(
         keys=list(keys),
-        values=torch.from_numpy(np.concatenate(values) if values else np.zeros(0, dtype=np.int64)),
+        values=torch.from_numpy(_joined(values)),
         lengths=torch.from_numpy(lengths_all),
         offsets=_offsets(lengths_all),
         stride=num_samples,
         length_per_key=length_per_key,
         offset_per_key=np.concatenate([[0], np.cumsum(length_per_key)]).astype(int).tolist(),
     )
+
+
+def _joined(values: Sequence[Int64]) -> Int64:
+    """The arrays one after another; no copy where they are consecutive parts of one array already."""
+    if not values:
+        return np.zeros(0, dtype=np.int64)
+    base = values[0].base
+    if isinstance(base, np.ndarray) and base.ndim == 1 and base.dtype == np.int64 and base.flags.c_contiguous:
+        starts = [(v.ctypes.data - base.ctypes.data) // base.itemsize for v in values]
+        ends = [start + len(v) for start, v in zip(starts, values, strict=True)]
+        if all(v.base is base and v.flags.c_contiguous for v in values) and starts[1:] == ends[:-1]:
+            return base[starts[0] : ends[-1]]
+    return np.concatenate(values)
 
 
 def _offsets(lengths_B: Int64) -> Tensor:

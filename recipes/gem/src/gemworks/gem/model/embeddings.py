@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from gemworks.gem.model.gate import GradientGate
 from gemworks.gem.schema import Batch, IdFeature, Schema
 from gemworks.jagged import mean_pool
 from torch import Tensor, nn
@@ -40,11 +41,15 @@ class SparseEmbeddings(nn.Module):
 
     Raises:
         ValueError: two features of one table with different `num_ids`.
+
+    Attributes:
+        gate: what every gradient passes on its way to a table.
     """
 
     def __init__(self, schema: Schema, dim: int, *, device: torch.device | None = None) -> None:
         super().__init__()
         self.dim = dim
+        self.gate = GradientGate()
         events = [(schema.event_key(event.name, f.name), f) for event in schema.events for f in event.ids]
         row_tables = {f.table for _, f in events}
         pooled = [f for f in schema.ids if f.table in row_tables]
@@ -113,9 +118,13 @@ class SparseEmbeddings(nn.Module):
                     found[key] = _mean_rows(jagged)
                 else:
                     event_rows[key] = jagged.values()
-        if not self._sample_names:
-            return batch.dense_BC.new_empty(batch.num_samples, 0, self.dim), event_rows
-        return torch.stack([found[name] for name in self._sample_names], dim=1), event_rows
+        if self._sample_names:
+            sample_BnW = torch.stack([found[name] for name in self._sample_names], dim=1)
+        else:
+            sample_BnW = batch.dense_BC.new_empty(batch.num_samples, 0, self.dim)
+        # all through the gate together, so that it decides before the first table is updated
+        sample_BnW, *rows = self.gate(sample_BnW, *event_rows.values())
+        return sample_BnW, dict(zip(event_rows, rows, strict=True))
 
     def _is_sharded(self) -> bool:
         """Whether a collection was replaced from outside: then every rank must call it, even with an empty batch."""

@@ -87,6 +87,11 @@ def check_schema(schema: Schema, config: GemConfig) -> None:
             f"model.events: got {unknown[0]!r}, expected event types of the data: {names}; "
             f"rename it, or choose the data.source that has it"
         )
+    if not names:
+        raise ValueError(
+            "schema.events: got no event type, expected at least one: GEM is a model of histories; choose a "
+            "data.source that has them (criteo has none)"
+        )
     if len(names) != config.model.num_event_types:
         raise ValueError(
             f"model.num_event_types: got {config.model.num_event_types}, but the data has {len(names)} event types "

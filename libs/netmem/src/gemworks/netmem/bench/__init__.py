@@ -1,0 +1,1 @@
+"""Benchmarks of this library: `python -m gemworks.netmem.bench --help`."""

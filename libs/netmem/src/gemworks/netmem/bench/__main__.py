@@ -1,0 +1,98 @@
+"""Command line of the benchmarks.
+
+One GPU:   python -m gemworks.netmem.bench --out docs/measured/netmem_h200.csv
+Two GPUs:  torchrun --nproc-per-node 2 -m gemworks.netmem.bench --suite pair --out docs/measured/netmem_h200x2.csv
+Anywhere:  python -m gemworks.netmem.bench --smoke --out /tmp/netmem.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+from gemworks.netmem.bench import pair, single
+from gemworks.netmem.bench.rows import Rows
+from gemworks.netmem.bench.stack import SMOKE, StackSize
+from gemworks.netmem.ledger import HBM, BandwidthLedger
+from gemworks.netmem.measure import measure
+
+SUITES = ("links", "offload_copies", "small_copy_under_bulk", "quantise", "stash", "budgets")
+
+
+def _ledger(device: torch.device, smoke: bool) -> BandwidthLedger:
+    return measure(device, num_bytes=1 << 20 if smoke else 256 << 20, repeats=3 if smoke else 11)
+
+
+def _matmul_tflops(device: torch.device, smoke: bool) -> float:
+    from gemworks.netmem.bench.rows import timed_ms
+
+    size = 128 if smoke else 8192
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    return 2 * size**3 / timed_ms(lambda: a @ a, device, 5)[0] / 1e9
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmarks and write a CSV."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gemworks.netmem.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--suite", nargs="+", default=["all"], choices=[*SUITES, "pair", "all"])
+    parser.add_argument("--out", required=True, help="the CSV; the cluster file, plots and traces go beside it")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU: does it run?")
+    parser.add_argument("--compile", action="store_true", help="compile every region")
+    parser.add_argument("--batch", type=int, default=StackSize.batch)
+    parser.add_argument("--depth", type=int, default=StackSize.depth)
+    args = parser.parse_args(argv)
+    # multicast stays off: this library never uses it, and some machines must not
+    for name, value in (
+        ("NCCL_NVLS_ENABLE", "0"),
+        ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
+        ("NVSHMEM_DISABLE_NVLS", "1"),
+    ):
+        os.environ.setdefault(name, value)
+    out = Path(args.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() and not args.smoke else torch.device("cpu")
+    if device.type == "cpu" and not args.smoke:
+        print("error: no CUDA device; use --smoke to run tiny sizes on the CPU", file=sys.stderr)
+        return 2
+    size = SMOKE if args.smoke else StackSize(batch=args.batch, depth=args.depth)
+
+    def make_rows(device: torch.device, num_gpus: int) -> Rows:
+        ledger = _ledger(device, args.smoke)
+        return Rows(device, ledger.capacity[HBM] / 1e9, _matmul_tflops(device, args.smoke), num_gpus)
+
+    if args.suite == ["pair"]:
+        rows = pair.run(make_rows, args.smoke, out.parent)
+        if rows is not None:
+            rows.write(out)
+        return 0
+    if "pair" in args.suite:
+        parser.error("--suite pair runs alone, under torchrun")
+    ledger = _ledger(device, args.smoke)
+    ledger.to_toml(out.with_suffix(".cluster.toml"))
+    rows = Rows(device, ledger.capacity[HBM] / 1e9, _matmul_tflops(device, args.smoke))
+    setup = single.Setup(device, ledger, rows, args.smoke, out.parent, args.compile)
+    failed = []
+    for name in SUITES if "all" in args.suite else args.suite:
+        try:
+            if name == "budgets":
+                found = single.budgets(setup, size)
+                single.plot_budgets(found, out.with_suffix(".budgets.png"))
+            else:
+                getattr(single, name)(setup)
+        except (RuntimeError, AssertionError, ValueError, MemoryError) as error:
+            # the other suites' rows are worth keeping; the exit status still says that one failed
+            failed.append(name)
+            print(f"error: suite {name}: {type(error).__name__}: {error}", file=sys.stderr)
+        rows.write(out)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

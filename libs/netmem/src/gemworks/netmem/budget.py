@@ -1,0 +1,239 @@
+"""The memory and time of one training step as a function of what each region does with its activations.
+
+This module is the definition; `solver` finds the best choices under it. Regions run in order in forward and in reverse
+in backward. Bytes of region i with option c: `held` stay on the device from its forward to its backward, `moved` go to
+host memory and come back, `forward` and `backward` are the most that are on the device *because of this region* while
+its forward or backward runs.
+
+Outgoing bytes drain at the link's rate `r` while compute goes on. At most `W` (the engine's window) may be leaving:
+with `q` bytes in the queue when a region of forward time `f` starts,
+
+    q <- max(0, q - r f) + moved;   stall = max(0, q - W) / r;   q <- min(q, W)
+
+The way back is the same queue in reversed time (a buffer of W bytes between a link and its consumer takes as long
+forwards as backwards), with the backward times and the other direction's rate. While region i runs its forward the
+device holds what the regions before it hold, `q`, and its own `forward` bytes; in its backward, what the regions
+before hold, up to W bytes brought back ahead of need, and its own `backward` bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+KEEP = "keep"
+RECOMPUTE = "recompute"
+RECOMPUTE_CHEAP = "recompute_cheap"
+QUANTISE = "quantise"
+OFFLOAD = "offload"
+QUANTISE_OFFLOAD = "quantise_offload"
+CHOICES = (KEEP, RECOMPUTE_CHEAP, RECOMPUTE, QUANTISE, OFFLOAD, QUANTISE_OFFLOAD)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to treat a region's activations, with what it costs.
+
+    Args:
+        choice: its name, one of `CHOICES` or your own.
+        forward_s, backward_s: compute time, without waiting for copies.
+        held_bytes: on the device from forward to backward.
+        forward_bytes, backward_bytes: most on the device for this region during its forward and its backward,
+            `held_bytes` included.
+        moved_bytes: to host memory after forward, back before backward.
+    """
+
+    choice: str
+    forward_s: float
+    backward_s: float
+    held_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    moved_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("forward_s", "backward_s", "held_bytes", "forward_bytes", "backward_bytes", "moved_bytes"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} of option {self.choice!r}: expected at least 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Region:
+    """A region and its options."""
+
+    name: str
+    options: tuple[Option, ...]
+
+    def __post_init__(self) -> None:
+        names = [o.choice for o in self.options]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(
+                f"options of region {self.name!r}: expected at least one and different choices, got {names}"
+            )
+
+    def option(self, choice: str) -> Option:
+        """The option of that name, or a ValueError that lists the names."""
+        for option in self.options:
+            if option.choice == choice:
+                return option
+        raise ValueError(
+            f"choice for region {self.name!r}: got {choice!r}, expected one of {[o.choice for o in self.options]}"
+        )
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Everything the solver needs to know about a step.
+
+    Args:
+        regions: in forward order.
+        base_bytes: on the device all the time: parameters, gradients, optimizer state, the batch.
+        up_bytes_per_s, down_bytes_per_s: rates that offloading may use, out and back.
+        window_bytes: `OffloadEngine.window_bytes`.
+        other_s: time of the step outside the regions.
+    """
+
+    regions: tuple[Region, ...]
+    base_bytes: int = 0
+    up_bytes_per_s: float = 50e9
+    down_bytes_per_s: float = 50e9
+    window_bytes: int = 256 << 20
+    other_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        names = [r.name for r in self.regions]
+        if len(set(names)) != len(names):
+            raise ValueError(f"regions: names must differ, got {names}")
+        if not (self.up_bytes_per_s > 0 and self.down_bytes_per_s > 0):
+            raise ValueError(
+                f"up_bytes_per_s, down_bytes_per_s: expected above 0, got {self.up_bytes_per_s}, "
+                f"{self.down_bytes_per_s}"
+            )
+        if self.window_bytes < 0 or self.base_bytes < 0 or self.other_s < 0:
+            raise ValueError(
+                f"window_bytes, base_bytes, other_s: expected at least 0, got {self.window_bytes}, {self.base_bytes}, "
+                f"{self.other_s}"
+            )
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Where the memory is highest.
+
+    Attributes:
+        bytes: device bytes at that moment.
+        region: name of the region that runs; `"end of forward"` after the last one.
+        phase: `"forward"` or `"backward"`.
+        base_bytes, held_bytes, in_flight_bytes, own_bytes: what they consist of; `held_bytes` is what earlier regions
+            hold.
+    """
+
+    bytes: float
+    region: str
+    phase: str
+    base_bytes: float
+    held_bytes: float
+    in_flight_bytes: float
+    own_bytes: float
+
+    def explain(self) -> str:
+        """One line for error messages and reports."""
+        gib = 2**30
+        return (
+            f"{self.phase} of {self.region}: {self.base_bytes / gib:.3f} GiB base + {self.held_bytes / gib:.3f} held "
+            f"by earlier "
+            f"regions + {self.in_flight_bytes / gib:.3f} in flight + {self.own_bytes / gib:.3f} of its own"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Choices and what they give.
+
+    Attributes:
+        choices: by region name.
+        step_s: `compute_s + stall_s + other_s`.
+        compute_s: forward and backward of all regions.
+        stall_s: waiting for copies.
+        peak: the highest memory.
+        moved_bytes: offloaded bytes, one way.
+        gap_s: no plan within the budget is faster than `step_s - gap_s`; 0: this one is optimal.
+    """
+
+    choices: Mapping[str, str]
+    step_s: float
+    compute_s: float
+    stall_s: float
+    peak: Peak
+    moved_bytes: int
+    gap_s: float = 0.0
+
+    @property
+    def peak_bytes(self) -> float:
+        """Bytes at the peak."""
+        return self.peak.bytes
+
+
+def evaluate(profile: StepProfile, choices: Mapping[str, str] | Sequence[str], gap_s: float = 0.0) -> Plan:
+    """Memory and time of given choices: the definition that the solver optimises.
+
+    Args:
+        profile: the regions.
+        choices: by region name, or in region order.
+
+    Raises:
+        ValueError: a region without a choice, or a choice that it does not have.
+
+    >>> keep = Option("keep", 1.0, 2.0, held_bytes=10, forward_bytes=12, backward_bytes=14)
+    >>> away = Option("offload", 1.0, 2.0, held_bytes=0, forward_bytes=12, backward_bytes=14, moved_bytes=10)
+    >>> regions = (Region("a", (keep, away)), Region("b", (keep, away)))
+    >>> step = StepProfile(regions, up_bytes_per_s=5, down_bytes_per_s=5, window_bytes=4)
+    >>> evaluate(step, ["keep", "keep"]).step_s, evaluate(step, ["keep", "keep"]).peak_bytes
+    (6.0, 24.0)
+    >>> plan = evaluate(step, ["offload", "keep"])
+    >>> plan.stall_s, plan.peak_bytes  # of 10 bytes 4 may be on their way when b runs: it waits for 6, out and back
+    (2.4, 18.0)
+    """
+    if not isinstance(choices, Mapping):
+        if len(choices) != len(profile.regions):
+            raise ValueError(f"choices: expected {len(profile.regions)}, one per region, got {len(choices)}")
+        choices = {region.name: choice for region, choice in zip(profile.regions, choices, strict=True)}
+    window, base = profile.window_bytes, profile.base_bytes
+    held = queue_up = queue_down = ahead = 0.0
+    compute_s = stall_s = 0.0
+    moved = 0
+    peak = Peak(base, "start", "forward", base, 0, 0, 0)
+
+    def note(region: str, phase: str, in_flight: float, own: float) -> None:
+        nonlocal peak
+        total = base + held + in_flight + own
+        if total > peak.bytes:
+            peak = Peak(total, region, phase, base, held, in_flight, own)
+
+    for region in profile.regions:
+        if region.name not in choices:
+            raise ValueError(
+                f"choices: region {region.name!r} is missing, expected all of {[r.name for r in profile.regions]}"
+            )
+        o = region.option(choices[region.name])
+        note(region.name, "forward", queue_up, o.forward_bytes)
+        note(region.name, "backward", ahead, o.backward_bytes)
+        compute_s += o.forward_s + o.backward_s
+        queue_up = max(0.0, queue_up - profile.up_bytes_per_s * o.forward_s) + o.moved_bytes
+        queue_down = max(0.0, queue_down - profile.down_bytes_per_s * o.backward_s) + o.moved_bytes
+        stall_s += max(0.0, queue_up - window) / profile.up_bytes_per_s
+        stall_s += max(0.0, queue_down - window) / profile.down_bytes_per_s
+        queue_up, queue_down = min(queue_up, window), min(queue_down, window)
+        held += o.held_bytes
+        ahead = min(ahead + o.moved_bytes, window)
+        moved += o.moved_bytes
+    note("end of forward", "forward", queue_up, 0)
+    return Plan(
+        choices=dict(choices),
+        step_s=compute_s + stall_s + profile.other_s,
+        compute_s=compute_s,
+        stall_s=stall_s,
+        peak=peak,
+        moved_bytes=moved,
+        gap_s=gap_s,
+    )

@@ -1,0 +1,297 @@
+"""All-gather on copy engines: peers push their shards into each other's symmetric memory, no SM moves a byte.
+
+`copy_engine_all_gather` installs it as FSDP2's custom all-gather. Per call: a one-CTA barrier (the peers' buffers are
+free), one push per peer by the copy engine, a second barrier (everything has arrived). FSDP2's own copy-in and
+copy-out still run on SMs and are reported apart by `verify_copy_engines`. The transfer stays inside one NVLink domain;
+between nodes the RDMA path is only modelled (the ledger's `nic` links). Multicast is never used.
+
+Where symmetric memory can't be had, FSDP2 gets the ordinary all-gather, with a warning that says why.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from gemworks.netmem.overlap import Activity, Trace, read_trace
+from torch import nn
+
+# Each size gets a ring of this many buffers: one being filled, one being copied out, one that FSDP2 still holds, one
+# to spare.
+NUM_BUFFERS = 4
+# FSDP2's copies between parameters and the communication buffer.
+_FSDP_COPY = re.compile(
+    r"split_with_sizes_copy|multi_tensor_apply|chunk_cat|CatArrayBatchedCopy|foreach_copy", re.IGNORECASE
+)
+
+
+class SymmetricHandle(Protocol):
+    """What `torch.distributed._symmetric_memory.rendezvous` returns."""
+
+    def barrier(self, channel: int = 0) -> None: ...
+
+    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor: ...
+
+
+class SymmetricMemory(Protocol):
+    """Allocation and rendezvous of symmetric memory."""
+
+    def empty(self, num_bytes: int, device: torch.device) -> torch.Tensor: ...
+
+    def rendezvous(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> SymmetricHandle: ...
+
+
+class _TorchSymmetricMemory:
+    def empty(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        return symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def rendezvous(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> SymmetricHandle:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        return symm_mem.rendezvous(buffer, group.group_name)  # type: ignore[return-value]
+
+
+def copy_engine_problem(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why copy-engine collectives can't run on this group, or None if they can."""
+    if device.type != "cuda":
+        return f"tensors are on {device.type}, copy engines are a GPU's"
+    if not hasattr(dist, "is_nccl_available") or not dist.is_nccl_available():
+        return "this torch has no NCCL"
+    if group.size() > torch.cuda.device_count():
+        num_gpus = torch.cuda.device_count()
+        return f"{group.size()} ranks on {num_gpus} visible GPUs: the group spans hosts, RDMA is not built"
+    index = device.index or 0
+    apart = [i for i in range(group.size()) if i != index and not torch.cuda.can_device_access_peer(index, i)]
+    if apart:
+        return f"GPU {index} can't access the memory of GPUs {apart}"
+    return None
+
+
+@dataclass
+class _Buffer:
+    data: torch.Tensor
+    handle: SymmetricHandle
+    user: weakref.ref[torch.Tensor] | None = None
+
+
+class CopyEngineAllGather:
+    """An all-gather in FSDP2's `AllGather` interface (`allocate` and call), over symmetric memory.
+
+    Args:
+        group: ranks that can access each other's memory.
+        device: this rank's GPU.
+        num_buffers: buffers per distinct size.
+        memory: symmetric memory; None: torch's.
+
+    All ranks make the same calls in the same order, as with any collective.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        num_buffers: int = NUM_BUFFERS,
+        memory: SymmetricMemory | None = None,
+    ) -> None:
+        if num_buffers < 2:
+            raise ValueError(f"num_buffers: expected at least 2, got {num_buffers}")
+        self._group, self._device, self._num = group, device, num_buffers
+        self._memory = memory or _TorchSymmetricMemory()
+        self._rings: dict[int, list[_Buffer]] = {}
+        self._next: dict[int, int] = {}
+        self._compute = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer for the gathered result, from the ring of its size.
+
+        Raises:
+            RuntimeError: the oldest buffer of the ring is still in use; more are needed.
+        """
+        num_bytes = math.prod(int(n) for n in size) * dtype.itemsize
+        ring = self._rings.setdefault(num_bytes, [])
+        if len(ring) < self._num:
+            data = self._memory.empty(max(num_bytes, 16), device)
+            ring.append(_Buffer(data, self._memory.rendezvous(data, self._group)))
+            buffer = ring[-1]
+        else:
+            # a fixed order, not "whichever is free": ranks have to agree without talking
+            index = self._next.get(num_bytes, 0)
+            self._next[num_bytes] = (index + 1) % self._num
+            buffer = ring[index]
+            if buffer.user is not None and buffer.user() is not None:
+                raise RuntimeError(
+                    f"num_buffers: all {self._num} buffers of {num_bytes} bytes are in use; pass more, or prefetch "
+                    f"less deep"
+                )
+            if self._compute is not None:
+                # the last owner's copy-out was issued to the compute stream before it let the buffer go
+                event = torch.cuda.Event()
+                event.record(self._compute)
+                torch.cuda.current_stream(device).wait_event(event)
+        out = buffer.data[:num_bytes].view(dtype).view(tuple(int(n) for n in size))
+        buffer.user = weakref.ref(out)
+        return out
+
+    def _handle_of(self, output: torch.Tensor) -> SymmetricHandle:
+        for ring in self._rings.values():
+            for buffer in ring:
+                if buffer.data.data_ptr() == output.data_ptr():
+                    return buffer.handle
+        raise ValueError("output_tensor: expected a tensor from allocate(), got another one")
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather `[n]` of every rank into `[W * n]`; ordered on the current stream.
+
+        Raises:
+            ValueError: `output_tensor` is not from `allocate`, or of another size than W inputs.
+        """
+        world, rank, n = group.size(), group.rank(), input_tensor.numel()
+        if n == 0 and output_tensor.numel() == 0:
+            return None
+        handle = self._handle_of(output_tensor)
+        if output_tensor.numel() != world * n:
+            raise ValueError(
+                f"output_tensor: expected {world * n} elements, {world} times the input, got {output_tensor.numel()}"
+            )
+        own = output_tensor.view(-1)[rank * n : (rank + 1) * n]
+        if own.data_ptr() != input_tensor.data_ptr():
+            own.copy_(input_tensor.view(-1))
+        handle.barrier(channel=0)
+        for step in range(1, world):
+            # each rank starts with its next neighbour, so that no GPU is pushed to by everyone at once
+            peer = (rank + step) % world
+            handle.get_buffer(peer, (n,), output_tensor.dtype, rank * n).copy_(own, non_blocking=True)
+        handle.barrier(channel=1)
+        return None
+
+
+class FallbackAllGather:
+    """The ordinary all-gather in FSDP2's interface; used where copy engines can't be, and says why."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A plain buffer."""
+        return torch.empty(tuple(int(n) for n in size), dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """As `torch.distributed.all_gather_into_tensor`."""
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def copy_engine_all_gather(
+    model: nn.Module, group: dist.ProcessGroup | None = None, *, num_buffers: int = NUM_BUFFERS
+) -> CopyEngineAllGather | FallbackAllGather:
+    """Let every FSDP2 module in a model gather its parameters over copy engines.
+
+    Args:
+        model: after `fully_shard`; the modules share the buffers.
+        group: FSDP2's shard group; None: the default group.
+        num_buffers: buffers per distinct size.
+
+    Returns:
+        What was installed: on failure of the capability check the fallback, after a `RuntimeWarning` with the reason.
+
+    Raises:
+        ValueError: there is no FSDP2 module in the model, or this torch's has no `set_custom_all_gather`.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    if not modules or not hasattr(modules[0], "set_custom_all_gather"):
+        raise ValueError("model: expected FSDP2 modules with set_custom_all_gather, got none; call fully_shard first")
+    group = group or dist.group.WORLD
+    assert group is not None
+    device = next(p.device for p in model.parameters())
+    problem = copy_engine_problem(group, device)
+    if problem is None:
+        comm: CopyEngineAllGather | FallbackAllGather = CopyEngineAllGather(group, device, num_buffers=num_buffers)
+    else:
+        warnings.warn(f"copy-engine all-gather is off, the ordinary one runs: {problem}", RuntimeWarning, stacklevel=2)
+        comm = FallbackAllGather(problem)
+    for module in modules:
+        module.set_custom_all_gather(comm)  # type: ignore[arg-type]
+    return comm
+
+
+@dataclass(frozen=True)
+class CopyEngineCheck:
+    """What a trace says about an all-gather that should run on copy engines.
+
+    Attributes:
+        ok: bytes moved between GPUs by copy engines, and no communication kernel was larger than one CTA.
+        peer_copies, peer_bytes: pushes.
+        barrier_us: time of one-CTA communication kernels.
+        sm_kernels: names of communication kernels of more than one CTA, with their number of CTAs.
+        fsdp_copy_us: FSDP2's copy-in and copy-out, on SMs.
+    """
+
+    ok: bool
+    peer_copies: int
+    peer_bytes: int
+    barrier_us: float
+    sm_kernels: Mapping[str, int]
+    fsdp_copy_us: float
+
+
+def verify_copy_engines(source: str | Path | Mapping[str, Any] | Trace) -> CopyEngineCheck:
+    """Check a profiler trace: did the transfer run on copy engines, with one-CTA barriers as the only SM work?
+
+    Args:
+        source: as for `overlap.read_trace`. Record the all-gather alone: other collectives' kernels count against it.
+    """
+    trace = source if isinstance(source, Trace) else read_trace(source)
+
+    def us(found: list[Activity]) -> float:
+        return sum(a.end_us - a.start_us for a in found)
+
+    pushes = [a for a in trace.activities if a.link == "nvlink"]
+    kernels = [a for a in trace.activities if a.kind == "communication" and not a.link]
+    large = {a.name: a.num_ctas for a in kernels if a.num_ctas != 1}
+    copies = [a for a in trace.activities if a.kind == "compute" and _FSDP_COPY.search(a.name)]
+    return CopyEngineCheck(
+        ok=bool(pushes) and not large,
+        peer_copies=len(pushes),
+        peer_bytes=sum(a.num_bytes for a in pushes),
+        barrier_us=us([a for a in kernels if a.num_ctas == 1]),
+        sm_kernels=large,
+        fsdp_copy_us=us(copies),
+    )
+
+
+def few_ctas_options(max_ctas: int) -> Any:
+    """Options for an NCCL group that may use at most that many SMs: the comparison to copy engines.
+
+    Raises:
+        ValueError: below 1.
+        RuntimeError: this torch has no NCCL.
+    """
+    if max_ctas < 1:
+        raise ValueError(f"max_ctas: expected at least 1, got {max_ctas}")
+    if not dist.is_nccl_available():
+        raise RuntimeError("few_ctas_options: this torch has no NCCL")
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = max_ctas
+    options.config.min_ctas = 1
+    return options

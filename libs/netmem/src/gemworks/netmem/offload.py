@@ -1,0 +1,478 @@
+"""Activation offload: tensors saved for backward leave for host memory and come back in time.
+
+The engine works through autograd's saved-tensor hooks. Lossless policies give bit-equal gradients; a codec makes the
+bytes fewer before they are kept or moved. What the hooks would otherwise switch off, autograd's check for in-place
+changes of a saved tensor, is done here instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gemworks.netmem.arena import PinnedArena
+from gemworks.netmem.codec import Codec, decode_checked, get_codec
+from gemworks.netmem.errors import ModifiedAfterSaveError, PinnedMemoryExhaustedError
+from gemworks.netmem.movers import CHUNK_BYTES, Mover, mover_for
+from gemworks.netmem.parcels import Parcel, State
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# A view of a much larger storage is copied out by itself instead of moving the whole storage.
+MAX_STORAGE_PER_VIEW = 4
+DEFAULT_MIN_BYTES = 1 << 20
+DEFAULT_WINDOW_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class OffloadStats:
+    """Counters since the engine was made.
+
+    Attributes:
+        saved_bytes: bytes of all tensors that autograd saved under the engine (a shared storage counts once per save).
+        moved_up_bytes, moved_down_bytes: bytes copied to the host and back.
+        coded_bytes: bytes of the codes that stand for tensors kept or moved in coded form.
+        num_moved: parcels sent; num_kept: tensors left alone.
+        num_exhausted: tensors kept because the arena was full.
+        num_rescued: fetches that found the tensor still on the device.
+        num_live: parcels not closed yet.
+        in_flight_bytes: leaving plus returning now; peak_in_flight_bytes: the highest value.
+        host_bytes: live bytes in the arena.
+    """
+
+    saved_bytes: int = 0
+    moved_up_bytes: int = 0
+    moved_down_bytes: int = 0
+    coded_bytes: int = 0
+    num_moved: int = 0
+    num_kept: int = 0
+    num_exhausted: int = 0
+    num_rescued: int = 0
+    num_live: int = 0
+    in_flight_bytes: int = 0
+    peak_in_flight_bytes: int = 0
+    host_bytes: int = 0
+
+
+class _Probe:
+    """Watches a tensor's version counter without holding its memory."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._alias = x.detach()
+        self.version = x._version
+        # assigning .data swaps the storage for an empty one and keeps the shared version counter
+        self._alias.data = torch.empty(0, dtype=x.dtype, device=x.device)
+
+    @property
+    def now(self) -> int:
+        return self._alias._version
+
+
+class _Handle:
+    """What autograd stores instead of the tensor."""
+
+    def __init__(self, engine: OffloadEngine, x: torch.Tensor, parcels: tuple[Parcel, ...]) -> None:
+        for parcel in parcels:
+            parcel.num_handles += 1
+        self.parcels, self.engine = parcels, engine
+        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
+        self.version = x._version
+
+    def version_now(self) -> int:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise if the tensor was changed in place since it was saved."""
+        now = self.version_now()
+        if now != self.version:
+            raise ModifiedAfterSaveError(
+                f"a {tuple(self.shape)} {self.dtype} tensor was saved for backward at version {self.version} and is at "
+                f"version {now} now: an in-place operation changed it in between; use the out-of-place form, or clone "
+                f"it"
+            )
+
+    def __del__(self) -> None:
+        # may run in any thread, inside a locked section: only leave a note
+        if self.parcels:
+            self.engine._graveyard.append(self.parcels)
+
+
+class _Kept(_Handle):
+    def __init__(self, engine: OffloadEngine, x: torch.Tensor) -> None:
+        super().__init__(engine, x, ())
+        self.x = x
+
+    def version_now(self) -> int:
+        return self.x._version
+
+
+class _Moved(_Handle):
+    """A view of a storage that travels as raw bytes."""
+
+    def __init__(self, engine: OffloadEngine, x: torch.Tensor, parcel: Parcel, compact: bool) -> None:
+        super().__init__(engine, x, (parcel,))
+        self.probe = _Probe(x)
+        self.stride = _row_major(x.shape) if compact else x.stride()
+        self.offset = 0 if compact else x.storage_offset()
+
+    def version_now(self) -> int:
+        return self.probe.now
+
+
+class _Coded(_Handle):
+    """A tensor in coded form; each code tensor is either a parcel or stays on the device."""
+
+    def __init__(self, engine: OffloadEngine, x: torch.Tensor, codec: Codec, codes: _Codes) -> None:
+        super().__init__(engine, x, tuple(c for c, _, _ in codes if isinstance(c, Parcel)))
+        self.probe = _Probe(x)
+        self.codec, self.codes = codec, codes
+
+    def version_now(self) -> int:
+        return self.probe.now
+
+
+# each code tensor: where it is, its shape, its dtype
+_Codes = tuple[tuple[Parcel | torch.Tensor, torch.Size, torch.dtype], ...]
+
+
+@dataclass(frozen=True)
+class _Filed:
+    """What is known about a storage that was saved before, valid while it lives and its version stays."""
+
+    content: Any  # a Parcel, or codes
+    storage: StorageWeakRef
+    probe: _Probe
+
+    def valid(self) -> bool:
+        content = [self.content] if isinstance(self.content, Parcel) else [c for c, _, _ in self.content]
+        closed = any(isinstance(c, Parcel) and c.state is State.CLOSED for c in content)
+        return not closed and not self.storage.expired() and self.probe.now == self.probe.version
+
+
+def _row_major(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _view(storage: torch.UntypedStorage, dtype: torch.dtype, offset: Any, shape: Any, stride: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)  # type: ignore[arg-type]
+
+
+def _own_storage(x: torch.Tensor) -> torch.UntypedStorage:
+    """The storage of a contiguous tensor, copied if it holds more than the tensor."""
+    whole = x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    return (x if whole else x.clone()).untyped_storage()
+
+
+def _movable(x: torch.Tensor) -> bool:
+    return type(x) is torch.Tensor and x.layout is torch.strided and not x.is_conj() and not x.is_neg()
+
+
+class OffloadEngine:
+    """Moves saved tensors to pinned host memory and back.
+
+    Args:
+        arena: host memory; None: 1 GiB (CPU) or 16 GiB (GPU), made on first use.
+        device: where the tensors live; None: the current CUDA device, else the CPU, where the same state machine
+            copies plainly.
+        window_bytes: most bytes that may be in flight each way: leaving and still on the device, or back before they
+            are needed. More hides better and holds more memory; the budget solver counts it.
+        min_bytes: smaller tensors stay.
+        chunk_bytes: size of the pieces of a copy.
+        mover: who copies; None: chosen by the device.
+
+    Raises:
+        ValueError: a size below 0.
+
+    >>> engine = OffloadEngine(PinnedArena(1 << 20, pin=False), device="cpu", min_bytes=0)
+    >>> x = torch.ones(8, requires_grad=True)
+    >>> with engine.saving():
+    ...     y = (x * 2).exp().sum()
+    >>> y.backward()
+    >>> engine.stats().num_moved > 0, engine.stats().num_live
+    (True, 0)
+
+    One engine serves one device, several threads, and any number of graphs that are alive at once.
+    """
+
+    def __init__(
+        self,
+        arena: PinnedArena | None = None,
+        *,
+        device: str | torch.device | None = None,
+        window_bytes: int = DEFAULT_WINDOW_BYTES,
+        min_bytes: int = DEFAULT_MIN_BYTES,
+        chunk_bytes: int = CHUNK_BYTES,
+        mover: Mover | None = None,
+    ) -> None:
+        if window_bytes < 0 or min_bytes < 0 or chunk_bytes < 1:
+            raise ValueError(
+                f"window_bytes, min_bytes, chunk_bytes: expected >= 0, >= 0, >= 1, got {window_bytes}, {min_bytes}, "
+                f"{chunk_bytes}"
+            )
+        if device is None:
+            device = (
+                torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+            )
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.window_bytes = window_bytes
+        self.min_bytes = min_bytes
+        self.arena = arena or PinnedArena((1 if self.device.type == "cpu" else 16) << 30)
+        self._mover = mover or mover_for(self.device, chunk_bytes)
+        self._lock = threading.RLock()
+        self._graveyard: deque[tuple[Parcel, ...]] = deque()
+        self._identity: dict[tuple[Any, ...], Any] = {}
+        self._live: OrderedDict[int, Parcel] = OrderedDict()  # by order of saving
+        self._leaving: deque[Parcel] = deque()
+        self._leaving_bytes = 0
+        self._returning: OrderedDict[int, Parcel] = OrderedDict()  # brought ahead of need
+        self._returning_bytes = 0
+        self._sequence = 0
+        self._warned = False
+        self._count = dict.fromkeys(
+            (
+                "saved_bytes",
+                "moved_up_bytes",
+                "moved_down_bytes",
+                "coded_bytes",
+                "num_moved",
+                "num_kept",
+                "num_exhausted",
+                "num_rescued",
+                "peak_in_flight_bytes",
+            ),
+            0,
+        )
+
+    # -- what users call -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def saving(
+        self, *modules: torch.nn.Module, codec: str | Codec | None = None, move: bool = True
+    ) -> Iterator[OffloadEngine]:
+        """While this is open, tensors that autograd saves go through the engine.
+
+        Args:
+            modules: their parameters and buffers are never moved or coded.
+            codec: code floating-point tensors with it first; lossy.
+            move: send to host memory; False with a codec: keep the codes on the device.
+        """
+        coder = None if codec is None else get_codec(codec)
+        pinned_here = {
+            t.untyped_storage()._cdata
+            for module in modules
+            for t in (*module.parameters(), *module.buffers())
+            if type(t) in (torch.Tensor, torch.nn.Parameter)
+        }
+
+        def pack(x: torch.Tensor) -> Any:
+            return self._pack(x, coder, move, pinned_here)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+            yield self
+        with self._lock:
+            self._reap()
+
+    def stats(self) -> OffloadStats:
+        """Counters of this moment."""
+        with self._lock:
+            self._reap()
+            return OffloadStats(
+                **self._count,
+                num_live=len(self._live),
+                in_flight_bytes=self._leaving_bytes + self._returning_bytes,
+                host_bytes=self.arena.stats().requested_bytes,
+            )
+
+    def synchronize(self) -> None:
+        """Wait for every copy and let the device memory of departed tensors go."""
+        with self._lock:
+            self._mover.synchronize()
+            self._drain(0)
+            self._reap()
+
+    # -- pack ----------------------------------------------------------------------------------------------------------
+
+    def _pack(self, x: torch.Tensor, codec: Codec | None, move: bool, excluded: set[int]) -> Any:
+        with self._lock, torch.no_grad():
+            self._reap()
+            self._count["saved_bytes"] += x.numel() * x.element_size()
+            size_bytes = x.numel() * x.element_size()
+            if not _movable(x) or x.device != self.device or x.untyped_storage()._cdata in excluded:
+                return self._keep(x)
+            if min(size_bytes, x.untyped_storage().nbytes()) < max(1, self.min_bytes):
+                return self._keep(x)
+            if codec is not None and x.is_floating_point() and codec.nbytes(x.shape, x.dtype) < size_bytes:
+                return self._code(x, codec, move)
+            if not move:
+                return self._keep(x)
+            try:
+                return self._move(x)
+            except PinnedMemoryExhaustedError as error:
+                self._exhausted(error)
+                return self._keep(x)
+
+    def _exhausted(self, error: PinnedMemoryExhaustedError) -> None:
+        self._count["num_exhausted"] += 1
+        if not self._warned:
+            self._warned = True
+            text = f"host memory for offloading is exhausted, tensors stay on the device from here on: {error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _keep(self, x: torch.Tensor) -> _Kept:
+        self._count["num_kept"] += 1
+        return _Kept(self, x)
+
+    def _send(self, storage: torch.UntypedStorage) -> Parcel:
+        parcel = Parcel(self._sequence, storage, self.arena, self._mover)
+        self._sequence += 1
+        self._live[parcel.sequence] = parcel
+        self._leaving.append(parcel)
+        self._leaving_bytes += parcel.nbytes
+        self._count["num_moved"] += 1
+        self._count["moved_up_bytes"] += parcel.nbytes
+        self._note_in_flight()
+        return parcel
+
+    def _look_up(self, key: tuple[Any, ...]) -> Any:
+        filed = self._identity.get(key)
+        return filed.content if filed is not None and filed.valid() else None
+
+    def _file(self, key: tuple[Any, ...], content: Any, x: torch.Tensor) -> None:
+        self._identity[key] = _Filed(content, StorageWeakRef(x.untyped_storage()), _Probe(x))
+
+    def _move(self, x: torch.Tensor) -> _Moved:
+        storage = x.untyped_storage()
+        compact = storage.nbytes() > MAX_STORAGE_PER_VIEW * x.numel() * x.element_size()
+        key: tuple[Any, ...] = (storage._cdata, x._version)
+        if compact:
+            key += (x.storage_offset(), x.shape, x.stride(), x.dtype)
+        parcel = self._look_up(key)
+        if parcel is None:
+            source = x.clone(memory_format=torch.contiguous_format).untyped_storage() if compact else storage
+            parcel = self._send(source)
+            self._file(key, parcel, x)
+        handle = _Moved(self, x, parcel, compact)
+        self._drain(self.window_bytes)
+        return handle
+
+    def _code(self, x: torch.Tensor, codec: Codec, move: bool) -> _Coded:
+        key = (x.untyped_storage()._cdata, x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, codec.name)
+        codes: _Codes | None = self._look_up(key) if move else None
+        if codes is None:
+            tensors = [c.contiguous() for c in codec.encode(x.detach())]
+            self._count["coded_bytes"] += sum(c.numel() * c.element_size() for c in tensors)
+            placed: list[Parcel | torch.Tensor] = []
+            for c in tensors:
+                try:
+                    placed.append(self._send(_own_storage(c)) if move and c.numel() else c)
+                except PinnedMemoryExhaustedError as error:
+                    self._exhausted(error)
+                    placed.append(c)
+            codes = tuple((where, c.shape, c.dtype) for where, c in zip(placed, tensors, strict=True))
+            # codes on the device aren't filed: the file would keep them alive
+            if all(isinstance(where, Parcel) for where in placed):
+                self._file(key, codes, x)
+        handle = _Coded(self, x, codec, codes)
+        self._drain(self.window_bytes)
+        return handle
+
+    # -- unpack --------------------------------------------------------------------------------------------------------
+
+    def _unpack(self, handle: _Handle) -> torch.Tensor:
+        with self._lock, torch.no_grad():
+            self._reap()
+            handle.check()
+            if isinstance(handle, _Kept):
+                return handle.x
+            storages = {id(p): self._fetch(p) for p in handle.parcels}
+            if isinstance(handle, _Moved):
+                x = _view(storages[id(handle.parcels[0])], handle.dtype, handle.offset, handle.shape, handle.stride)
+            else:
+                assert isinstance(handle, _Coded)
+                codes = tuple(
+                    _view(storages[id(c)], dtype, 0, shape, _row_major(shape)) if isinstance(c, Parcel) else c
+                    for c, shape, dtype in handle.codes
+                )
+                x = decode_checked(handle.codec, codes, handle.shape, handle.dtype, handle.device)
+            for parcel in handle.parcels:
+                parcel.num_unpacked += 1
+                if parcel.num_unpacked >= parcel.num_handles:
+                    parcel.num_unpacked = 0
+                    parcel.settle()
+            if handle.parcels:
+                self._look_ahead(min(p.sequence for p in handle.parcels))
+            return x
+
+    def _fetch(self, parcel: Parcel) -> torch.UntypedStorage:
+        if parcel.state is State.LEAVING:
+            self._count["num_rescued"] += 1
+        if parcel.state is State.AWAY:
+            # brought ahead but for a later time than this one: their host copies are intact, so give their room to
+            # this one
+            while self._returning and self._returning_bytes + parcel.nbytes > self.window_bytes:
+                self._forget_returning(next(iter(self._returning))).settle()
+            self._count["moved_down_bytes"] += parcel.nbytes
+        self._forget_returning(parcel.sequence)
+        return parcel.fetch()
+
+    def _forget_returning(self, sequence: int) -> Parcel:
+        parcel = self._returning.pop(sequence, None)
+        if parcel is not None:
+            self._returning_bytes -= parcel.nbytes
+            return parcel
+        return self._live[sequence]
+
+    def _look_ahead(self, sequence: int) -> None:
+        """Bring what was saved before this one, latest first, as far as the window reaches."""
+        for earlier in reversed(self._live):
+            if earlier >= sequence:
+                continue
+            parcel = self._live[earlier]
+            if parcel.state is not State.AWAY:
+                continue
+            if self._returning_bytes + parcel.nbytes > self.window_bytes:
+                break
+            parcel.bring()
+            self._returning[earlier] = parcel
+            self._returning_bytes += parcel.nbytes
+            self._count["moved_down_bytes"] += parcel.nbytes
+            self._note_in_flight()
+
+    # -- housekeeping --------------------------------------------------------------------------------------------------
+
+    def _note_in_flight(self) -> None:
+        now = self._leaving_bytes + self._returning_bytes
+        self._count["peak_in_flight_bytes"] = max(self._count["peak_in_flight_bytes"], now)
+
+    def _drain(self, limit_bytes: int) -> None:
+        """Let departed bytes go, and wait (compute only) until at most that many bytes are still leaving."""
+        while self._leaving and (self._leaving_bytes > limit_bytes or self._leaving[0].has_left()):
+            parcel = self._leaving.popleft()
+            self._leaving_bytes -= parcel.nbytes
+            if parcel.state is State.LEAVING:
+                parcel.depart()
+
+    def _reap(self) -> None:
+        """Close the parcels whose handles have all died."""
+        while self._graveyard:
+            for parcel in self._graveyard.popleft():
+                parcel.num_handles -= 1
+                if parcel.num_handles > 0:
+                    continue
+                if parcel in self._leaving:
+                    self._leaving.remove(parcel)
+                    self._leaving_bytes -= parcel.nbytes
+                if parcel.sequence in self._returning:
+                    self._forget_returning(parcel.sequence)
+                parcel.close()
+                del self._live[parcel.sequence]
+        if len(self._identity) > 2 * len(self._live) + 64:
+            self._identity = {k: v for k, v in self._identity.items() if v.valid()}
+        self._drain(self.window_bytes)

@@ -1,0 +1,214 @@
+"""Apply a plan: each region of a model treats its activations as its choice says.
+
+A region is a module. In eager, recompute is activation checkpointing (whole, or selective: products and attention are
+kept and the cheap rest is recomputed). Under `torch.compile` a region is one compiled block and recompute is the
+partitioner's memory budget for it: 1.0 keep, 0.0 recompute, 0.5 the half of it. Quantise and offload are saved-tensor
+hooks around either kind.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from gemworks.netmem.budget import CHOICES, KEEP, OFFLOAD, QUANTISE, QUANTISE_OFFLOAD, RECOMPUTE, RECOMPUTE_CHEAP
+from gemworks.netmem.codec import Codec, get_codec
+from gemworks.netmem.offload import OffloadEngine
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+# Share of the partitioner's default memory that a compiled region keeps.
+PARTITIONER_BUDGETS = {KEEP: 1.0, RECOMPUTE_CHEAP: 0.5, RECOMPUTE: 0.0}
+# Results that selective recomputation keeps: what costs matrix products to make again.
+EXPENSIVE_OPS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
+    if hasattr(torch.ops.aten, name)
+)
+
+
+def has_region_budget() -> bool:
+    """Does this torch have `torch.autograd.graph.region_activation_memory_budget` (2.13 has it, 2.11 does not)?"""
+    return hasattr(torch.autograd.graph, "region_activation_memory_budget")
+
+
+def explain_compile_budget() -> str:
+    """How `compile_with_budget` passes a region's budget on this torch."""
+    if has_region_budget():
+        return "torch.autograd.graph.region_activation_memory_budget around the region's forward, inside its graph"
+    return "torch._functorch.config.activation_memory_budget, set while the region's own graph is compiled"
+
+
+def compile_with_budget(forward: Callable[..., Any], budget: float, **compile_kwargs: Any) -> Callable[..., Any]:
+    """Compile a region as one graph of its own, with its own activation memory budget.
+
+    Args:
+        forward: the region.
+        budget: 0..1: share of the activations that the partitioner may keep, compared with its default strategy.
+        compile_kwargs: for `torch.compile`. `fullgraph=True` is the default, because a budget belongs to a whole graph.
+
+    Raises:
+        ValueError: a budget outside 0..1.
+    """
+    if not 0.0 <= budget <= 1.0:
+        raise ValueError(f"budget: expected within 0..1, got {budget}")
+    kwargs: dict[str, Any] = {"fullgraph": True} | compile_kwargs
+    if has_region_budget():
+
+        def annotated(*args: Any, **kw: Any) -> Any:
+            with torch.autograd.graph.region_activation_memory_budget(budget):
+                return forward(*args, **kw)
+
+        return torch.compile(annotated if budget != 1.0 else forward, **kwargs)
+
+    compiled = torch.compile(forward, **kwargs)
+    from torch._functorch import config
+
+    @functools.wraps(forward)
+    def patched(*args: Any, **kw: Any) -> Any:
+        # the setting is read when a graph is compiled, which happens inside the first call of each kind
+        with config.patch(activation_memory_budget=budget):  # type: ignore[attr-defined]
+            return compiled(*args, **kw)
+
+    return patched
+
+
+def selective_contexts() -> Any:
+    """`context_fn` for torch's checkpoint: keep the results of `EXPENSIVE_OPS`, recompute the rest."""
+
+    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)
+
+
+def treated_forward(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    choice: str,
+    *,
+    engine: OffloadEngine | None,
+    codec: str | Codec | None,
+    compile_kwargs: Mapping[str, Any] | None,
+) -> Callable[..., Any]:
+    """The forward of a region under a choice. See `apply_policy`."""
+    if choice not in CHOICES:
+        raise ValueError(f"choice: got {choice!r}, expected one of {CHOICES}")
+    if choice in (QUANTISE, OFFLOAD, QUANTISE_OFFLOAD) and engine is None:
+        raise ValueError(f"engine: choice {choice!r} needs an OffloadEngine, got None")
+    inner = forward
+    if compile_kwargs is not None:
+        inner = compile_with_budget(forward, PARTITIONER_BUDGETS.get(choice, 1.0), **compile_kwargs)
+    if choice == KEEP or (compile_kwargs is not None and choice in PARTITIONER_BUDGETS):
+        return inner
+    if choice in (RECOMPUTE, RECOMPUTE_CHEAP):
+        extra = {"context_fn": selective_contexts} if choice == RECOMPUTE_CHEAP else {}
+
+        def recomputing(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return inner(*args, **kwargs)
+            return checkpoint(inner, *args, use_reentrant=False, **extra, **kwargs)
+
+        return recomputing
+    assert engine is not None
+    coder = None if choice == OFFLOAD else get_codec(codec or "fp8_row")
+
+    def saving(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        with engine.saving(module, codec=coder, move=choice != QUANTISE):
+            return inner(*args, **kwargs)
+
+    return saving
+
+
+class AppliedPolicy:
+    """A policy on a model; `remove()` takes it off again. Also a context manager."""
+
+    def __init__(self, choices: dict[str, str], undo: list[Callable[[], None]]) -> None:
+        self.choices = choices
+        self._undo = undo
+
+    def remove(self) -> None:
+        """Give every region its own forward back. A second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> AppliedPolicy:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+def find_region(model: nn.Module, name: str) -> nn.Module:
+    """The submodule of that name, or a ValueError."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        known = [n for n, _ in model.named_children()]
+        raise ValueError(f"regions: the model has no module {name!r}; its children are {known}") from None
+
+
+def apply_policy(
+    model: nn.Module,
+    choices: Mapping[str, str],
+    *,
+    engine: OffloadEngine | None = None,
+    codec: str | Codec | None = None,
+    compile_kwargs: Mapping[str, Any] | None = None,
+) -> AppliedPolicy:
+    """Make regions treat their activations as chosen.
+
+    Args:
+        model: the model; its submodules' forwards are wrapped in place.
+        choices: region (module) name -> choice, such as `Plan.choices`.
+        engine: for quantise and offload.
+        codec: for quantise; None: FP8 row-wise.
+        compile_kwargs: compile every region, with these arguments of `torch.compile`; None: eager.
+
+    Returns:
+        A handle that undoes it.
+
+    Raises:
+        ValueError: unknown module or choice, a missing engine, regions inside one another.
+    """
+    names = sorted(choices)
+    for outer in names:
+        inside = [n for n in names if n != outer and (n.startswith(outer + ".") or outer == "")]
+        if inside:
+            raise ValueError(f"choices: region {inside[0]!r} lies inside region {outer!r}; choose one of the two")
+    undo: list[Callable[[], None]] = []
+    applied = AppliedPolicy(dict(choices), undo)
+    try:
+        for name, choice in choices.items():
+            module = find_region(model, name)
+            had = module.__dict__.get("forward")
+            module.forward = treated_forward(  # type: ignore[method-assign]
+                module, module.forward, choice, engine=engine, codec=codec, compile_kwargs=compile_kwargs
+            )
+
+            def restore(module: nn.Module = module, had: Any = had) -> None:
+                if had is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.__dict__["forward"] = had
+
+            undo.append(restore)
+    except Exception:
+        applied.remove()
+        raise
+    return applied

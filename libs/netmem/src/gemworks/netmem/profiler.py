@@ -1,0 +1,365 @@
+"""Measure what each choice costs each region: times and bytes, on the device at hand.
+
+Every region is run alone, on the inputs that it gets in the model, once per choice under a memory meter and some times
+under a clock. Bytes are exact allocations (allocator counters on a GPU, a count of live storages on a CPU), not
+estimates from shapes.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from gemworks.netmem.budget import (
+    CHOICES,
+    KEEP,
+    OFFLOAD,
+    QUANTISE,
+    QUANTISE_OFFLOAD,
+    Option,
+    Plan,
+    Region,
+    StepProfile,
+)
+from gemworks.netmem.codec import Codec
+from gemworks.netmem.ledger import HBM, BandwidthLedger
+from gemworks.netmem.offload import OffloadEngine
+from gemworks.netmem.policy import find_region, treated_forward
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+class _Meter(Protocol):
+    def __enter__(self) -> Any: ...
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any: ...
+    def live(self) -> int: ...
+    def peak(self) -> int: ...
+    def reset_peak(self) -> None: ...
+
+
+class _LiveStorages(TorchDispatchMode):
+    """Bytes of the storages made while it is on and not freed yet."""
+
+    def __init__(self, exclude: Iterable[torch.UntypedStorage]) -> None:
+        super().__init__()
+        self._excluded = {s._cdata for s in exclude}
+        self._known: set[int] = set()
+        self._live = self._peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self._add(x.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known or key in self._excluded:
+            return
+        self._known.add(key)
+        self._live += storage.nbytes()
+        self._peak = max(self._peak, self._live)
+        # a storage keeps its Python object as long as anything holds it
+        weakref.finalize(storage, self._drop, key, storage.nbytes())
+
+    def _drop(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self._live -= nbytes
+
+    def live(self) -> int:
+        return self._live
+
+    def peak(self) -> int:
+        return self._peak
+
+    def reset_peak(self) -> None:
+        self._peak = self._live
+
+
+class _CudaBytes:
+    """The caching allocator's counters, from where they are now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = torch.cuda.memory_allocated(device)
+
+    def __enter__(self) -> _CudaBytes:
+        return self
+
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
+        return None
+
+    def live(self) -> int:
+        return torch.cuda.memory_allocated(self._device) - self._start
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device) - self._start
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+def _storages(tensors: Iterable[Any]) -> list[torch.UntypedStorage]:
+    return [t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)]
+
+
+class _FromAbove(torch.autograd.Function):
+    """Makes a tensor a non-leaf, as a region's inputs are: the graph alone then doesn't hold it."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0].new_zeros(0), None
+
+
+class _Captured:
+    """The arguments of a region's call, detached, with what is needed to make fresh ones."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def detach(x: Any) -> Any:
+            return (x.detach(), x.requires_grad) if isinstance(x, torch.Tensor) else x
+
+        self._args, self._kwargs = tree_map(detach, (args, kwargs))
+
+    def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Clones with the same strides; they require gradients where the originals did."""
+
+        def is_pair(x: Any) -> bool:
+            return isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], torch.Tensor) and isinstance(x[1], bool)
+
+        def clone(x: Any) -> Any:
+            if not is_pair(x):
+                return x
+            if not x[1]:
+                return x[0].clone()
+            source = torch.zeros(0, dtype=x[0].dtype, device=x[0].device, requires_grad=True)
+            return _FromAbove.apply(source, x[0])
+
+        return tree_map(clone, (self._args, self._kwargs), is_leaf=is_pair)
+
+
+def _edges(out: Any) -> tuple[list[Any], list[tuple[torch.Size, torch.dtype, torch.device]]]:
+    outputs = [o for o in tree_leaves(out) if isinstance(o, torch.Tensor) and o.requires_grad]
+    return [torch.autograd.graph.get_gradient_edge(o) for o in outputs], [(o.shape, o.dtype, o.device) for o in outputs]
+
+
+def _measure_bytes(
+    call: Callable[..., Any], captured: _Captured, meter: _Meter, engine: OffloadEngine
+) -> tuple[int, int, int]:
+    """(held, forward peak, backward peak) of one forward and backward."""
+    with meter:
+        args, kwargs = captured.fresh()
+        meter.reset_peak()
+        out = call(*args, **kwargs)
+        forward_bytes = meter.peak()
+        del args, kwargs
+        edges, metas = _edges(out)
+        del out
+        engine.synchronize()
+        held = meter.live()
+        meter.reset_peak()
+        if edges:
+            grads = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in metas]
+            torch.autograd.backward(edges, grads)
+            del grads
+        backward_bytes = meter.peak()
+        del edges
+        engine.synchronize()
+    return held, forward_bytes, backward_bytes
+
+
+def _measure_time(
+    call: Callable[..., Any], captured: _Captured, sync: Callable[[], None], repeats: int
+) -> tuple[float, float]:
+    """Median seconds of forward and of backward."""
+    forward, backward = [], []
+    for _ in range(repeats + 1):
+        args, kwargs = captured.fresh()
+        sync()
+        start = time.perf_counter()
+        out = call(*args, **kwargs)
+        sync()
+        forward.append(time.perf_counter() - start)
+        edges, metas = _edges(out)
+        grads = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in metas]
+        del out
+        sync()
+        start = time.perf_counter()
+        if edges:
+            torch.autograd.backward(edges, grads)
+        sync()
+        backward.append(time.perf_counter() - start)
+    return statistics.median(forward[1:]), statistics.median(backward[1:])
+
+
+def _capture(
+    model: nn.Module, batch: Any, regions: Sequence[str]
+) -> tuple[dict[str, _Captured], list[str], Callable[[], Any]]:
+    captured: dict[str, _Captured] = {}
+    order: list[str] = []
+    hooks = []
+
+    def run() -> Any:
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+    for name in regions:
+
+        def note(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            if name in captured:
+                raise ValueError(
+                    f"regions: {name!r} runs more than once in a forward; make each call a module of its own"
+                )
+            captured[name] = _Captured(args, kwargs)
+            order.append(name)
+
+        hooks.append(find_region(model, name).register_forward_pre_hook(note, with_kwargs=True))
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    missing = [name for name in regions if name not in captured]
+    if missing:
+        raise ValueError(f"regions: {missing} did not run in this forward; leave them out")
+    return captured, order, run
+
+
+def profile(
+    model: nn.Module,
+    batch: Any,
+    regions: Sequence[str],
+    *,
+    ledger: BandwidthLedger,
+    engine: OffloadEngine,
+    codec: str | Codec = "fp8_row",
+    choices: Sequence[str] = CHOICES,
+    repeats: int = 5,
+    base_bytes: int | None = None,
+    compile_kwargs: Mapping[str, Any] | None = None,
+) -> StepProfile:
+    """Measure every choice of every region.
+
+    Args:
+        model: in training mode, on its device. Gradients that it has are kept; it gets zero gradients where it has
+            none.
+        batch: what the model is called with: a tensor, a tuple of positional or a mapping of keyword arguments.
+        regions: module names; each must run exactly once in a forward.
+        ledger: rates of `host.up` and `host.down`; moving a byte is also charged as device-memory traffic.
+        engine: the engine that will run the plan; its window and minimum size count.
+        codec: for quantise and quantise_offload.
+        choices: which to measure.
+        repeats: timed runs, of which the median counts.
+        base_bytes: memory outside the regions; None: parameters, their gradients, buffers, and the batch. Add your
+            optimizer's state.
+        compile_kwargs: measure regions compiled with these arguments of `torch.compile`.
+
+    Returns:
+        A profile for `solver.solve`. A tensor that is both one region's saved output and the next one's saved input
+        counts twice, so the predicted peak errs upwards.
+
+    Raises:
+        ValueError: a region that is unknown, runs never or twice; no rate for the host link.
+    """
+    up, down = ledger.link("host.up"), ledger.link("host.down")
+    device = engine.device
+    captured, order, run = _capture(model, batch, regions)
+    for p in model.parameters():
+        if p.requires_grad and p.grad is None:
+            p.grad = torch.zeros_like(p)
+    saved_grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    engine.arena.prepare()
+    fixed = [*model.parameters(), *model.buffers(), *[p.grad for p in model.parameters()], engine.arena.region]
+    sync = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+
+    gc.collect()
+
+    def meter() -> _Meter:
+        return _CudaBytes(device) if device.type == "cuda" else _LiveStorages(_storages(fixed))
+
+    def options(name: str) -> tuple[Option, ...]:
+        module = find_region(model, name)
+        found: dict[str, Option] = {}
+        times: dict[str, tuple[float, float]] = {}
+        for choice in sorted(choices, key=CHOICES.index):
+            call = treated_forward(
+                module, module.forward, choice, engine=engine, codec=codec, compile_kwargs=compile_kwargs
+            )
+            args, kwargs = captured[name].fresh()
+            call(*args, **kwargs)  # compile and warm up outside the meter
+            del args, kwargs
+            before = engine.stats().moved_up_bytes
+            held, forward_bytes, backward_bytes = _measure_bytes(call, captured[name], meter(), engine)
+            moved = engine.stats().moved_up_bytes - before
+            # an isolated region would wait for its own copies; their time comes from the ledger instead
+            timed_as = {OFFLOAD: KEEP, QUANTISE_OFFLOAD: QUANTISE}.get(choice, choice)
+            if timed_as not in times:
+                timed = treated_forward(
+                    module, module.forward, timed_as, engine=engine, codec=codec, compile_kwargs=compile_kwargs
+                )
+                times[timed_as] = _measure_time(timed, captured[name], sync, repeats)
+            contention_s = moved / ledger.capacity[HBM]
+            found[choice] = Option(
+                choice,
+                forward_s=times[timed_as][0] + contention_s,
+                backward_s=times[timed_as][1] + contention_s,
+                held_bytes=held,
+                forward_bytes=forward_bytes,
+                backward_bytes=backward_bytes,
+                moved_bytes=moved,
+            )
+        return tuple(found[c] for c in choices)
+
+    measured = tuple(Region(name, options(name)) for name in order)
+    whole = _measure_time(lambda: run(), _Captured((), {}), sync, repeats)
+    inside = sum(r.options[0].forward_s + r.options[0].backward_s for r in measured)
+    for p, grad in zip(model.parameters(), saved_grads, strict=True):
+        if grad is not None and p.grad is not None:
+            p.grad.copy_(grad)
+    if base_bytes is None:
+        unique = {s._cdata: s.nbytes() for s in _storages([*fixed[:-1], *tree_leaves(batch)])}
+        base_bytes = sum(unique.values())
+    return StepProfile(
+        measured,
+        base_bytes=base_bytes,
+        up_bytes_per_s=up.bytes_per_s,
+        down_bytes_per_s=down.bytes_per_s,
+        window_bytes=engine.window_bytes,
+        other_s=max(0.0, sum(whole) - inside) if choices[0] == KEEP else 0.0,
+    )
+
+
+def table(profile: StepProfile, plan: Plan | None = None) -> str:
+    """What each choice saves and costs per region, as text; the plan's choice is marked.
+
+    `ms/GB` is the extra time per GB (10^9) of held memory saved, against the region's first option: the price at which
+    a region sells memory. Where all regions' prices are equal, one global budget does as well as one per region.
+    """
+    lines = [f"{'region':<24} {'choice':<18} {'held MB':>9} {'moved MB':>9} {'fwd ms':>8} {'bwd ms':>8} {'ms/GB':>9}"]
+    for region in profile.regions:
+        first = region.options[0]
+        for o in region.options:
+            saved = first.held_bytes - o.held_bytes
+            extra_s = o.forward_s + o.backward_s - first.forward_s - first.backward_s
+            price = f"{extra_s * 1e3 / (saved / 1e9):9.3f}" if saved > 0 else " " * 9
+            mark = "*" if plan is not None and plan.choices[region.name] == o.choice else " "
+            lines.append(
+                f"{region.name:<24} {mark}{o.choice:<17} {o.held_bytes / 1e6:9.3f} {o.moved_bytes / 1e6:9.3f} "
+                f"{o.forward_s * 1e3:8.3f} {o.backward_s * 1e3:8.3f} {price}"
+            )
+    if plan is not None:
+        lines.append(
+            f"step {plan.step_s * 1e3:.3f} ms, of it {plan.stall_s * 1e3:.3f} ms waiting; peak: {plan.peak.explain()}"
+        )
+    return "\n".join(lines)

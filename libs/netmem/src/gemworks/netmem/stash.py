@@ -1,0 +1,301 @@
+"""Optimizer state and embedding tables parked in host memory between their uses.
+
+Parking copies a group's storages to pinned memory and frees them on the device; the tensors stay the same objects, so
+optimizers, modules and fused tables keep their references. A parked tensor must not be touched: guards refuse what
+commonly does by mistake (checkpoints, eval, collectives), restore points bring it back in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from gemworks.netmem.arena import Block, Fence, PinnedArena
+from gemworks.netmem.errors import ParkedStateError, PinnedMemoryExhaustedError
+from gemworks.netmem.movers import CHUNK_BYTES, Mover, as_bytes, mover_for
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Place(enum.Enum):
+    """Where a group is."""
+
+    DEVICE = "on the device"
+    LEAVING = "being parked"
+    PARKED = "parked"
+    RETURNING = "being restored"
+
+
+@dataclass
+class _Item:
+    storage: torch.UntypedStorage
+    nbytes: int
+    block: Block
+    up: Fence
+    down: Fence | None = None
+
+
+@dataclass
+class _Group:
+    tensors: Callable[[], Iterable[torch.Tensor]]
+    place: Place = Place.DEVICE
+    items: list[_Item] = field(default_factory=list)
+
+
+class _Guard(TorchDispatchMode):
+    def __init__(self, stash: StateStash) -> None:
+        super().__init__()
+        self._stash = stash
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        parked = self._stash._parked_storages()
+        if parked and not self._stash._moving:
+            for x in tree_leaves((args, kwargs)):
+                if isinstance(x, torch.Tensor) and x.layout is torch.strided:
+                    name = parked.get(x.untyped_storage()._cdata)
+                    if name is not None:
+                        self._stash._refuse(name, str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class StateStash:
+    """Groups of tensors that can be parked.
+
+    Args:
+        arena: host memory.
+        device: where the tensors live; None: the current CUDA device, else the CPU.
+        min_bytes: smaller storages stay (an optimizer's step counters).
+        mover: who copies; None: chosen by the device.
+
+    >>> stash = StateStash(PinnedArena(1 << 20, pin=False), device="cpu", min_bytes=0)
+    >>> table = torch.ones(1000)
+    >>> stash.add("table", [table])
+    >>> stash.park("table", wait=True)
+    >>> table.untyped_storage().nbytes(), stash.place("table").value
+    (0, 'parked')
+    >>> stash.restore("table")
+    >>> table.sum().item()
+    1000.0
+    """
+
+    def __init__(
+        self,
+        arena: PinnedArena,
+        *,
+        device: str | torch.device | None = None,
+        min_bytes: int = 1 << 16,
+        chunk_bytes: int = CHUNK_BYTES,
+        mover: Mover | None = None,
+    ) -> None:
+        if min_bytes < 0:
+            raise ValueError(f"min_bytes: expected at least 0, got {min_bytes}")
+        if device is None:
+            on_gpu = torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._arena = arena
+        self._min_bytes = min_bytes
+        self._mover = mover or mover_for(torch.device(device), chunk_bytes)
+        self._groups: dict[str, _Group] = {}
+        self._warned = False
+        self._restored_at_step: set[str] = set()
+        self._moving = False
+
+    # -- groups --------------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Make a group of tensors, such as the weights of embedding tables.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        held = list(tensors)
+        self._add(name, lambda: held)
+
+    def add_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        """Make a group of an optimizer's state; what state there is is looked up at each parking.
+
+        Its `state_dict()` is refused while the state is parked.
+        """
+
+        def tensors() -> list[torch.Tensor]:
+            return [x for x in tree_leaves(list(optimizer.state.values())) if isinstance(x, torch.Tensor)]
+
+        self._add(name, tensors)
+        optimizer.register_state_dict_pre_hook(lambda _: self.require(name, "state_dict()"))
+        optimizer.register_step_pre_hook(
+            lambda *_: None if name in self._restored_at_step else self.require(name, "step()")
+        )
+
+    def add_module(self, name: str, module: nn.Module) -> None:
+        """Make a group of a module's parameters and buffers.
+
+        Its `state_dict()` and its forward, in training and in eval, are refused while they are parked, except at a
+        restore point.
+        """
+        self.add(name, [*module.parameters(), *module.buffers()])
+        module.register_state_dict_pre_hook(lambda *_: self.require(name, "state_dict()"))
+        module.register_forward_pre_hook(
+            lambda m, _: self.require(name, "training forward" if m.training else "eval forward")
+        )
+
+    def _add(self, name: str, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+        if name in self._groups:
+            raise ValueError(f"name: got {name!r}, which is taken, expected a new one besides {sorted(self._groups)}")
+        self._groups[name] = _Group(tensors)
+
+    def _group(self, name: str) -> _Group:
+        if name not in self._groups:
+            raise ValueError(f"name: got {name!r}, expected one of {sorted(self._groups)}")
+        return self._groups[name]
+
+    def place(self, name: str) -> Place:
+        """Where the group is."""
+        self.poll()
+        return self._group(name).place
+
+    @contextlib.contextmanager
+    def _own_work(self) -> Iterator[None]:
+        """The stash's own copies pass its guard."""
+        before, self._moving = self._moving, True
+        try:
+            yield
+        finally:
+            self._moving = before
+
+    # -- moving --------------------------------------------------------------------------------------------------------
+
+    def park(self, name: str, *, wait: bool = False) -> None:
+        """Start parking a group; the device memory goes when the copies are done (`poll`), at once with `wait`.
+
+        A storage for which the arena has no room stays where it is, with one warning. Parking a parked group does
+        nothing.
+        """
+        with self._own_work():
+            group = self._group(name)
+            if group.place is Place.RETURNING:
+                self.restore(name)
+            if group.place is Place.DEVICE:
+                mark = self._mover.mark()
+                seen: set[int] = set()
+                for tensor in group.tensors():
+                    storage = tensor.untyped_storage()
+                    if storage._cdata in seen or storage.nbytes() < max(1, self._min_bytes):
+                        continue
+                    seen.add(storage._cdata)
+                    try:
+                        block = self._arena.allocate(storage.nbytes())
+                    except PinnedMemoryExhaustedError as error:
+                        if not self._warned:
+                            self._warned = True
+                            warnings.warn(
+                                f"host memory is exhausted, state stays on the device: {error}",
+                                RuntimeWarning,
+                                stacklevel=2,
+                            )
+                        continue
+                    up = self._mover.copy("up", block.data, as_bytes(storage), [mark, *block.fences])
+                    block.fences.clear()
+                    group.items.append(_Item(storage, storage.nbytes(), block, up))
+                group.place = Place.LEAVING
+            if wait:
+                self._free(group)
+            else:
+                self.poll()
+
+    def _free(self, group: _Group) -> None:
+        if group.place is Place.LEAVING:
+            for item in group.items:
+                if not item.up.done():
+                    self._mover.compute_waits(item.up)  # whoever gets this memory next runs after the copy
+                item.storage.resize_(0)
+            group.place = Place.PARKED
+
+    def poll(self) -> None:
+        """Free the device memory of groups whose copies are done. Never blocks; call it between layers."""
+        with self._own_work():
+            for group in self._groups.values():
+                if group.place is Place.LEAVING and all(item.up.done() for item in group.items):
+                    self._free(group)
+
+    def prefetch(self, name: str) -> None:
+        """Start restoring; `restore` completes it. A group still leaving has nothing to bring."""
+        with self._own_work():
+            group = self._group(name)
+            self.poll()
+            if group.place is Place.PARKED:
+                for item in group.items:
+                    item.storage.resize_(item.nbytes)
+                    item.down = self._mover.copy(
+                        "down", as_bytes(item.storage), item.block.data, [self._mover.mark(), item.up]
+                    )
+                group.place = Place.RETURNING
+
+    def restore(self, name: str) -> None:
+        """The group is on the device for everything issued from now on. Does nothing if it is there already."""
+        with self._own_work():
+            group = self._group(name)
+            self.prefetch(name)
+            if group.place is Place.DEVICE:
+                return
+            for item in group.items:
+                fence = item.down if item.down is not None else item.up
+                # a group restored while it was leaving: its owner may write to it now, so the outgoing copy has to be
+                # over
+                self._mover.compute_waits(fence)
+                self._arena.free(item.block, [fence])
+            group.items.clear()
+            group.place = Place.DEVICE
+
+    # -- restore points ------------------------------------------------------------------------------------------------
+
+    def restore_before_forward(self, name: str, module: nn.Module) -> None:
+        """Restore the group when the module's forward starts."""
+        module.register_forward_pre_hook(lambda *_: self.restore(name), prepend=True)
+
+    def restore_before_gradient(self, name: str, tensor: torch.Tensor) -> None:
+        """Restore the group when the gradient of this tensor has been computed, in the midst of backward."""
+        tensor.register_hook(lambda _: self.restore(name))
+
+    def around_step(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        """Restore the group before each `step()` and park it after."""
+        self._restored_at_step.add(name)  # the refusing hook of add_optimizer may run before this one
+        optimizer.register_step_pre_hook(lambda *_: self.restore(name))
+        optimizer.register_step_post_hook(lambda *_: self.park(name))
+
+    # -- guards --------------------------------------------------------------------------------------------------------
+
+    def require(self, name: str, what: str) -> None:
+        """Raise unless the group is on the device.
+
+        Raises:
+            ParkedStateError: names the group, where it is, and what wanted it.
+        """
+        if self._group(name).place is not Place.DEVICE:
+            self._refuse(name, what)
+
+    def _refuse(self, name: str, what: str) -> None:
+        place = self._groups[name].place.value
+        raise ParkedStateError(
+            f"{what} needs group {name!r}, which is {place}; call restore({name!r}) first or add a restore point"
+        )
+
+    def _parked_storages(self) -> dict[int, str]:
+        return {
+            item.storage._cdata: name
+            for name, group in self._groups.items()
+            if group.place is not Place.DEVICE
+            for item in group.items
+        }
+
+    def guard(self) -> TorchDispatchMode:
+        """A context in which any operation on a parked tensor, collectives included, raises `ParkedStateError`.
+
+        Costs a Python call per operation: for debugging, and around code that you don't trust.
+        """
+        return _Guard(self)

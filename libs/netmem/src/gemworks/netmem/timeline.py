@@ -1,0 +1,274 @@
+"""Predicted time line of one step under a ledger's links.
+
+A fluid model: compute segments run one after another; a transfer starts when its segment has ended, waits for a copy
+engine of its link (first come, first served), pays the link's latency, and then flows. Flows that are active together
+share every resource max-min fairly; a compute segment that reads device memory is a flow too, so that it slows down
+when transfers need that memory's bandwidth, as real kernels do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from gemworks.netmem.ledger import HBM, BandwidthLedger
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of compute.
+
+    Args:
+        name: of the layer or region.
+        duration_s: time it takes alone.
+        hbm_bytes: device-memory traffic that it needs in that time; 0 leaves contention out.
+    """
+
+    name: str
+    duration_s: float
+    hbm_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes over one link.
+
+    Args:
+        name: of the tensor or bucket.
+        num_bytes: bytes to move.
+        link: name of the ledger's link.
+        after: index of the segment whose end makes the bytes ready; -1: ready at the start.
+        before: index of the segment that cannot start without them; the number of segments: the step's end waits for
+            them; None: nobody waits.
+    """
+
+    name: str
+    num_bytes: float
+    link: str
+    after: int = -1
+    before: int | None = None
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Compute stood still before a segment, waiting for a transfer."""
+
+    segment: str
+    transfer: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step costs.
+
+    Attributes:
+        total_s: end of the last segment, and of the transfers that the end of the step waits for.
+        compute_s: sum of the segments' own durations.
+        exposed_s: `total_s - compute_s`.
+        slowdown_s: the part of it lost to shared device-memory bandwidth while computing; the rest is stalls.
+        stalls: who waited for what, in time order.
+        start_s, finish_s: by transfer name; a transfer starts when a copy engine takes it.
+        moved_bytes: by resource; device memory counts compute's traffic too.
+        busy_s: by resource: time during which it carried anything.
+    """
+
+    total_s: float
+    compute_s: float
+    exposed_s: float
+    slowdown_s: float
+    stalls: tuple[Stall, ...]
+    start_s: dict[str, float]
+    finish_s: dict[str, float]
+    moved_bytes: dict[str, float]
+    busy_s: dict[str, float]
+
+
+@dataclass
+class _Flow:
+    path: tuple[str, ...]
+    left: float
+    cap: float = math.inf  # bytes per second that it can use
+    rate: float = field(default=0.0)
+
+
+def _share(flows: list[_Flow], capacity: dict[str, float]) -> None:
+    """Max-min fair rates by progressive filling: raise all rates together, freeze whoever meets a full resource or its
+    own cap.
+    """
+    left = dict(capacity)
+    active = list(flows)
+    for flow in flows:
+        flow.rate = 0.0
+    while active:
+        users: dict[str, int] = {}
+        for flow in active:
+            for resource in flow.path:
+                users[resource] = users.get(resource, 0) + 1
+        step = min([left[r] / n for r, n in users.items()] + [f.cap - f.rate for f in active])
+        step = max(step, 0.0)
+        for flow in active:
+            flow.rate += step
+        for resource, n in users.items():
+            left[resource] -= n * step
+        full = {r for r in users if left[r] <= 1e-12 * capacity[r]}
+        active = (
+            [f for f in active if f.cap - f.rate > 1e-12 * f.cap and not full.intersection(f.path)]
+            if step > 0 or full
+            else []
+        )
+
+
+def _validate(ledger: BandwidthLedger, segments: list[Segment], transfers: list[Transfer]) -> None:
+    names = [t.name for t in transfers]
+    if len(set(names)) != len(names):
+        raise ValueError(
+            f"transfers: names must differ, got {sorted(n for n in set(names) if names.count(n) > 1)} more than once"
+        )
+    for segment in segments:
+        if segment.duration_s < 0 or segment.hbm_bytes < 0:
+            raise ValueError(
+                f"segment {segment.name!r}: expected duration_s and hbm_bytes >= 0, got {segment.duration_s} and "
+                f"{segment.hbm_bytes}"
+            )
+        if segment.hbm_bytes > segment.duration_s * ledger.capacity[HBM] * (1 + 1e-6):
+            raise ValueError(
+                f"segment {segment.name!r}: {segment.hbm_bytes:.4g} bytes in {segment.duration_s:.4g} s is more than "
+                f"device memory gives "
+                f"({ledger.capacity[HBM]:.4g} bytes/s); measure its duration again"
+            )
+    for transfer in transfers:
+        ledger.link(transfer.link)
+        last = len(segments) if transfer.before is None else transfer.before
+        if not (-1 <= transfer.after < len(segments) and transfer.after < last <= len(segments)):
+            raise ValueError(
+                f"transfer {transfer.name!r}: expected -1 <= after < before <= {len(segments)}, got "
+                f"after={transfer.after}, before={transfer.before}"
+            )
+        if transfer.num_bytes < 0:
+            raise ValueError(f"transfer {transfer.name!r}: expected num_bytes >= 0, got {transfer.num_bytes}")
+
+
+def predict(ledger: BandwidthLedger, segments: Iterable[Segment], transfers: Iterable[Transfer]) -> Prediction:
+    """Play one step and say what of its traffic is exposed.
+
+    Args:
+        ledger: links and rates. Its reservations are not counted: give every user of a link as a transfer.
+        segments: compute, in order.
+        transfers: traffic; equal names are refused, the order breaks ties in a queue.
+
+    Raises:
+        ValueError: unknown link, impossible order, negative size, a segment with more memory traffic than the memory
+            gives.
+    """
+    segments, transfers = list(segments), list(transfers)
+    _validate(ledger, segments, transfers)
+    now, current = 0.0, 0
+    running = False
+    queued: list[int] = []  # ready, waiting for a copy engine, in order of arrival
+    waking: dict[int, float] = {}  # has its engine; bytes flow from that time on
+    flowing: dict[int, _Flow] = {}
+    done: set[int] = set()
+    start_s: dict[str, float] = {}
+    finish_s: dict[str, float] = {}
+    moved = dict.fromkeys(ledger.capacity, 0.0)
+    busy = dict.fromkeys(ledger.capacity, 0.0)
+    stalls: list[Stall] = []
+    stalled_since = 0.0
+    slowdown = 0.0
+    work: _Flow | None = None
+    work_left_s = 0.0
+    total_s: float | None = None
+
+    def arrive(segment: int) -> None:
+        queued.extend(i for i, t in enumerate(transfers) if t.after == segment)
+
+    def blockers() -> list[int]:
+        return [i for i, t in enumerate(transfers) if t.before is not None and t.before <= current and i not in done]
+
+    arrive(-1)
+    while True:
+        # hand free copy engines to the head of each link's queue
+        for link in ledger.links.values():
+            mine = [i for i in queued if transfers[i].link == link.name]
+            serving = sum(transfers[i].link == link.name for i in (*waking, *flowing))
+            slots = len(mine) if link.num_copy_engines == 0 else max(0, link.num_copy_engines - serving)
+            for i in mine[:slots]:
+                queued.remove(i)
+                start_s[transfers[i].name] = now
+                waking[i] = now + link.latency_s
+        for i in [i for i, t in waking.items() if t <= now]:
+            del waking[i]
+            flowing[i] = _Flow(ledger.links[transfers[i].link].path, transfers[i].num_bytes)
+        finished = [i for i, f in flowing.items() if f.left <= 1e-9 * max(1.0, transfers[i].num_bytes)]
+        if finished:
+            for i in finished:
+                awaited = total_s is None and not running and i in blockers()
+                del flowing[i]
+                done.add(i)
+                finish_s[transfers[i].name] = now
+                if awaited and not blockers() and now > stalled_since:
+                    name = segments[current].name if current < len(segments) else "end of step"
+                    stalls.append(Stall(name, transfers[i].name, now - stalled_since))
+            continue
+        if running and work_left_s <= 0.0:
+            running = False
+            arrive(current)
+            current += 1
+            stalled_since = now
+            continue
+        if not running and total_s is None and not blockers():
+            if current == len(segments):
+                total_s = now
+            else:
+                running = True
+                segment = segments[current]
+                work_left_s = segment.duration_s
+                work = (
+                    _Flow((HBM,), segment.hbm_bytes, segment.hbm_bytes / segment.duration_s)
+                    if segment.hbm_bytes > 0
+                    else None
+                )
+                continue
+        if total_s is not None and len(done) == len(transfers):
+            break
+        # rates until the next event
+        flows = list(flowing.values()) + ([work] if running and work is not None else [])
+        _share(flows, ledger.capacity)
+        speed = work.rate / work.cap if running and work is not None else 1.0
+        horizon = [t - now for t in waking.values()] + [f.left / f.rate for f in flowing.values() if f.rate > 0]
+        if running:
+            horizon.append(work_left_s / speed if speed > 0 else math.inf)
+        dt = min(horizon)
+        assert math.isfinite(dt), "no event can happen: a flow has no rate"
+        for flow in flows:
+            flow.left -= flow.rate * dt
+            for resource in flow.path:
+                moved[resource] += flow.rate * dt
+        for resource in {r for f in flows if f.rate > 0 for r in f.path}:
+            busy[resource] += dt
+        if running:
+            finishing = work_left_s / speed <= dt if speed > 0 else False
+            work_left_s = 0.0 if finishing else work_left_s - speed * dt
+            slowdown += (1.0 - speed) * dt
+        due = [i for i, t in waking.items() if t - now <= dt]
+        now += dt
+        for i in due:
+            waking[i] = now
+        for i, flow in flowing.items():
+            if flow.left <= 1e-9 * max(1.0, transfers[i].num_bytes):
+                flow.left = 0.0
+
+    compute_s = sum(s.duration_s for s in segments)
+    return Prediction(
+        total_s=total_s,
+        compute_s=compute_s,
+        exposed_s=total_s - compute_s,
+        slowdown_s=slowdown,
+        stalls=tuple(stalls),
+        start_s=start_s,
+        finish_s=finish_s,
+        moved_bytes=moved,
+        busy_s=busy,
+    )

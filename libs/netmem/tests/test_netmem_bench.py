@@ -1,0 +1,52 @@
+"""The benchmark runs on a CPU from end to end, and its CSV has the promised columns."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+
+import pytest
+from gemworks.netmem.bench.__main__ import SUITES, main
+from gemworks.netmem.bench.rows import COLUMNS
+from gemworks.netmem.ledger import BandwidthLedger
+
+pytestmark = pytest.mark.reference
+
+
+def read(path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_smoke_run_of_every_suite(tmp_path):
+    out = tmp_path / "netmem.csv"
+    assert main(["--smoke", "--out", str(out)]) == 0
+    rows = read(out)
+    assert tuple(rows[0]) == COLUMNS
+    ops = {r["op"] for r in rows}
+    assert ops == {"link", "offload_copy", "small_copy", "quantise", "stash", "budget"}
+    assert len(ops) == len(SUITES)
+    assert all(float(r["ms"]) > 0 for r in rows if r["op"] in ("offload_copy", "quantise", "stash"))
+    assert sum(r["op"] == "budget" and r["impl"] == "gemworks" and r["ms"] != "" for r in rows) >= 2
+    BandwidthLedger.from_toml(tmp_path / "netmem.cluster.toml")
+    assert (tmp_path / "netmem.budgets.png").exists()
+
+
+def test_without_a_gpu_it_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["--out", str(tmp_path / "x.csv")]) == 2
+    assert "--smoke" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_pair_smoke_run_under_torchrun(tmp_path):
+    out = tmp_path / "pair.csv"
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "gemworks.netmem.bench", "--smoke", "--suite", "pair", "--out", str(out)]
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
+    rows = read(out)
+    assert {r["op"] for r in rows} == {"all_gather", "reduce_scatter", "fsdp_stack"}
+    assert any("not run" in r["setting"] for r in rows)

@@ -1,0 +1,171 @@
+"""Quantized collectives on gloo, 2 to 4 processes. Case O7."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from gemworks.netmem.codec import BUILTIN, get_codec
+from gemworks.netmem.collectives import QuantizedCollective, split_rows
+from gemworks.netmem.errors import CollectiveMismatchError
+
+pytestmark = pytest.mark.dist
+
+
+def _entry(rank: int, world: int, path: str, work: Callable[[int, int], Any], queue: Any) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{path}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        )
+        work(rank, world)
+        queue.put((rank, None))
+    except BaseException:
+        queue.put((rank, traceback.format_exc()))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run_ranks(world: int, work: Callable[[int, int], Any], path: str) -> None:
+    """Run `work(rank, world)` in that many processes; any failure fails the test with its traceback."""
+    context = mp.get_context("fork")
+    queue = context.SimpleQueue()
+    processes = [context.Process(target=_entry, args=(r, world, path, work, queue)) for r in range(world)]
+    for p in processes:
+        p.start()
+    for p in processes:
+        p.join(120)
+    hung = [r for r, p in enumerate(processes) if p.is_alive()]
+    for p in processes:
+        if p.is_alive():
+            p.kill()
+            p.join()
+    assert not hung, f"ranks {hung} hang"
+    failures = [error for _, error in (queue.get() for _ in range(world)) if error]
+    assert not failures, "\n".join(failures)
+
+
+def tensor(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(17 * rank + sum(shape))).to(dtype)
+
+
+def coded(codec: str, x: torch.Tensor) -> torch.Tensor:
+    c = get_codec(codec)
+    return c.decode(c.encode(x), x.shape, x.dtype) if x.numel() else x
+
+
+SHAPES = [(0,), (1,), (3,), (7, 5), (0, 5), (8, 0), (33, 3), (2, 3, 129), (5, 1)]
+ALL_CASES = [(name, dtype) for name in sorted(BUILTIN) for dtype in (torch.float32, torch.bfloat16)]
+FEW_CASES = [("fp8_row", torch.float32), ("mxfp8", torch.bfloat16)]
+
+
+def check_everything(rank: int, world: int) -> None:
+    for codec, dtype in ALL_CASES if world == 3 else FEW_CASES:
+        q = QuantizedCollective(codec=codec)
+        for shape in SHAPES:
+            inputs = [tensor(r, shape, dtype) for r in range(world)]
+            gathered = q.all_gather(inputs[rank])
+            assert torch.equal(gathered, torch.cat([coded(codec, x) for x in inputs])), (codec, shape)
+
+            rows = split_rows(shape[0], world)
+            mine = [torch.split(x, rows)[rank] for x in inputs]
+            total = torch.zeros(mine[0].shape)
+            for part in mine:
+                total += coded(codec, part).float()
+            for mean in (False, True):
+                got = q.reduce_scatter(inputs[rank], mean=mean)
+                assert torch.equal(got, (total / world if mean else total).to(dtype)), (codec, shape)
+
+            sends = [[(3 * s + 5 * d + shape[0]) % 4 for d in range(world)] for s in range(world)]
+            if shape[0] == 0:
+                sends = [[0] * world for _ in range(world)]
+            xs = [tensor(s, (sum(sends[s]), *shape[1:]), dtype) for s in range(world)]
+            got = q.all_to_all(xs[rank], sends[rank], [sends[s][rank] for s in range(world)])
+            expected = torch.cat([coded(codec, torch.split(xs[s], sends[s])[rank]) for s in range(world)])
+            assert torch.equal(got, expected), (codec, shape)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+def test_o7_any_size_equals_one_process(world, tmp_path):
+    run_ranks(world, check_everything, str(tmp_path / "rendezvous"))
+
+
+def refused(call: Callable[[], Any], *named: str) -> None:
+    with pytest.raises((CollectiveMismatchError, ValueError)) as caught:
+        call()
+    assert any(n in str(caught.value) for n in named), str(caught.value)
+
+
+def check_mismatches(rank: int, world: int) -> None:
+    q = QuantizedCollective(codec="fp8_row")
+    x = torch.ones(4, 6)
+
+    refused(lambda: q.all_gather(x if rank else x[:3]), "(3, 6)")
+    refused(lambda: q.all_gather(x if rank else x.bfloat16()), "bfloat16")
+    refused(lambda: q.reduce_scatter(x if rank else x.view(-1)), "(24,)")
+    refused(lambda: q.all_gather(x) if rank else q.reduce_scatter(x), "operation")
+    other = QuantizedCollective(codec="mxfp8" if rank else "bf16")
+    refused(lambda: other.all_gather(x), "codec")
+    splits = [2] * (world - 1) + [4 - 2 * (world - 1)] if world == 2 else [1] * world
+    wrong = [*splits[:-1], splits[-1] + (rank == 0)]
+    refused(lambda: q.all_to_all(x, splits, wrong), "expects")
+    refused(lambda: q.all_to_all(x, splits if rank else [9] * world, splits), "input_splits", "bad arguments")
+    refused(lambda: q.all_to_all(x, splits if rank else splits[:-1], splits), "input_splits", "bad arguments")
+    refused(lambda: q.all_gather(x if rank else x.long()), "dtype", "bad arguments")
+    refused(lambda: q.all_gather(x if rank else torch.ones(())), "dims", "bad arguments")
+    # and the group still works
+    assert torch.equal(q.all_gather(x), torch.ones(4 * world, 6))
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_mismatched_calls_are_errors_on_every_rank_and_nothing_hangs(world, tmp_path):
+    run_ranks(world, check_mismatches, str(tmp_path / "rendezvous"))
+
+
+def check_feedback(rank: int, world: int) -> None:
+    gradient = [tensor(r, (6, 40), torch.float32) for r in range(world)]
+    exact = torch.split(sum(gradient, torch.zeros(6, 40)), split_rows(6, world))[rank]
+    errors = {}
+    for feedback in (False, True):
+        q = QuantizedCollective(codec="fp8_row", error_feedback=feedback)
+        total = torch.zeros_like(exact)
+        for _ in range(20):
+            total += q.reduce_scatter(gradient[rank], key="w")
+        errors[feedback] = float((total / 20 - exact).norm() / exact.norm())
+    assert errors[True] < errors[False] / 5, errors
+    unchecked = QuantizedCollective(codec="fp8_row", check="never")
+    refused(lambda: unchecked.all_gather(torch.ones(2, dtype=torch.int64)), "dtype")
+    q = QuantizedCollective(codec="bf16", error_feedback=True)
+    q.reduce_scatter(torch.ones(4), key="a")
+    refused(lambda: q.reduce_scatter(torch.ones(5), key="a"), "another key")
+    q.all_gather(torch.ones(1000))
+    assert q.traffic.sent_bytes == (world - 1) * 2000
+    assert q.traffic.plain_bytes == (world - 1) * 4000
+
+
+def test_error_feedback_makes_the_mean_of_many_steps_exact(tmp_path):
+    run_ranks(2, check_feedback, str(tmp_path / "rendezvous"))
+
+
+def check_subgroup(rank: int, world: int) -> None:
+    group = dist.new_group([0, 2])
+    if rank in (0, 2):
+        assert isinstance(group, dist.ProcessGroup)
+        q = QuantizedCollective(group, codec="mxfp8")
+        got = q.all_gather(torch.full((3,), float(rank)))
+        assert got.tolist() == [0.0] * 3 + [2.0] * 3
+    dist.barrier()
+
+
+@pytest.mark.slow
+def test_a_subgroup(tmp_path):
+    run_ranks(3, check_subgroup, str(tmp_path / "rendezvous"))

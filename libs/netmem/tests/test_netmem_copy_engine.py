@@ -1,0 +1,182 @@
+"""The copy-engine all-gather: its protocol on a simulated symmetric memory, the fallback under FSDP2, the trace
+check.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gemworks.netmem.copy_engine import (
+    CopyEngineAllGather,
+    FallbackAllGather,
+    copy_engine_all_gather,
+    copy_engine_problem,
+    few_ctas_options,
+    verify_copy_engines,
+)
+from torch import nn
+
+pytestmark = pytest.mark.reference
+CPU = torch.device("cpu")
+
+
+class Shared:
+    """Symmetric memory of W ranks in one process, a thread each."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.barrier = threading.Barrier(world, timeout=20)
+        self.buffers: dict[tuple[int, int], torch.Tensor] = {}
+
+
+class Rank:
+    def __init__(self, shared: Shared, rank: int) -> None:
+        self.shared, self._rank, self.num = shared, rank, 0
+
+    def size(self) -> int:
+        return self.shared.world
+
+    def rank(self) -> int:
+        return self._rank
+
+    def empty(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
+
+    def rendezvous(self, buffer: torch.Tensor, group: Any) -> Handle:
+        self.shared.buffers[self._rank, self.num] = buffer
+        self.num += 1
+        return Handle(self.shared, self.num - 1)
+
+
+class Handle:
+    def __init__(self, shared: Shared, index: int) -> None:
+        self.shared, self.index = shared, index
+
+    def barrier(self, channel: int = 0) -> None:
+        self.shared.barrier.wait()
+
+    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
+        whole = self.shared.buffers[rank, self.index].view(dtype)
+        return whole[storage_offset : storage_offset + sizes[0]]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_rank_gets_every_shard_over_many_calls_and_sizes(world):
+    shared, errors = Shared(world), []
+
+    def work(rank: int) -> None:
+        try:
+            me: Any = Rank(shared, rank)
+            comm = CopyEngineAllGather(me, CPU, num_buffers=2, memory=me)
+            for call in range(12):
+                n = (5, 8, 0)[call % 3]
+                out = comm.allocate((world * n,), dtype=torch.float32, device=CPU)
+                own = out[rank * n : (rank + 1) * n]
+                own.fill_(100 * call + rank)  # FSDP2's copy-in
+                assert comm(out, own, me, async_op=True) is None
+                assert out.tolist() == [100 * call + r for r in range(world) for _ in range(n)]
+                shared.barrier.wait()
+                del out, own
+        except BaseException as error:
+            errors.append(error)
+            shared.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(r,)) for r in range(world)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert not errors, errors
+
+
+def test_a_buffer_in_use_is_never_handed_out_again():
+    me: Any = Rank(Shared(1), 0)
+    comm = CopyEngineAllGather(me, CPU, num_buffers=2, memory=me)
+    held = [comm.allocate((4,), dtype=torch.bfloat16, device=CPU) for _ in range(2)]
+    with pytest.raises(RuntimeError, match="num_buffers"):
+        comm.allocate((4,), dtype=torch.bfloat16, device=CPU)
+    del held
+    comm.allocate((4,), dtype=torch.bfloat16, device=CPU)
+    with pytest.raises(ValueError, match="allocate"):
+        comm(torch.zeros(4), torch.zeros(4), me)
+    out = comm.allocate((4,), dtype=torch.float32, device=CPU)
+    with pytest.raises(ValueError, match="expected 3"):
+        comm(out, torch.zeros(3), me)
+
+
+@pytest.mark.dist
+# single-process groups make torch warn about devices and about its own deprecated names
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_fsdp2_falls_back_loudly_and_trains_the_same(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        losses = []
+        for custom in (False, True):
+            torch.manual_seed(0)
+            mesh = init_device_mesh("cpu", (1,))
+            model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+            fully_shard(model[0], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            if custom:
+                with pytest.warns(RuntimeWarning, match="copy engines are a GPU's"):
+                    comm = copy_engine_all_gather(model)
+                assert isinstance(comm, FallbackAllGather)
+                assert "cpu" in comm.reason
+            loss = model(torch.ones(4, 8)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+        comm = FallbackAllGather("test")
+        out = comm.allocate((6,), dtype=torch.float32, device=CPU)
+        assert dist.group.WORLD is not None
+        comm(out, torch.arange(6.0), dist.group.WORLD)
+        assert out.tolist() == [0, 1, 2, 3, 4, 5]
+        assert copy_engine_problem(dist.group.WORLD, CPU) is not None
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_model_without_fsdp2_is_a_value_error():
+    with pytest.raises(ValueError, match="fully_shard"):
+        copy_engine_all_gather(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="max_ctas"):
+        few_ctas_options(0)
+
+
+def event(cat, name, start, dur, **args):
+    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": dur, "args": {"device": 0, "stream": 20, **args}}
+
+
+def test_the_trace_check():
+    events = [
+        event("kernel", "barrier_kernel", 0, 2, grid=[1, 1, 1]),
+        event("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 2, 50, bytes=1000),
+        event("kernel", "barrier_kernel", 52, 2, grid=[1, 1, 1]),
+        event("kernel", "void at::native::split_with_sizes_copy_out", 60, 7, grid=[64, 1, 1]),
+    ]
+    check = verify_copy_engines({"traceEvents": events})
+    assert check.ok
+    assert (check.peer_copies, check.peer_bytes, check.barrier_us, check.fsdp_copy_us) == (1, 1000, 4, 7)
+    nccl = event("kernel", "ncclDevKernel_AllGather_RING_LL", 0, 50, grid=[24, 1, 1])
+    bad = verify_copy_engines({"traceEvents": [*events, nccl]})
+    assert not bad.ok
+    assert bad.sm_kernels == {"ncclDevKernel_AllGather_RING_LL": 24}
+    assert not verify_copy_engines({"traceEvents": [event("kernel", "gemm", 0, 1, grid=[9, 1, 1])]}).ok
+
+
+def test_importing_everything_touches_no_gpu():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        import gemworks.netmem
+
+        for name in gemworks.netmem.__all__:
+            assert getattr(gemworks.netmem, name) is not None
+    assert not torch.cuda.is_initialized()

@@ -1,0 +1,180 @@
+"""The state stash: equal training, memory really freed, guards."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from gemworks.netmem.arena import PinnedArena
+from gemworks.netmem.errors import ParkedStateError
+from gemworks.netmem.movers import DelayedMover
+from gemworks.netmem.stash import Place, StateStash
+from torch import nn
+
+pytestmark = pytest.mark.reference
+
+
+def make_stash(seed: int = 0, capacity_bytes: int = 1 << 20) -> StateStash:
+    mover = DelayedMover(seed, max_delay=20, chunk_bytes=256)
+    return StateStash(PinnedArena(capacity_bytes, pin=False), device="cpu", min_bytes=64, mover=mover)
+
+
+def make_training(seed: int = 0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Flatten(), nn.Linear(64, 8), nn.GELU(), nn.Linear(8, 1))
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def train(model, optimizer, steps, before=lambda: None):
+    losses = []
+    for step in range(steps):
+        ids = torch.randint(0, 50, (12, 4), generator=torch.Generator().manual_seed(step))
+        before()
+        loss = model(ids).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_training_with_parked_optimizer_state_is_bit_equal(seed):
+    model, optimizer = make_training()
+    reference, reference_optimizer = make_training()
+    stash = make_stash(seed)
+    stash.add_optimizer("adam", optimizer)
+    stash.around_step("adam", optimizer)
+    assert train(model, optimizer, 12) == train(reference, reference_optimizer, 12)
+    stash.restore("adam")
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(optimizer.state[p]["exp_avg"], reference_optimizer.state[q]["exp_avg"])
+
+
+def test_parking_frees_the_device_and_restoring_gives_every_alias_back():
+    stash = make_stash()
+    base = torch.arange(1000.0)
+    views = [base, base.view(10, 100).t(), base[500:]]
+    expected = [v.clone() for v in views]
+    stash.add("table", views)
+    stash.park("table", wait=True)
+    assert stash.place("table") is Place.PARKED
+    assert base.untyped_storage().nbytes() == 0
+    stash.prefetch("table")
+    assert stash.place("table") is Place.RETURNING
+    stash.restore("table")
+    for a, b in zip(views, expected, strict=True):
+        assert torch.equal(a, b)
+    assert stash._arena.stats().num_live == 0
+    assert base._version == 0
+
+
+def test_restored_while_leaving_and_written_at_once():
+    """The outgoing copy of the first round must not read what the owner writes after the restore."""
+    for seed in range(6):
+        stash = make_stash(seed)
+        table = torch.zeros(1000)
+        stash.add("table", [table])
+        for round_ in range(5):
+            stash.park("table")
+            stash.restore("table")
+            table.fill_(round_)
+            stash.park("table", wait=round_ % 2 == 0)
+            stash.restore("table")
+            assert table.unique().tolist() == [round_]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_embedding_table_parked_from_lookup_to_its_update(seed):
+    model, optimizer = make_training()
+    reference, reference_optimizer = make_training()
+    stash = make_stash(seed)
+    embedding = model[0]
+    stash.add_module("table", embedding)
+    stash.restore_before_forward("table", embedding)
+    optimizer.register_step_pre_hook(lambda *_: stash.restore("table"))
+    embedding.register_forward_hook(lambda *_: stash.park("table"))
+    assert train(model, optimizer, 8) == train(reference, reference_optimizer, 8)
+
+
+def test_restore_in_the_midst_of_backward():
+    stash = make_stash()
+    table = torch.arange(100.0)
+    stash.add("table", [table])
+    x = torch.ones(3, requires_grad=True)
+    h = x * 2
+    stash.restore_before_gradient("table", h)
+    stash.park("table", wait=True)
+    places = []
+    x.register_hook(lambda _: places.append(stash.place("table")))
+    h.sum().backward()
+    assert places == [Place.DEVICE]
+    assert table[99] == 99
+
+
+def test_checkpoint_step_and_eval_on_parked_state_are_refused():
+    model, optimizer = make_training()
+    stash = make_stash()
+    train(model, optimizer, 1)
+    stash.add_optimizer("adam", optimizer)
+    stash.add_module("table", model[0])
+    stash.park("adam", wait=True)
+    stash.park("table", wait=True)
+    with pytest.raises(ParkedStateError, match=r"state_dict.*'adam'.*restore"):
+        optimizer.state_dict()
+    with pytest.raises(ParkedStateError, match="step"):
+        optimizer.step()
+    with pytest.raises(ParkedStateError, match=r"state_dict.*'table'"):
+        model.state_dict()
+    model.eval()
+    with pytest.raises(ParkedStateError, match="eval forward"):
+        model(torch.zeros(1, 4, dtype=torch.int64))
+    stash.restore("adam")
+    stash.restore("table")
+    copy.deepcopy(optimizer.state_dict())
+    model(torch.zeros(1, 4, dtype=torch.int64))
+
+
+@pytest.mark.dist
+# torch warns about its own default when the group is made without a device
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_collectives_on_parked_state_are_refused_under_the_guard(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        stash = make_stash()
+        table = torch.ones(100)
+        stash.add("table", [table])
+        stash.park("table", wait=True)
+        with stash.guard():
+            with pytest.raises(ParkedStateError, match=r"c10d.*'table'"):
+                dist.all_reduce(table)
+            with pytest.raises(ParkedStateError):
+                table.add_(1)
+            stash.restore("table")
+            dist.all_reduce(table)
+        assert table.sum() == 100
+    finally:
+        dist.destroy_process_group()
+
+
+def test_exhausted_host_memory_leaves_state_on_the_device():
+    stash = make_stash(capacity_bytes=1024)
+    tensors = [torch.full((200,), 1.0), torch.full((200,), 2.0)]
+    stash.add("both", tensors)
+    with pytest.warns(RuntimeWarning, match="exhausted"):
+        stash.park("both", wait=True)
+    assert [t.untyped_storage().nbytes() for t in tensors] == [0, 800]
+    stash.restore("both")
+    assert [float(t.sum()) for t in tensors] == [200.0, 400.0]
+
+
+def test_bad_names():
+    stash = make_stash()
+    stash.add("a", [])
+    with pytest.raises(ValueError, match="taken"):
+        stash.add("a", [])
+    with pytest.raises(ValueError, match="expected one of"):
+        stash.park("b")

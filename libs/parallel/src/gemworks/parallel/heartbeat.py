@@ -1,0 +1,101 @@
+"""Who died: ranks write a beat into the store; when a collective fails or times out the others name the silent ones.
+
+gloo notices a closed connection at once and a silent peer after the group's time-out; either way its error does not
+say who it was. On NCCL the process is aborted by its watchdog instead, and torchrun's error file names the first
+failure.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+
+class RankFailure(RuntimeError):
+    """A collective failed; `ranks` are those whose beat stopped (empty: the store itself is gone)."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class Heartbeat:
+    """Beats of this rank, and a look at the others'.
+
+    Args:
+        store: shared by all ranks; one of its own (`dist.PrefixStore("beat", store)`), as stores serialise calls.
+        rank, world_size: of the process.
+        interval_s: between beats. A rank counts as dead after `patience` intervals without one.
+        patience: see above.
+
+    Example:
+        >>> with Heartbeat(dist.HashStore(), 0, 1, interval_s=0.01) as beat:
+        ...     time.sleep(0.05)
+        ...     beat.silent_ranks()
+        ()
+    """
+
+    def __init__(
+        self,
+        store: dist.distributed_c10d.Store,
+        rank: int,
+        world_size: int,
+        *,
+        interval_s: float = 1.0,
+        patience: float = 3.0,
+    ) -> None:
+        self._store, self._rank, self._world = store, rank, world_size
+        self._interval, self._patience = interval_s, patience
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gemworks-heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        self._beat()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def silent_ranks(self) -> tuple[int, ...]:
+        """Ranks whose counter does not move within `patience` intervals; it waits that long."""
+        before = [self._read(r) for r in range(self._world)]
+        time.sleep(self._interval * self._patience)
+        return tuple(r for r in range(self._world) if r != self._rank and self._read(r) == before[r])
+
+    @contextmanager
+    def guard(self, what: str) -> Iterator[None]:
+        """Turn a failure of the collectives inside into a `RankFailure` that names the dead.
+
+        Args:
+            what: for the message, such as "step 12".
+        """
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            try:
+                silent = self.silent_ranks()
+            except (RuntimeError, dist.DistError):
+                raise RankFailure(f"{what}: a collective failed and the store is gone: its host died", ()) from error
+            named = (
+                f"ranks {list(silent)} stopped" if silent else "every rank is alive: ranks disagree on the collective"
+            )
+            raise RankFailure(f"{what}: a collective failed; {named}", silent) from error
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            try:
+                self._beat()
+            except (RuntimeError, dist.DistError):
+                return
+
+    def _beat(self) -> None:
+        self._store.add(f"beat/{self._rank}", 1)
+
+    def _read(self, rank: int) -> int:
+        return self._store.add(f"beat/{rank}", 0)

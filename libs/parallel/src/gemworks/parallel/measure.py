@@ -1,0 +1,150 @@
+"""Measure the rates of a cluster with the processes at hand (gloo or NCCL)."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from gemworks.parallel.cluster import COLLECTIVES, ClusterSpec, Collective, Rate, Tier
+from gemworks.parallel.costs import edge_bytes
+from torch import Tensor
+
+
+def ring_steps(collective: Collective, size: int) -> int:
+    """Steps between neighbours: 2 (n-1) for an all-reduce, 1 for an all-to-all, n-1 for the others."""
+    return 1 if collective == "all_to_all" else (2 if collective == "all_reduce" else 1) * (size - 1)
+
+
+def fit_rate(collective: Collective, size: int, samples: Sequence[tuple[int, float]]) -> Rate:
+    """Fit latency and bus bandwidth to measured times.
+
+    Least squares on `t = steps * latency + edge_bytes / bandwidth`, weighted by 1/t so that small messages decide the
+    latency and large ones the bandwidth. A negative latency is cut to 0.
+
+    Args:
+        collective: which.
+        size: ranks of the group.
+        samples: (message bytes S, seconds), at least two different sizes.
+
+    Example:
+        >>> rate = fit_rate("all_gather", 3, [(3_000, 2e-6 + 2e-6), (3_000_000, 2e-6 + 2e-3)])
+        >>> round(rate.latency_us, 6), round(rate.bytes_per_s / 1e9, 6)
+        (1.0, 1.0)
+    """
+    if len({s for s, _ in samples}) < 2:
+        raise ValueError(f"samples: got sizes {sorted({s for s, _ in samples})}, expected at least two different ones")
+    k = ring_steps(collective, size)
+    rows = torch.tensor([[k / t, edge_bytes(collective, size, s) / t] for s, t in samples], dtype=torch.float64)
+    scale = rows.abs().amax(dim=0)
+    solution = torch.linalg.lstsq(rows / scale, torch.ones(len(samples), 1, dtype=torch.float64)).solution[:, 0] / scale
+    latency, per_byte = float(solution[0]), float(solution[1])
+    if latency < 0 or per_byte <= 0:
+        largest = max(samples)
+        latency, per_byte = max(latency, 0.0), largest[1] / edge_bytes(collective, size, largest[0])
+    return Rate(bytes_per_s=1 / per_byte, latency_us=latency * 1e6)
+
+
+def measure_cluster(
+    base: ClusterSpec,
+    *,
+    device: torch.device | str = "cpu",
+    sizes: Sequence[int] = (64 * 1024, 16 * 2**20),
+    repeats: int = 5,
+) -> ClusterSpec:
+    """`base` with its tiers' rates replaced by measurements; every rank of the world calls it.
+
+    A tier is measured on groups that cross only it: all GPUs of a domain; GPUs of equal index, one from each domain of
+        a zone;
+    GPUs of equal place, one from each zone. All groups run at once, as they do in training, so contention is in the
+    figures. Every rank returns the same spec (the median over repeats of the slowest rank's time).
+
+    Args:
+        base: its shape must be the world's; its other figures are kept.
+        device: where the buffers live.
+        sizes: message bytes S, two or more.
+        repeats: timed runs per size, after one to warm up.
+
+    Raises:
+        ValueError: no process group, or the shape is not the world's.
+    """
+    if not dist.is_initialized() or dist.get_world_size() != base.num_gpus:
+        got = dist.get_world_size() if dist.is_initialized() else 0
+        raise ValueError(
+            f"base: got {base.num_gpus} GPUs, expected the {got} ranks of the initialised world; use "
+            f"base.resized({got})"
+        )
+    target = torch.device(device)
+    tiers: dict[Tier, dict[Collective, Rate]] = {}
+    for tier in base.needed_tiers():
+        group = _tier_group(base, tier)
+        tiers[tier] = {}
+        for collective in COLLECTIVES:
+            samples = [(size, _time(collective, group, size, repeats, target)) for size in sizes]
+            tiers[tier][collective] = fit_rate(collective, dist.get_world_size(group), samples)
+        dist.destroy_process_group(group)
+    # Least squares may round differently in two processes: all take rank 0's result.
+    box = [tiers]
+    dist.broadcast_object_list(box, src=0, device=target)
+    tiers = box[0]
+    what = (
+        f"measured: {dist.get_backend()}, torch {torch.__version__}, {base.num_gpus} processes, {target.type}, "
+        f"{time.strftime('%Y-%m-%d')}"
+    )
+    kept = {
+        k: v
+        for k, v in base.sources.items()
+        if not any(k == f"tiers.{t}" or k.startswith(f"tiers.{t}.") for t in tiers)
+    }
+    return dataclasses.replace(
+        base, tiers={**base.tiers, **tiers}, sources={**kept, **{f"tiers.{t}": what for t in tiers}}
+    )
+
+
+def _tier_group(base: ClusterSpec, tier: Tier) -> dist.ProcessGroup:
+    ranks = torch.arange(base.num_gpus).reshape(base.num_zones, base.domains_per_zone, base.gpus_per_domain)
+    dim = {"cross_zone": 0, "zone": 1, "nvlink": 2}[tier]
+    lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+    mine = next(line for line in lines if dist.get_rank() in line)
+    group = dist.new_group(mine, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _time(collective: Collective, group: dist.ProcessGroup, nbytes: int, repeats: int, device: torch.device) -> float:
+    run = _runner(collective, group, nbytes, device)
+    times: list[float] = []
+    for i in range(repeats + 1):
+        dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        if i:
+            times.append(float(slowest))
+    return statistics.median(times)
+
+
+def _runner(
+    collective: Collective, group: dist.ProcessGroup, nbytes: int, device: torch.device
+) -> Callable[[], object]:
+    n = dist.get_world_size(group)
+    part = max(1, nbytes // 4 // n)
+    full: Tensor = torch.rand(part * n, device=device)
+    piece = torch.rand(part, device=device)
+    out = torch.empty_like(full)
+    root = dist.get_global_rank(group, 0)
+    return {
+        "all_gather": lambda: dist.all_gather_into_tensor(out, piece, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(piece, full, group=group),
+        "all_reduce": lambda: dist.all_reduce(full, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(out, full, group=group),
+        "broadcast": lambda: dist.broadcast(full, src=root, group=group),
+    }[collective]

@@ -1,0 +1,256 @@
+"""What a model costs on one GPU: layers, tables and the law of its lengths; the simulator's input.
+
+Times are of one rank's batch on one GPU, measured or from FLOPs and an efficiency; each layer says which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from gemworks.parallel.cluster import ClusterSpec
+from gemworks.parallel.lengths import CostModel, LengthLaw
+from gemworks.parallel.tables import TableSpec
+
+LayerKind = Literal["dense", "expert"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerProfile:
+    """One layer, run by all ranks (kind "dense") or spread over the expert axis (kind "expert").
+
+    For an expert layer `params`, `flops` and times are of the whole ensemble on one rank's own batch: with E experts
+    over n ranks each rank runs E / n of them on n batches, which is the same work.
+
+    Attributes:
+        name: unique.
+        params: weights, elements.
+        flops: forward FLOPs of one rank's mean batch; backward counts twice that.
+        forward_us, backward_us: measured on one GPU for that batch; None: FLOPs / (peak * efficiency), or bytes / HBM
+            rate.
+        hbm_bytes: forward bytes read and written, for layers without FLOPs (norms, gates); backward counts twice that.
+        efficiency: of the peak, used without measured times.
+        activation_bytes: kept for backward.
+        exchange_bytes: for an expert layer: activations of one rank that are all-gathered (and of outputs that are
+            scattered).
+        length_share: share of its time that follows the batch's lengths (0: fixed, 1: all of it).
+        recompute: share of forward that backward runs again.
+    """
+
+    name: str
+    params: int
+    flops: float
+    forward_us: float | None = None
+    backward_us: float | None = None
+    hbm_bytes: float = 0.0
+    efficiency: float = 0.5
+    activation_bytes: float = 0.0
+    exchange_bytes: float = 0.0
+    length_share: float = 1.0
+    recompute: float = 0.0
+    kind: LayerKind = "dense"
+
+    def times_us(self, cluster: ClusterSpec, dtype: str = "bf16") -> tuple[float, float]:
+        """Forward and backward time on one GPU, without recompute."""
+        if self.forward_us is not None and self.backward_us is not None:
+            return self.forward_us, self.backward_us
+        compute = self.flops / (cluster.gpu.peak_flops_per_s[dtype] * self.efficiency)
+        memory = self.hbm_bytes / cluster.gpu.hbm_bytes_per_s
+        forward = max(compute, memory) * 1e6
+        return (
+            forward if self.forward_us is None else self.forward_us,
+            2 * forward if self.backward_us is None else self.backward_us,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """A model as the simulator sees it.
+
+    Attributes:
+        name: of the model.
+        layers: in the order of forward.
+        tables: embedding tables.
+        ids_per_batch: ids that one rank looks up per step (after removing duplicates, if the reader does).
+        bytes_per_row: of a looked-up row on the wire, for the mean table width.
+        samples_per_rank: local batch.
+        num_experts: in an expert layer; 0 without.
+        dtype: of compute; weights travel in it too.
+        weight_bytes, gradient_bytes: per element on the wire of the all-gather and of the reduction.
+        optimizer_bytes: per dense parameter of master weight and state (fp32 master + two moments: 12).
+        table_state_bytes: per row, of the row optimizer.
+        optimizer_us_per_million: optimizer time per million parameters stored on a rank.
+        law: lengths of samples.
+        cost: of a batch as a function of its lengths; only its shape counts, the profile sets the mean.
+        sources: where the times come from.
+    """
+
+    name: str
+    layers: tuple[LayerProfile, ...]
+    tables: tuple[TableSpec, ...] = ()
+    ids_per_batch: float = 0.0
+    bytes_per_row: float = 0.0
+    samples_per_rank: int = 1024
+    num_experts: int = 0
+    dtype: str = "bf16"
+    weight_bytes: float = 2.0
+    gradient_bytes: float = 4.0
+    optimizer_bytes: float = 12.0
+    table_state_bytes: float = 4.0
+    optimizer_us_per_million: float = 5.0
+    law: LengthLaw = field(default_factory=lambda: LengthLaw(name="uniform", max_len=2048))
+    cost: CostModel = field(default_factory=lambda: CostModel(linear=1.0))
+    sources: str = ""
+
+    def __post_init__(self) -> None:
+        names = [x.name for x in self.layers]
+        if len(set(names)) != len(names) or not names:
+            raise ValueError(f"layers: got the names {names}, expected at least one, all different")
+        if any(x.kind == "expert" for x in self.layers) != (self.num_experts > 0):
+            raise ValueError(f"num_experts: got {self.num_experts}, expected > 0 exactly if there are expert layers")
+
+    @property
+    def flops(self) -> float:
+        """Useful FLOPs of one rank's step: backward counts twice forward."""
+        return 3 * sum(x.flops for x in self.layers)
+
+    @property
+    def dense_params(self) -> int:
+        return sum(x.params for x in self.layers if x.kind == "dense")
+
+    @property
+    def expert_params(self) -> int:
+        return sum(x.params for x in self.layers if x.kind == "expert")
+
+    @property
+    def table_bytes(self) -> float:
+        """All tables with their optimizer state, fp32."""
+        return sum(t.num_rows * (4 * t.dim + self.table_state_bytes) for t in self.tables)
+
+    def to_json(self) -> str:
+        """Everything, for files."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> ModelProfile:
+        """The inverse of `json.loads(to_json())`.
+
+        Raises:
+            ValueError: an unknown key.
+        """
+        kwargs = dict(content)
+        try:
+            kwargs["layers"] = tuple(LayerProfile(**x) for x in kwargs["layers"])
+            kwargs["tables"] = tuple(TableSpec(**x) for x in kwargs.get("tables", ()))
+            if "law" in kwargs:
+                kwargs["law"] = LengthLaw(**kwargs["law"])
+            if "cost" in kwargs:
+                kwargs["cost"] = CostModel(**kwargs["cost"])
+            return cls(**kwargs)
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"model profile: {error}; expected the fields of ModelProfile") from error
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> ModelProfile:
+        """Read a file that `to_json` wrote."""
+        return cls.from_dict(json.loads(Path(path).read_text()))
+
+
+def gem_like(
+    *,
+    num_layers: int = 8,
+    width: int = 512,
+    samples_per_rank: int = 1152,
+    max_len: int = 2048,
+    num_experts: int = 2,
+    dense_params_per_layer: int = 4_000_000,
+    expert_params_per_layer: int = 20_000_000,
+    table_rows: int = 4_000_000_000,
+    table_dim: int = 128,
+    num_tables: int = 8,
+    ids_per_sample: float = 1500.0,
+    law: LengthLaw | None = None,
+) -> ModelProfile:
+    """A profile shaped like the published system: sequence layers, ensemble experts, very large tables.
+
+    FLOPs per layer follow the formulas of the model's description: projections 8 T D^2, PFFN 4 T K D with K = 256,
+    attention in blocks of 64 4 T 64 D, pooling with 256 seeds 4 256 T D + 4 T D^2; experts 2 FLOPs per weight and
+    sample. Efficiencies are estimates (0.45 of the peak for a sequence layer, 0.5 for experts); replace them by
+    measured times. The sizes of the published model are not public; these are ours.
+    """
+    the_law = law or LengthLaw.named("uniform", max_len)
+    tokens = samples_per_rank * the_law.mean
+    sequence = tokens * (8 * width**2 + 4 * 256 * width + 4 * 64 * width + 4 * 256 * width + 4 * width**2)
+    exchange = samples_per_rank * 64 * width * 2.0
+    layers: list[LayerProfile] = []
+    for i in range(num_layers):
+        layers.append(
+            LayerProfile(
+                name=f"sequence{i}",
+                params=dense_params_per_layer,
+                flops=sequence,
+                efficiency=0.45,
+                activation_bytes=tokens * width * 2 * 2,
+                length_share=0.95,
+                recompute=0.3,
+            )
+        )
+        layers.append(
+            LayerProfile(
+                name=f"expert{i}",
+                params=expert_params_per_layer * num_experts,
+                flops=2.0 * expert_params_per_layer * num_experts * samples_per_rank * 8,
+                efficiency=0.5,
+                activation_bytes=exchange * 6,
+                exchange_bytes=exchange,
+                length_share=0.0,
+                kind="expert",
+            )
+        )
+    layers.append(
+        LayerProfile(name="head", params=2_000_000, flops=2.0 * 2_000_000 * samples_per_rank, length_share=0.0)
+    )
+    tables = tuple(
+        TableSpec(name=f"table{i}", num_rows=table_rows // num_tables, dim=table_dim, sharding="row_wise")
+        for i in range(num_tables)
+    )
+    return ModelProfile(
+        name=f"gem-like-{num_layers}x{width}",
+        layers=tuple(layers),
+        tables=tables,
+        ids_per_batch=samples_per_rank * ids_per_sample,
+        bytes_per_row=2.0 * table_dim,
+        samples_per_rank=samples_per_rank,
+        num_experts=num_experts,
+        law=the_law,
+        sources="FLOPs by formula, efficiencies estimated, sizes ours",
+    )
+
+
+def scaled_batch(profile: ModelProfile, factor: float) -> ModelProfile:
+    """The same model with another local batch: times, activations and ids scale with it (not for very small
+    batches)."""
+    if factor <= 0:
+        raise ValueError(f"factor: got {factor}, expected > 0")
+    layers: Sequence[LayerProfile] = [
+        dataclasses.replace(
+            x,
+            flops=x.flops * factor,
+            hbm_bytes=x.hbm_bytes * factor,
+            forward_us=None if x.forward_us is None else x.forward_us * factor,
+            backward_us=None if x.backward_us is None else x.backward_us * factor,
+            activation_bytes=x.activation_bytes * factor,
+            exchange_bytes=x.exchange_bytes * factor,
+        )
+        for x in profile.layers
+    ]
+    return dataclasses.replace(
+        profile,
+        layers=tuple(layers),
+        ids_per_batch=profile.ids_per_batch * factor,
+        samples_per_rank=max(1, round(profile.samples_per_rank * factor)),
+    )

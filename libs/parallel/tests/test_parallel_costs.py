@@ -1,0 +1,149 @@
+"""Closed forms of collectives, contention and conservation of bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from gemworks.parallel import (
+    COLLECTIVES,
+    ClusterSpec,
+    Collective,
+    GroupShape,
+    Rate,
+    collective_cost,
+    edge_bytes,
+    presets,
+)
+from gemworks.parallel.cluster import TIERS, Tier
+from gemworks.parallel.costs import Algorithm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def cluster(domain: int, domains: int, zones: int) -> ClusterSpec:
+    rates = {"nvlink": (100e9, 2.0), "zone": (10e9, 5.0), "cross_zone": (1e9, 9.0)}
+    return dataclasses.replace(
+        presets.roce_cluster(2048),
+        gpus_per_domain=domain,
+        domains_per_zone=domains,
+        num_zones=zones,
+        tiers={t: {c: Rate(bytes_per_s=w, latency_us=a) for c in COLLECTIVES} for t, (w, a) in rates.items()},
+    )
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_closed_forms_on_one_tier_exactly(n: int) -> None:
+    c, S, a, w = cluster(n, 1, 1), 1e6, 2.0, 100e9
+    shape = GroupShape(size=n)
+
+    def us(x: Collective, algorithm: Algorithm = "auto") -> float:
+        return collective_cost(x, shape, S, c, algorithm).us
+
+    part = (n - 1) / n * S / w * 1e6
+    assert us("all_gather") == pytest.approx((n - 1) * a + part, rel=1e-12)
+    assert us("reduce_scatter") == pytest.approx((n - 1) * a + part, rel=1e-12)
+    assert us("all_reduce", "ring") == pytest.approx(2 * (n - 1) * a + 2 * part, rel=1e-12)
+    assert us("all_reduce", "tree") == pytest.approx(2 * math.ceil(math.log2(n)) * a + 2 * S / w * 1e6, rel=1e-12)
+    assert us("all_reduce") == min(us("all_reduce", "ring"), us("all_reduce", "tree"))
+    assert us("all_to_all") == pytest.approx(a + part, rel=1e-12)
+    assert us("broadcast") == pytest.approx((n - 1) * a + S / w * 1e6, rel=1e-12)
+
+
+def test_auto_takes_the_tree_for_small_and_the_ring_for_large_messages() -> None:
+    c, shape = cluster(8, 16, 1), GroupShape(size=128, num_domains=16)
+    assert collective_cost("all_reduce", shape, 1e3, c).algorithm == "tree"
+    assert collective_cost("all_reduce", shape, 1e10, c).algorithm == "ring"
+
+
+def test_a_group_with_a_whole_domain_uses_all_its_nics() -> None:
+    c = cluster(8, 4, 1)
+    wide = collective_cost("all_gather", GroupShape(size=32, num_domains=4), 1e9, c)
+    thin = collective_cost("all_gather", GroupShape(size=4, num_domains=4), 1e9, c)
+    assert wide.us - wide.latency_us == pytest.approx(31 / 32 * 1e9 / (8 * 10e9) * 1e6)
+    assert thin.us - thin.latency_us == pytest.approx(3 / 4 * 1e9 / 10e9 * 1e6)
+    assert (wide.tier, thin.tier) == ("zone", "zone")
+
+
+def test_groups_that_cross_zones_share_the_uplink() -> None:
+    c = cluster(8, 4, 2)
+    one_per_zone = collective_cost("all_reduce", GroupShape(size=2, num_domains=2, num_zones=2), 1e9, c, "ring")
+    # Each of the zone's 32 GPUs sends 2 * 1/2 S over an uplink of 32 * 1 GB/s.
+    assert one_per_zone.us - one_per_zone.latency_us == pytest.approx(1e9 / 1e9 * 1e6)
+    assert one_per_zone.tier == "cross_zone"
+
+
+shapes = st.tuples(st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]))
+
+
+@st.composite
+def group_shapes(draw):
+    domain, domains, zones = draw(shapes)
+    pick = lambda n: draw(st.sampled_from([k for k in range(1, n + 1) if n % k == 0]))  # noqa: E731
+    return (domain, domains, zones), (pick(domain), pick(domains), pick(zones))
+
+
+@given(group_shapes(), st.sampled_from(COLLECTIVES))
+@settings(max_examples=150, deadline=None)
+def test_a_shape_costs_what_its_ranks_cost(case, collective) -> None:
+    (D, Z, C), (m, d, z) = case
+    c = cluster(D, Z, C)
+    # Axes (other, group) with the group's share of each tier innermost in that tier.
+    array = torch.arange(D * Z * C).reshape(C // z, z, Z // d, d, D // m, m)
+    groups = array.permute(0, 2, 4, 1, 3, 5).reshape(-1, m * d * z)
+    by_ranks = collective_cost(collective, groups, 1e6, c)
+    by_shape = collective_cost(collective, GroupShape(size=m * d * z, num_domains=d * z, num_zones=z), 1e6, c)
+    assert by_ranks.us == pytest.approx(by_shape.us, rel=1e-9)
+    assert by_ranks.bytes_by_tier == pytest.approx(dict(by_shape.bytes_by_tier))
+
+
+def _sent_and_received(collective: str, group: list[int], S: float, c: ClusterSpec) -> dict[Tier, float]:
+    """An independent count: walk the ring (or every pair) and add what goes over each tier."""
+    n = len(group)
+    order = sorted(group)  # ranks are numbered along the hierarchy, so sorting visits domains and zones one by one
+
+    def tier(a: int, b: int) -> Tier:
+        if a // c.gpus_per_domain == b // c.gpus_per_domain:
+            return "nvlink"
+        return "zone" if a // c.gpus_per_zone == b // c.gpus_per_zone else "cross_zone"
+
+    sent: dict[Tier, float] = dict.fromkeys(TIERS, 0.0)
+    if collective == "all_to_all":
+        for a in group:
+            for b in group:
+                if a != b:
+                    sent[tier(a, b)] += S / n
+    else:
+        for i in range(n):
+            sent[tier(order[i], order[(i + 1) % n])] += edge_bytes(collective, n, S)  # type: ignore[arg-type]
+    return sent
+
+
+@given(st.permutations(range(12)), st.sampled_from([2, 3, 4, 6]), st.sampled_from(COLLECTIVES))
+@settings(max_examples=150, deadline=None)
+def test_conservation_of_bytes(perm, size, collective) -> None:
+    c = cluster(3, 2, 2)
+    groups = torch.tensor(perm).reshape(-1, size)
+    cost = collective_cost(collective, groups, 6000.0, c, "ring")
+    want: dict[Tier, float] = dict.fromkeys(TIERS, 0.0)
+    for group in groups.tolist():
+        for t, b in _sent_and_received(collective, group, 6000.0, c).items():
+            want[t] += b / 12
+    assert {t: b for t, b in want.items() if b} == pytest.approx(dict(cost.bytes_by_tier))
+    assert sum(cost.bytes_by_tier.values()) == pytest.approx(edge_bytes(collective, size, 6000.0))
+
+
+def test_one_rank_is_free_and_bad_input_is_named() -> None:
+    c = cluster(4, 1, 1)
+    assert collective_cost("all_gather", GroupShape(size=1), 1e9, c).us == 0
+    assert collective_cost("all_gather", torch.arange(4)[:, None], 1e9, c).us == 0
+    with pytest.raises(ValueError, match="nbytes"):
+        collective_cost("all_gather", GroupShape(size=2), -1, c)
+    with pytest.raises(ValueError, match="only all_reduce"):
+        collective_cost("all_gather", GroupShape(size=2), 1, c, "tree")
+    with pytest.raises(ValueError, match="ranks"):
+        collective_cost("all_gather", torch.tensor([[0, 4]]), 1, c)
+    with pytest.raises(ValueError, match="the cluster has"):
+        collective_cost("all_gather", GroupShape(size=2, num_domains=2), 1, c)

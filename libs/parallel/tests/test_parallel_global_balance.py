@@ -1,0 +1,49 @@
+"""Moving samples between gloo processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from gemworks.parallel.global_balance import exchange_samples
+from parallel_spawn import spawn
+
+
+def _exchange(rank: int, world: int, case: str) -> dict:
+    g = torch.Generator().manual_seed(rank)
+    B = 6
+    lengths = torch.randint(0, 9, (B,), generator=g)
+    if case == "rank 1 empty" and rank == 1:
+        lengths.zero_()
+    if case == "all empty":
+        lengths.zero_()
+    ids = torch.arange(B) + 100 * rank
+    rows = torch.repeat_interleave(ids, lengths)
+    values = torch.stack([rows.float(), torch.arange(rows.numel()).float()], dim=1)
+    before = float(lengths.sum())
+    (moved, again), new = exchange_samples([values, rows], lengths, lengths.double())
+    assert torch.equal(moved[:, 0].long(), again)
+    after = torch.tensor([float(new.sum()), before])
+    everyone = [torch.empty(2) for _ in range(world)]
+    dist.all_gather(everyone, after)
+    samples = [x.tolist() for x in moved.split(new.tolist())]
+    return {
+        "samples": samples,
+        "loads": torch.stack(everyone).tolist(),
+        "sent": [x.tolist() for x in values.split(lengths.tolist())],
+    }
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", ["mixed", "rank 1 empty", "all empty"])
+def test_m2_samples_stay_whole_and_loads_even_out(case: str) -> None:
+    """M2: ranks with no token at all are legal."""
+    results = spawn(_exchange, 3, case)
+    before = sorted(str(s) for r in results for s in r["sent"])
+    after = sorted(str(s) for r in results for s in r["samples"])
+    assert before == after
+    loads = results[0]["loads"]
+    assert max(a for a, _ in loads) - min(a for a, _ in loads) <= 8
+    if case == "rank 1 empty":
+        assert loads[1][1] == 0
+        assert loads[1][0] > 0

@@ -1,0 +1,101 @@
+"""Device meshes on gloo and on the fake process group."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from gemworks.parallel import ParallelPlan, build_meshes, place, presets
+from gemworks.parallel.plan import VIEW_AXES
+from parallel_spawn import spawn
+
+
+def _meshes(rank: int, world: int) -> dict:
+    plan = ParallelPlan.for_world(world, shard=2, expert=2, expert_shard=2, table_group=2, replica_shard=2)
+    cluster = presets.h200_host(world)
+    meshes = build_meshes(plan, cluster)
+    sums = {}
+    for view, axis in meshes.layout.used_axes():
+        x = torch.tensor([float(rank)])
+        dist.all_reduce(x, group=meshes.group(view, axis))
+        sums[view, axis] = float(x)
+    shard = meshes.mesh("dense")
+    assert shard is not None
+    return {
+        "sums": sums,
+        "members": {k: meshes.layout.group_of(rank, *k) for k in sums},
+        "dense": (shard.mesh_dim_names, shard.mesh.tolist(), shard.get_local_rank("shard")),
+        "count": meshes.num_communicators,
+        "want": len(meshes.layout.communicators(rank)),
+        "absent": meshes.group("experts", "replica"),
+    }
+
+
+@pytest.mark.dist
+def test_m1_groups_hold_the_ranks_of_the_placement_in_its_order() -> None:
+    """M1: the permutation is of ranks in the mesh; a reduction over each group sums exactly its members."""
+    for rank, r in enumerate(spawn(_meshes, 4)):
+        for key, total in r["sums"].items():
+            assert total == sum(r["members"][key]), key
+            assert rank in r["members"][key]
+        names, array, local = r["dense"]
+        assert names == ("replica", "shard")
+        assert [row[local] for row in array if rank in row] == [rank]
+        assert r["count"] == r["want"]
+        assert r["absent"] is None
+
+
+@pytest.fixture
+def fake_world():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def start(world: int, rank: int = 0) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+
+    yield start
+    dist.destroy_process_group()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("rank", [0, 9999])
+def test_16384_ranks_on_the_fake_process_group(fake_world, rank: int) -> None:
+    """M8: five dimensions at 16,384 ranks need eight communicators, made in seconds."""
+    fake_world(16384, rank)
+    plan = ParallelPlan.for_world(16384, shard=256, expert=2, expert_shard=16, table_group=256, replica_shard=8)
+    start = time.perf_counter()
+    meshes = build_meshes(plan, presets.roce_cluster(16384))
+    found = {v: meshes.mesh(v) for v in plan.views()}
+    assert time.perf_counter() - start < 5
+    assert meshes.num_communicators <= len(meshes.layout.used_axes())
+    for view in plan.views():
+        mesh = found[view]
+        assert mesh is not None
+        assert torch.equal(mesh.mesh, meshes.layout.ranks[view].int())
+        for axis in VIEW_AXES[view]:
+            got = dist.get_process_group_ranks(mesh.get_group(axis))
+            assert tuple(got) == meshes.layout.group_of(rank, view, axis)
+    part = meshes.mesh("experts", ["replica", "expert_shard"])
+    assert part is not None
+    assert part.mesh.numel() == 16384 // 2
+    assert rank in part.mesh
+
+
+@pytest.mark.dist
+def test_world_of_another_size_is_an_error(fake_world) -> None:
+    plan = ParallelPlan.for_world(8, shard=8)
+    fake_world(4)
+    with pytest.raises(ValueError, match="expected 4, the world"):
+        build_meshes(plan, presets.h200_host())
+    with pytest.raises(ValueError, match="axes"):
+        build_meshes(
+            ParallelPlan.for_world(4, shard=4),
+            presets.h200_host(4),
+            placement=place(ParallelPlan.for_world(4, shard=4), presets.h200_host(4)),
+        ).mesh("dense", ["nope"])
+
+
+def test_without_a_process_group_the_message_says_so() -> None:
+    with pytest.raises(ValueError, match="init_process_group"):
+        build_meshes(ParallelPlan.for_world(8, shard=8), presets.h200_host())

@@ -1,0 +1,336 @@
+"""The simulator and the search: closed forms, conservation, memory, reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from itertools import pairwise
+
+import pytest
+from gemworks.parallel import GroupShape, ParallelPlan, collective_cost, edge_bytes, presets
+from gemworks.parallel.lengths import CostModel, LengthLaw, expected_imbalance
+from gemworks.parallel.memory import COMMUNICATOR_BYTES, InfeasiblePlan, estimate_memory
+from gemworks.parallel.placement import split_shape
+from gemworks.parallel.plan import View
+from gemworks.parallel.profile import LayerProfile, ModelProfile, gem_like, scaled_batch
+from gemworks.parallel.search import ladder_text, ladders, search
+from gemworks.parallel.simulate import (
+    SimulationConfig,
+    layout_of_splits,
+    num_communicators,
+    place_splits,
+    simulate,
+    with_validation,
+)
+from gemworks.parallel.tables import TableSpec
+from gemworks.parallel.timeline import Op, run_ops
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+STILL = SimulationConfig(sm_slowdown=0.0, balance="none")
+CONSTANT = LengthLaw(name="uniform", max_len=64, low=64)
+
+
+def dense_model(n: int = 4, params: int = 1_000_000, us: float = 100.0, **kwargs) -> ModelProfile:
+    layers = tuple(
+        LayerProfile(name=f"l{i}", params=params, flops=1e9, forward_us=us, backward_us=2 * us, length_share=1.0)
+        for i in range(n)
+    )
+    return ModelProfile(name="dense", layers=layers, law=CONSTANT, optimizer_us_per_million=0.0, **kwargs)
+
+
+def test_one_gpu_is_the_sum_of_its_layers_exactly() -> None:
+    s = simulate(ParallelPlan.for_world(1, shard=1), dense_model(), presets.h200_host(1), STILL)
+    assert s.step_us == pytest.approx(4 * 300.0, rel=1e-12)
+    assert s.scaling_ratio == pytest.approx(1.0)
+    assert s.mfu == pytest.approx(3 * 4e9 / (1200e-6 * 989e12))
+    assert s.collectives == {}
+    assert s.bytes_by_tier == {}
+
+
+def test_replication_with_nothing_to_hide_behind_is_compute_plus_the_last_all_reduce() -> None:
+    c = presets.h200_host(8)
+    m = dense_model(n=1, params=50_000_000)
+    s = simulate(ParallelPlan.for_world(8, shard=1), m, c, STILL)
+    reduce = collective_cost("all_reduce", GroupShape(size=8), 50e6 * 4, c).us
+    assert s.step_us == pytest.approx(300.0 + reduce, rel=1e-12)
+    assert s.items["exposed: dense.replica all_reduce"] == pytest.approx(reduce)
+
+
+def test_fsdp_without_prefetch_of_one_layer_in_closed_form() -> None:
+    c = presets.h200_host(8)
+    m = dense_model(n=1, params=50_000_000)
+    s = simulate(ParallelPlan.for_world(8, shard=8), m, c, STILL)
+    gather = collective_cost("all_gather", GroupShape(size=8), 50e6 * 2, c).us
+    scatter = collective_cost("reduce_scatter", GroupShape(size=8), 50e6 * 4, c).us
+    # The last layer's weights stay for its backward: one gather.
+    assert s.step_us == pytest.approx(gather + 300.0 + scatter, rel=1e-12)
+
+
+def test_fsdp_hides_all_but_the_first_gather_and_last_scatter_behind_long_layers() -> None:
+    c = presets.h200_host(8)
+    m = dense_model(n=6, params=1_000_000, us=10_000.0)
+    s = simulate(ParallelPlan.for_world(8, shard=8), m, c, STILL)
+    gather = collective_cost("all_gather", GroupShape(size=8), 1e6 * 2, c).us
+    scatter = collective_cost("reduce_scatter", GroupShape(size=8), 1e6 * 4, c).us
+    assert s.step_us == pytest.approx(6 * 30_000.0 + gather + scatter, rel=1e-12)
+    without = simulate(ParallelPlan.for_world(8, shard=8), m, c, dataclasses.replace(STILL, prefetch=False))
+    # Without prefetch every gather but the kept last layer's is exposed, in forward (6) and in backward (5), and in
+    # backward it queues behind the scatter of the layer before.
+    assert without.step_us == pytest.approx(6 * 30_000.0 + 11 * gather + 6 * scatter, rel=1e-9)
+
+
+def test_communication_bound_steps_take_the_time_of_the_network() -> None:
+    c = presets.h200_host(8)
+    m = dense_model(n=6, params=100_000_000, us=0.001)
+    s = simulate(ParallelPlan.for_world(8, shard=8), m, c, STILL)
+    total = sum(us for _, us, _ in s.collectives.values())
+    assert s.step_us == pytest.approx(total, rel=1e-3)
+
+
+def test_imbalance_is_the_expected_maximum_over_ranks() -> None:
+    law = LengthLaw.named("zipf1.2", 2048)
+    m = dataclasses.replace(dense_model(us=100_000.0), law=law, cost=CostModel(linear=1.0), samples_per_rank=1024)
+    plan, c = ParallelPlan.for_world(8, shard=8), presets.h200_host(8)
+    mean, std = m.cost.mean_and_std(law, 1024)
+    none = simulate(plan, m, c, STILL)
+    assert none.imbalance == pytest.approx(expected_imbalance(mean, std, 8))
+    assert none.items["imbalance"] == pytest.approx(4 * 300_000.0 * (none.imbalance - 1))
+    bbs = simulate(plan, m, c, dataclasses.replace(STILL, balance="bbs"))
+    assert bbs.imbalance - 1 == pytest.approx((none.imbalance - 1) * 0.3)
+
+
+def test_sm_contention_stretches_only_what_overlaps() -> None:
+    ops = [
+        Op("gather", "nvlink", 50.0, [], "g"),
+        Op("a", "compute", 100.0, [], "compute"),
+        Op("b", "compute", 100.0, [], "compute"),
+    ]
+    items = run_ops(ops, 0.1)
+    # While 50 us of gather run, compute advances 50 / 1.1: the rest takes 100 - 50 / 1.1.
+    assert ops[1].end == pytest.approx(100 + 50 - 50 / 1.1)
+    assert ops[2].end == pytest.approx(ops[1].end + 100)
+    assert sum(items.values()) == pytest.approx(ops[2].end)
+    assert items["SM contention"] == pytest.approx(50 - 50 / 1.1)
+
+
+worlds = st.sampled_from([8, 64, 1024, 4096])
+
+
+@given(
+    worlds,
+    st.integers(0, 10),
+    st.integers(0, 1),
+    st.integers(0, 6),
+    st.integers(0, 10),
+    st.integers(0, 3),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_items_sum_to_the_step_and_bytes_are_conserved(world, a, b, e, g, r, overlap) -> None:
+    shard, expert = min(2**a, world), 2**b
+    expert_shard = min(2**e, world // expert)
+    group = min(2**g, world)
+    replica_shard = min(2**r, world // group)
+    plan = ParallelPlan.for_world(
+        world, shard=shard, expert=expert, expert_shard=expert_shard, table_group=group, replica_shard=replica_shard
+    )
+    c, m = presets.roce_cluster(world), gem_like(num_layers=3)
+    config = SimulationConfig(overlap_exchange=overlap, overlap_tables=overlap, prefetch=overlap)
+    if place_splits(plan, m, c) is None:
+        return
+    s = simulate(plan, m, c, config, check_memory=False)
+    assert sum(s.items.values()) == pytest.approx(s.step_us, rel=1e-9)
+    assert min(s.items.values()) >= 0
+    assert s.step_us >= s.alone_us
+
+    # Bytes by the plan's own arithmetic: what a rank sends of each collective.
+    def share(n: int) -> float:
+        return (n - 1) / n
+
+    def reduced(view: View, nbytes: float) -> float:
+        n = plan.sizes(view)["replica"]
+        shape = split_shape(n, s.splits[view]["replica"])
+        return edge_bytes("all_reduce", n, nbytes, collective_cost("all_reduce", shape, nbytes, c).algorithm)
+
+    layers = [x for x in m.layers if x.kind == "dense"]
+    experts = [x for x in m.layers if x.kind == "expert"]
+    gathers = 2 if shard > 1 else 0
+    want = sum(share(shard) * x.params * (gathers * 2 + 4) for x in layers)
+    want -= share(shard) * layers[-1].params * 2  # the last layer's weights stay
+    for x in layers:
+        want += reduced("dense", x.params / shard * 4)
+    for x in experts:
+        w = x.params / expert
+        want += share(expert_shard) * w * (2 * 2 + 4) + reduced("experts", w / expert_shard * 4)
+        want += 4 * share(expert) * x.exchange_bytes * expert
+    tables = m.table_bytes / group
+    want += share(group) * m.ids_per_batch * (2 * m.bytes_per_row + 8)
+    want += 3 * share(replica_shard) * tables
+    want += reduced("sparse", tables / replica_shard)
+    assert sum(s.bytes_by_tier.values()) == pytest.approx(want, rel=1e-9)
+    layout = layout_of_splits(plan, s.splits, c)
+    assert num_communicators(plan, s.splits, c) == len({tuple(sorted(x)) for x in layout.communicators(0)})
+
+
+def test_slower_tiers_and_larger_batches_do_what_they_must() -> None:
+    c, m = presets.roce_cluster(1024), gem_like(num_layers=2)
+    plan = ParallelPlan.for_world(1024, shard=256, expert=2, expert_shard=16, table_group=256, replica_shard=4)
+    base = simulate(plan, m, c, check_memory=False)
+    for tier in ("nvlink", "zone"):
+        assert simulate(plan, m, c.scaled(tier, 0.25), check_memory=False).step_us > base.step_us
+    big = simulate(plan, scaled_batch(m, 4), c, check_memory=False)
+    assert big.scaling_ratio > base.scaling_ratio
+
+
+def test_a_cost_per_peer_is_paid_by_wide_all_to_alls() -> None:
+    c, m = presets.roce_cluster(4096), gem_like(num_layers=2)
+    wide = ParallelPlan.for_world(4096, shard=256, expert=2, expert_shard=16, table_group=4096)
+    free, paid = (simulate(wide, m, c, dataclasses.replace(STILL, peer_us=p)) for p in (0.0, 10.0))
+    label = "exposed: sparse.table_group all_to_all"
+    assert paid.collectives[label][1] - free.collectives[label][1] == pytest.approx(3 * 4095 * 10.0)
+    assert paid.step_us > free.step_us
+
+
+def test_m8_communicators_are_in_the_memory() -> None:
+    """M8: the memory estimate counts distinct groups."""
+    c, m = presets.h200_host(8), dense_model()
+    plan = ParallelPlan.for_world(8, shard=4)
+    two = estimate_memory(plan, m, c, 2)
+    assert two.parts["communicators (2)"] == 2 * COMMUNICATOR_BYTES
+    assert simulate(plan, m, c).memory.parts["communicators (2)"] == 2 * COMMUNICATOR_BYTES
+
+
+def test_m6_a_plan_that_does_not_fit_says_need_capacity_largest_tables_and_what_to_change() -> None:
+    """M6: the report of an infeasible plan."""
+    c = presets.roce_cluster(64)
+    m = gem_like(num_layers=1, table_rows=10**10)
+    plan = ParallelPlan.for_world(64, shard=64, expert=2, expert_shard=32, table_group=8, replica_shard=1)
+    with pytest.raises(InfeasiblePlan) as caught:
+        simulate(plan, m, c)
+    text = str(caught.value)
+    for part in (
+        "need ",
+        "GiB a GPU, H200 has 139.0 GiB",
+        "largest tables:",
+        "table0: 1250000000 x 128",
+        "raise sparse.replica_shard above 1",
+        "raise sparse.table_group above 8",
+    ):
+        assert part in text, text
+    whole = ParallelPlan.for_world(64, shard=64, expert=2, expert_shard=32)
+    assert simulate(whole, dataclasses.replace(m, tables=()), c).memory.fits
+    # The report itself must not crash, whatever is the largest part.
+    for change in ({"optimizer_bytes": 1e7}, {"table_state_bytes": 1e6}):
+        with pytest.raises(InfeasiblePlan, match="change: "):
+            simulate(plan, dataclasses.replace(m, **change), c)
+    with pytest.raises(ValueError, match="no plan fits"):
+        search(gem_like(num_layers=1, table_rows=10**12), presets.h200_host(8))
+
+
+def test_text_json_and_trace_agree() -> None:
+    c, m = presets.roce_cluster(1024), gem_like(num_layers=2)
+    plan = ParallelPlan.for_world(1024, shard=256, expert=2, expert_shard=16, table_group=256, replica_shard=4)
+    s = simulate(plan, m, c)
+    content = json.loads(s.to_json())
+    assert content["mfu"] == pytest.approx(content["local_mfu"] * content["scaling_ratio"])
+    assert sum(content["items_us"].values()) == pytest.approx(content["step_us"])
+    assert "error:" in s.text()
+    trace = json.loads(s.chrome_trace())["traceEvents"]
+    assert max(e["ts"] + e["dur"] for e in trace if e["ph"] == "X") == pytest.approx(s.step_us)
+    by_thread: dict[int, list[tuple[float, float]]] = {}
+    for e in trace:
+        if e["ph"] == "X":
+            by_thread.setdefault(e["tid"], []).append((e["ts"], e["ts"] + e["dur"]))
+    for spans in by_thread.values():
+        assert all(b <= a2 + 1e-6 for (_, b), (a2, _) in pairwise(spans))
+
+
+def test_profile_round_trip_and_errors(tmp_path) -> None:
+    m = gem_like(num_layers=1)
+    (tmp_path / "m.json").write_text(m.to_json())
+    assert ModelProfile.from_json(tmp_path / "m.json") == m
+    with pytest.raises(ValueError, match="model profile"):
+        ModelProfile.from_dict({"layers": [{"nope": 1}], "name": "x"})
+    with pytest.raises(ValueError, match="num_experts"):
+        dataclasses.replace(m, num_experts=0)
+    with pytest.raises(ValueError, match="a divisor of 2"):
+        simulate(ParallelPlan.for_world(8, shard=8, expert=4), gem_like(), presets.h200_host())
+
+
+def test_validation_text_comes_from_the_measurements() -> None:
+    rows = "\n".join(
+        [
+            "config,split,predicted_ms,measured_ms,error_pct,gpu",
+            "a,calibrate,1,2,50,H200",
+            "b,validate,1,1,2.0,H200",
+            "c,validate,1,1,-4.0,H200",
+        ]
+    )
+    config = with_validation(SimulationConfig(), rows)
+    assert "median 3.0 %, worst 4.0 % over 2" in config.validation
+    with pytest.raises(ValueError, match="split=validate"):
+        with_validation(SimulationConfig(), rows.replace("validate", "calibrate"))
+
+
+def test_search_ranks_includes_the_published_plan_and_gives_every_loser_a_reason() -> None:
+    c, m = presets.roce_cluster(4096), gem_like(num_layers=4)
+    published = ParallelPlan.for_world(4096, shard=256, expert=2, expert_shard=16, table_group=256, replica_shard=8)
+    start = time.perf_counter()
+    result = search(m, c, include=[published])
+    assert time.perf_counter() - start < 60
+    steps = [x.simulation.step_us for x in result.ranked if x.simulation]
+    assert steps == sorted(steps)
+    assert any(x.plan == published for x in result.ranked)
+    assert result.ranked[0].reason == ""
+    assert all(x.reason for x in result.ranked[1:])
+    assert all(x.reason for x in result.infeasible)
+    assert result.best.memory.fits
+    assert [x.split(":")[0] for x in result.sensitivity] == [
+        "if NVLink were 2x slower",
+        "if the zone network were 2x slower",
+        "if cross-zone were 2x slower",
+    ]
+    json.loads(result.to_json())
+    assert published.text() in result.text(top=10**6)
+
+
+def test_search_equals_exhaustion_on_a_small_world() -> None:
+    c = presets.h200_host(4)
+    m = dataclasses.replace(
+        dense_model(params=30_000_000),
+        tables=(TableSpec(name="t", num_rows=10**7, dim=64),),
+        ids_per_batch=1e5,
+        bytes_per_row=128,
+    )
+    best = search(m, c).best
+    every = []
+    for shard in (1, 2, 4):
+        for group in (1, 2, 4):
+            for r in (1, 2, 4):
+                if group * r <= 4:
+                    plan = ParallelPlan.for_world(4, shard=shard, table_group=group, replica_shard=r)
+                    s = simulate(plan, m, c, check_memory=False)
+                    if s.memory.fits:
+                        every.append(s.step_us)
+    assert best.step_us == pytest.approx(min(every))
+
+
+@pytest.mark.slow
+def test_search_of_16384_gpus_in_a_minute() -> None:
+    start = time.perf_counter()
+    search(gem_like(), presets.roce_cluster(16384))
+    assert time.perf_counter() - start < 60
+
+
+def test_ladders_show_every_rung() -> None:
+    found = ladders(gem_like(num_layers=4), presets.roce_cluster(4096))
+    text = ladder_text(found)
+    assert [len(v) for v in found.values()] == [3, 3]
+    dense = [r.simulation.step_us for r in found["dense"]]
+    assert dense[0] > dense[1], "sharding over the world loses to shard x replica"
+    memory = [r.simulation.memory.parts["tables and row optimizer"] for r in found["sparse"]]
+    assert memory[1] == pytest.approx(16 * memory[0])
+    assert memory[2] == pytest.approx(memory[1] / 8)
+    assert text.count("\n") == 6

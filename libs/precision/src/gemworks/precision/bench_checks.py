@@ -1,0 +1,193 @@
+"""Checks that run before anything is timed: the contract, bit-equality with the reference, and bounds of the
+products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from gemworks.precision.casts import CastSpec, cast, cast_both
+from gemworks.precision.contract import check_backend
+from gemworks.precision.formats import Format
+from gemworks.precision.gemms import gemm
+from gemworks.precision.hadamard import Hadamard
+from gemworks.precision.linear import mx_linear
+from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.norm import norm_cast
+from gemworks.precision.probe import sqnr_db
+from gemworks.precision.recipe import GemmKind, recipe
+from gemworks.precision.rng import Stochastic
+from gemworks.precision.scales import ScaleMode
+from torch import Tensor
+
+KINDS = tuple(kind for kind in GemmKind if kind is not GemmKind.BF16)
+
+
+def _different(name: str, ours: MXTensor, reference: MXTensor) -> None:
+    if not torch.equal(ours.scales, reference.scales):
+        count = (ours.scales != reference.scales).sum().item()
+        raise AssertionError(f"{name}: {count} scales differ")
+    if not torch.equal(ours.codes, reference.codes):
+        count = (ours.codes != reference.codes).sum().item()
+        raise AssertionError(f"{name}: {count} codes differ")
+
+
+def _data(m: int, n: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(m + n)
+    scale = torch.randint(-12, 12, (-(-m // 16), -(-n // 16)), generator=generator).float().exp2()
+    x = torch.randn(m, n, generator=generator) * scale.repeat_interleave(16, 0).repeat_interleave(16, 1)[:m, :n]
+    x[:, n // 2] = 0
+    return x.to(device, dtype)
+
+
+def check_contract(device: torch.device) -> None:
+    """The hand-worked cases through whatever backend this device uses."""
+
+    def run(x: Tensor, dim: int, format: str, mode: str, *, block: int) -> MXTensor:
+        if device.type == "cuda":
+            from gemworks.precision.triton_casts import triton_cast
+
+            return triton_cast(x, dim, CastSpec(GemmKind.MXFP8, Format(format), ScaleMode(mode)), block=block)[0]
+        from gemworks.precision.quantization import quantize
+
+        return quantize(x, dim, format, mode, block=block)
+
+    failures = check_backend(run, device)
+    if failures:
+        raise AssertionError("; ".join(failures[:5]))
+
+
+def check_casts(device: torch.device) -> None:
+    """Codes, scales and counts bit-equal to the reference: directions, kinds, formats, dtypes, rounding, odd shapes."""
+    # Each combination is a kernel to compile (about a second and a half), so not every pair of choices is made.
+    noise = Stochastic(2**40 + 7, 3)
+    runs: list[tuple[tuple[int, int], torch.dtype, GemmKind, Stochastic | None]] = [
+        (shape, torch.bfloat16, kind, rounding)
+        for shape in ((33, 70), (256, 1024))
+        for kind in KINDS
+        for rounding in (None, noise)
+    ]
+    runs += [((33, 70), dtype, GemmKind.MXFP8, None) for dtype in (torch.float32, torch.float16)]
+    runs += [((1, 1), torch.bfloat16, GemmKind.MXFP8, None), ((513, 300), torch.bfloat16, GemmKind.MXFP8, None)]
+    for shape, dtype, kind, rounding in runs:
+        x = _data(*shape, device, torch.float32).clamp(-6e4, 6e4).to(dtype)
+        spec = CastSpec(kind, stochastic=rounding)
+        name = f"{kind.value} {shape} {dtype} stochastic={rounding is not None}"
+        for dim in (0, 1, None):
+            ours, lost = cast(x, dim, spec)
+            reference, expected = cast(x, dim, spec, "reference")
+            _different(f"{name} dim {dim}", ours, reference)
+            if lost != expected:
+                raise AssertionError(f"{name} dim {dim}: {lost.item()} inexact codes, expected {expected.item()}")
+        rows, columns, lost = cast_both(x, spec)
+        rows_expected, columns_expected, expected = cast_both(x, spec, "reference")
+        _different(f"{name} both, rows", rows, rows_expected)
+        _different(f"{name} both, columns", columns, columns_expected)
+        if lost != expected:
+            raise AssertionError(f"{name} both: {lost.item()} inexact codes, expected {expected.item()}")
+    x = _data(300, 520, device)
+    specs = [(CastSpec(GemmKind.MXFP8, hadamard=Hadamard(size, 5)), dim) for size in (32, 256) for dim in (0, 1)]
+    specs += [(CastSpec(GemmKind.MXFP8, Format.E5M2, mode), 1) for mode in ScaleMode]
+    specs += [(CastSpec(GemmKind.MXFP8, Format.E2M1), dim) for dim in (0, 1)]
+    for spec, dim in specs:
+        _different(f"{spec} dim {dim}", cast(x, dim, spec)[0], cast(x, dim, spec, "reference")[0])
+
+
+def check_large(device: torch.device) -> None:
+    """Past 2^31 elements: the last rows and columns are right."""
+    x = torch.zeros(2**20 + 64, 2049, dtype=torch.bfloat16, device=device)
+    x[-64:] = torch.randn(64, 2049, device=device)
+    spec = CastSpec(GemmKind.MXFP8)
+    rows, columns, _ = cast_both(x, spec)
+    tail = x[-64:]
+    for name, plane, dim in (("rows", rows, 1), ("columns", columns, 0), ("single", cast(x, 1, spec)[0], 1)):
+        reference = cast(tail, dim, spec, "reference")[0]
+        if not torch.equal(plane.codes[-64:], reference.codes):
+            raise AssertionError(f"{name}: codes past 2^31 elements differ")
+
+
+def check_norm(device: torch.device) -> None:
+    """Planes of the fused norm are those of its own y, and y is that of the reference to bf16 rounding."""
+    x, residual, w = _data(300, 520, device).clamp(-100, 100), _data(300, 520, device).clamp(-100, 100), None
+    w = torch.randn(520, device=device)
+    for norm in ("rms", "layer"):
+        for kind in KINDS:
+            spec = CastSpec(kind)
+            out = norm_cast(x, w, spec, norm=norm, residual=residual, return_y=True)
+            reference = norm_cast(x, w, spec, norm=norm, residual=residual, return_y=True, backend="reference")
+            assert out.y is not None
+            assert reference.y is not None
+            assert out.rows is not None
+            assert out.columns is not None
+            torch.testing.assert_close(out.y, reference.y, rtol=2**-7, atol=1e-5)
+            _different(f"norm {norm} {kind} rows", out.rows, cast(out.y, 1, spec, "reference")[0])
+            _different(f"norm {norm} {kind} columns", out.columns, cast(out.y, 0, spec, "reference")[0])
+
+
+def check_products(device: torch.device) -> None:
+    """Every product within its bound of the float64 product of the same planes (see the `gemms` module)."""
+    for m, k, n in ((128, 256, 128), (130, 256, 384), (1000, 1024, 512), (7, 384, 128)):
+        x, w, dy = (torch.randn(*s, device=device).bfloat16() for s in ((m, k), (n, k), (m, n)))
+        for kind in KINDS:
+            spec, square = CastSpec(kind), kind is not GemmKind.MXFP8
+            plane_w = cast(w, None if square else 1, spec)[0]
+            plane_wt = plane_w.t() if square else cast(w, 0, spec)[0].t()
+            rows_x, columns_x, _ = cast_both(x, spec)
+            rows_dy, columns_dy, _ = cast_both(dy, spec)
+            pairs = {
+                "forward": (rows_x, plane_w),
+                "dgrad": (rows_dy, plane_wt),
+                "wgrad": (columns_dy.t(), columns_x.t()),
+            }
+            for name, (a, b) in pairs.items():
+                for dtype, unit in ((torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-24)):
+                    left, right = a.dequantize().double(), b.dequantize().double()
+                    exact, total = left @ right.t(), left.abs() @ right.abs().t()
+                    error = (gemm(a, b, kind, dtype).double() - exact).abs()
+                    worst = (error - unit * exact.abs() - 2.0**-13 * total).max().item()
+                    if not worst <= 0:
+                        raise AssertionError(f"{kind} {name} {(m, k, n)} {dtype}: beyond the bound by {worst:.3g}")
+
+
+def check_linear(device: torch.device) -> None:
+    """SQNR of y, dx, dw against float64 products of the unquantised operands."""
+    m, k, n = 515, 1024, 512
+    for kind in KINDS:
+        for save in ("high_precision", "row", "both"):
+            x = torch.randn(m, k, device=device).bfloat16().requires_grad_()
+            w = (torch.randn(n, k, device=device) / 32).bfloat16().requires_grad_()
+            dy = torch.randn(m, n, device=device).bfloat16()
+            y = mx_linear(x, w, None, recipe(kind.value, save=save))
+            y.backward(dy)
+            assert x.grad is not None
+            assert w.grad is not None
+            xd, wd, dyd = x.detach().double(), w.detach().double(), dy.double()
+            for name, exact, got, gate in (
+                ("y", xd @ wd.t(), y.detach(), 27.5),
+                ("dx", dyd @ wd, x.grad, 25.0),
+                ("dw", dyd.t() @ xd, w.grad, 24.0),
+            ):
+                noise = sqnr_db(exact, got)
+                if not noise >= gate:
+                    raise AssertionError(f"{kind} save={save} {name}: {noise:.1f} dB, expected at least {gate}")
+
+
+def run_checks(device: torch.device, smoke: bool) -> dict[str, str]:
+    """Run all checks; failures by name, empty when all passed."""
+    checks: dict[str, Callable[[torch.device], None]] = {
+        "cast:contract": check_contract,
+        "cast:bits": check_casts,
+        "norm": check_norm,
+        "gemm": check_products,
+        "linear": check_linear,
+    }
+    if device.type == "cuda" and not smoke:
+        checks["cast:large"] = check_large
+    failures = {}
+    for name, check in checks.items():
+        try:
+            check(device)
+            print(f"check {name}: passed", flush=True)
+        except Exception as error:  # whatever goes wrong, the op must not be timed
+            failures[name] = f"{type(error).__name__}: {str(error)[:500]}"
+    return failures

@@ -1,0 +1,197 @@
+"""Compile every Triton kernel for GPUs that need not be there: `python -m gemworks.precision.compile_kernels sm_90`.
+
+A second argument is a regular expression over "kernel variant". Prints one JSON object a line: kernel, variant,
+registers, spilled bytes, shared memory. Run it in a process of its own:
+Triton may abort on an architecture that it cannot serve. Registers and spills come from the `cuobjdump` in Triton's
+wheel.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str, Any], int]]:
+    """(kernel, variant, function, argument types, constants, warps) of what the launchers ask for."""
+    from gemworks.precision import kernel_cast as kc
+    from gemworks.precision.kernel_common import FORMATS, MODES
+    from gemworks.precision.triton_casts import both_config, rows_config
+
+    u8, count = "*u8", "*i64"
+    base = {"FORMAT": FORMATS["e4m3"], "MODE": MODES["rceil"], "REGROUP": False, "STOCHASTIC": False, "HARDWARE": True}
+    kinds = {"mxfp8": (32, False), "block128": (128, False), "regroup128": (32, True)}
+
+    def types(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> dict[str, str]:
+        out = {}
+        for name in kernel.arg_names:
+            if name in constants:
+                continue
+            out[name] = pointers.get(name, "i64" if name == "seed" else "fp32" if name == "normalise" else "i32")
+        return out
+
+    rows_pointers = {"x_ptr": "*bf16", "codes_ptr": u8, "scales_ptr": u8, "inexact_ptr": count, "signs_ptr": "*fp32"}
+    both_pointers = {**rows_pointers, "codes_t_ptr": u8, "scales_t_ptr": u8}
+    for kind, (block, regroup) in kinds.items():
+        for variant, extra in (("", {}), (" stochastic", {"STOCHASTIC": True})):
+            flags = {**base, "REGROUP": regroup, **extra}
+            for transposed in (False, True):
+                config = rows_config(block, regroup, 0, transposed, flags["STOCHASTIC"])
+                constants = {
+                    **flags,
+                    "ROWS": config.rows,
+                    "COLUMNS": config.columns,
+                    "BLOCK": block,
+                    "STREAM": 1 if transposed else 0,
+                    "HADAMARD": 0,
+                    "SWAP": False,
+                    ("stride_row" if transposed else "stride_column"): 1,
+                }
+                name = kind + variant + (" transposed" if transposed else "")
+                kernel = kc.cast_rows_kernel
+                yield "cast_rows", name, kernel, types(kernel, rows_pointers, constants), constants, config.num_warps
+            both = both_config(block, regroup, flags["STOCHASTIC"])
+            strips = {"SUB_ROWS": both.sub_rows, "SUB_COLUMNS": both.sub_columns}
+            tile = {"ROWS": both.rows, "COLUMNS": both.columns, **strips}
+            constants = {**flags, **tile, "BLOCK": block, "stride_column": 1}
+            kernel = kc.cast_both_kernel
+            arguments = types(kernel, both_pointers, constants)
+            yield "cast_both", kind + variant, kernel, arguments, constants, both.num_warps
+            tile = 128 if block == 128 or regroup else 64
+            constants = {**flags, "TILE": tile, "BLOCK": block, "stride_column": 1}
+            kernel = kc.cast_square_kernel
+            arguments = types(kernel, rows_pointers, constants)
+            yield "cast_square", kind + variant, kernel, arguments, constants, 8 if tile == 128 else 4
+    for size in (32, 64, 128, 256):
+        for transposed in (False, True):
+            config = rows_config(32, False, size, transposed, False)
+            constants = {
+                **base,
+                "ROWS": config.rows,
+                "COLUMNS": config.columns,
+                "BLOCK": 32,
+                "STREAM": 0,
+                "HADAMARD": size,
+                "SWAP": False,
+                ("stride_row" if transposed else "stride_column"): 1,
+            }
+            kernel = kc.cast_rows_kernel
+            name = f"hadamard{size}" + (" transposed" if transposed else "")
+            yield "cast_rows", name, kernel, types(kernel, rows_pointers, constants), constants, config.num_warps
+    from gemworks.precision.kernel_norm import norm_cast_kernel
+    from gemworks.precision.norm import norm_config
+
+    for kind, (block, regroup) in kinds.items():
+        rows, columns, num_warps = norm_config(1024, kind != "mxfp8")
+        constants = {
+            **base,
+            "REGROUP": regroup,
+            "HAS_RESIDUAL": True,
+            "HAS_BIAS": False,
+            "SUBTRACT_MEAN": False,
+            "WRITE_Y": False,
+            "DIRECTIONS": 3,
+            "ROWS": rows,
+            "COLUMNS": columns,
+            "BLOCK": block,
+        }
+        halves = dict.fromkeys(("residual_ptr", "weight_ptr", "bias_ptr", "sum_ptr", "y_ptr"), "*bf16")
+        pointers = {**both_pointers, **halves, "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "eps": "fp32"}
+        arguments = types(norm_cast_kernel, pointers, constants)
+        yield "norm_cast", kind, norm_cast_kernel, arguments, constants, num_warps
+    constants = {"ROWS": 256, "COLUMNS": 8}
+    arguments = types(kc.wide_scales_kernel, {"scales_ptr": u8, "out_ptr": "*fp32"}, constants)
+    yield "wide_scales", "", kc.wide_scales_kernel, arguments, constants, 4
+    for name, block_rows, block_columns in (("rows", 1, 32), ("columns", 32, 1), ("square", 32, 32)):
+        constants = {
+            "ROWS": 32,
+            "COLUMNS": 128,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_COLUMNS": block_columns,
+            "FORMAT": FORMATS["e4m3"],
+            "SWAP": False,
+            ("stride_code_row" if name == "columns" else "stride_code_column"): 1,
+        }
+        kernel = kc.dequantise_kernel
+        pointers = {"codes_ptr": u8, "scales_ptr": u8, "out_ptr": "*bf16"}
+        yield "dequantise", name, kernel, types(kernel, pointers, constants), constants, 4
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread and local memory (spills, in bytes) of a cubin, as `cuobjdump` reads them."""
+    import triton
+
+    tool = next(Path(triton.__file__).parent.rglob("cuobjdump"))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        )
+    registers = re.search(r"REG:(\d+)", text.stdout)
+    stack, local = re.search(r"STACK:(\d+)", text.stdout), re.search(r"LOCAL:(\d+)", text.stdout)
+    if registers is None or stack is None or local is None:
+        raise RuntimeError(f"cuobjdump printed no resource usage: {text.stdout!r} {text.stderr!r}")
+    return int(registers[1]), int(stack[1]) + int(local[1])
+
+
+def compile_one(
+    function: Any, types: dict[str, str], constants: dict[str, Any], capability: int, num_warps: int
+) -> Any:
+    """Compile a kernel; pointers and strides are assumed 16-aligned, as the launcher's tensors are."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    aligned = ("_ptr",)
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(function.arg_names)
+        if name in types and (name.endswith(aligned) or name in ("num_columns", "stride_row", "padded_columns"))
+    }
+    source = ASTSource(
+        fn=function,
+        signature={name: types.get(name, "constexpr") for name in function.arg_names},
+        constexprs={(function.arg_names.index(name),): value for name, value in constants.items()},
+        attrs=attributes,
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+
+
+def main(arguments: list[str]) -> int:
+    """Compile for the named architecture; exit status 1 if any kernel spills."""
+    architecture = arguments[0] if arguments else "sm_90"
+    if not re.fullmatch(r"sm_\d+", architecture):
+        print(f"architecture: got {architecture!r}, expected one such as sm_90", file=sys.stderr)
+        return 2
+    chosen = arguments[1] if len(arguments) > 1 else ""
+    spilled = 0
+    for kernel, variant, function, types, constants, num_warps in variants():
+        if not re.search(chosen, f"{kernel} {variant}"):
+            continue
+        compiled = compile_one(function, types, constants, int(architecture[3:]), num_warps)
+        registers, spill_bytes = resources(compiled.asm["cubin"])
+        spilled += spill_bytes
+        ptx = compiled.asm["ptx"]
+        line = {
+            "kernel": kernel,
+            "variant": variant,
+            "registers": registers,
+            "spill_bytes": spill_bytes,
+            "shared_bytes": compiled.metadata.shared,
+            "num_warps": num_warps,
+            "hardware_cast": "e4m3x2" in ptx,
+            "ptx_lines": ptx.count("\n"),
+        }
+        print(json.dumps(line), flush=True)
+    return 1 if spilled else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

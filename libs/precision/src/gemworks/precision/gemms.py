@@ -1,0 +1,75 @@
+"""The product of two planes, `A [M, K] @ B [N, K]^T`, both quantised along K (or square).
+
+Reference: dequantise and multiply. On a CPU in fp32; on a GPU the dequantised operands are exact in bf16 (E4M3 with
+scale
+bytes 3..246, see `MXTensor.dequantize`) and the product accumulates in fp32, so it *is* the product of the planes up to
+the order of summation. Agreement between backends, entry by entry, with `S = |A| |B|^T`:
+`|difference| <= 2 K 2^-24 S + u |result|` (u the rounding of the output dtype); Hopper's FP8 units keep fewer bits of
+the
+accumulator inside one instruction, for them `2^-13 S + u |result|` is the bound we hold them to.
+"""
+
+from __future__ import annotations
+
+import torch
+from gemworks.precision.backends import choose, cost_note, device_spec, warn_once
+from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.recipe import GemmKind
+from torch import Tensor
+
+
+def gemm(a: MXTensor, b: MXTensor, kind: GemmKind, out_dtype: torch.dtype, backend: str = "auto") -> Tensor:
+    """Multiply two planes along their dim 1.
+
+    Args:
+        a: `[M, K]`, quantised along dim 1 or square.
+        b: `[N, K]`, likewise; the same Hadamard transform as `a`.
+        kind: arithmetic, which decides the backends that may run it.
+        out_dtype: of the result.
+        backend: as in `choose`.
+
+    Returns:
+        `[M, N]`.
+
+    Raises:
+        ValueError: operands whose contractions, directions or transforms do not fit.
+    """
+    for name, plane in (("a", a), ("b", b)):
+        if len(plane.shape) != 2 or plane.dim == 0:
+            raise ValueError(
+                f"{name}: shape {plane.shape} quantised along dim {plane.dim}; a product needs 2 dims with the "
+                f"contraction "
+                f"last and quantised along it; use {name}.t() or quantise along the other dim"
+            )
+    if a.padded_shape[1] != b.padded_shape[1] or a.hadamard != b.hadamard:
+        raise ValueError(
+            f"a and b: contractions {a.shape[1]} ({a.hadamard}) and {b.shape[1]} ({b.hadamard}) differ; "
+            "both operands need the same length and the same Hadamard transform"
+        )
+    device = device_spec(a.codes.device)
+    m, k, n = a.padded_shape[0], a.padded_shape[1], b.padded_shape[0]
+    block = kind.block
+    choice = choose("gemm", kind, (m, -(-k // block) * block, n), device, backend)
+    note = cost_note(choice, device)
+    if note is not None:
+        warn_once(note)
+    if choice.backend == "scaled_mm":
+        from gemworks.precision.scaled_mm import scaled_mm
+
+        return scaled_mm(a, b, out_dtype)
+    if choice.backend == "triton":
+        from gemworks.precision.triton_casts import triton_dequantize
+
+        return multiply_bf16(triton_dequantize(a), triton_dequantize(b), out_dtype)
+    if device.type == "cpu":
+        product = a.dequantize(keep_transform=True) @ b.dequantize(keep_transform=True).t()
+        return product.to(out_dtype)
+    half = torch.bfloat16
+    return multiply_bf16(a.dequantize(half, keep_transform=True), b.dequantize(half, keep_transform=True), out_dtype)
+
+
+def multiply_bf16(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """`a @ b^T` of bf16 matrices with fp32 accumulation, rounded once to `out_dtype`."""
+    if out_dtype is torch.float32 and a.is_cuda:
+        return torch.mm(a, b.t(), out_dtype=torch.float32)
+    return (a @ b.t()).to(out_dtype)

@@ -1,0 +1,482 @@
+# Triton's language is typed by its own compiler, not by Python's: pyright is quiet in this file.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportAssignmentType=false
+"""Triton cast kernels: along one dim, along both in one read, in squares.
+
+Shape letters: M, N the tile's rows and columns; G blocks along a dim; B elements per block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from gemworks.precision.kernel_common import (
+    butterfly,
+    decode,
+    encode,
+    inverse_power,
+    magnitude,
+    merge_scales,
+    nan_code_of,
+    random_words,
+    scale_byte,
+    shift_codes,
+)
+
+
+@triton.jit
+def quantise_last(
+    x,
+    words,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MODE: tl.constexpr,
+    REGROUP: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Codes int32 `[ROWS, COLUMNS]`, scale bytes `[ROWS, COLUMNS / width]`, inexact count, of fp32 x in blocks along
+    the
+    last dim; width is BLOCK, or 128 when regrouping."""
+    GROUPS: tl.constexpr = COLUMNS // BLOCK
+    blocks = tl.reshape(x, [ROWS, GROUPS, BLOCK])
+    amax = tl.max(magnitude(blocks), axis=2)
+    byte = scale_byte(amax, FORMAT, MODE, 0 if BLOCK == 32 else 1)
+    scaled = blocks * inverse_power(byte)[:, :, None]
+    code = encode(scaled, tl.reshape(words, [ROWS, GROUPS, BLOCK]), FORMAT, STOCHASTIC, HARDWARE)
+    lost = 0
+    if REGROUP:
+        merged = merge_scales(tl.reshape(byte, [ROWS, GROUPS // 4, 4]))
+        wide = tl.reshape(tl.broadcast_to(merged[:, :, None], [ROWS, GROUPS // 4, 4]), [ROWS, GROUPS])
+        code, inexact = shift_codes(code, (byte - wide)[:, :, None], FORMAT, HARDWARE)
+        poisoned = (wide == 255)[:, :, None]
+        code = tl.where(poisoned, nan_code_of(FORMAT), code)
+        lost = tl.sum((inexact & (poisoned == 0)).to(tl.int32))
+        byte = merged
+    else:
+        code = tl.where((amax >= 0x7F800000)[:, :, None], nan_code_of(FORMAT), code)
+    return tl.reshape(code, [ROWS, COLUMNS]), byte, lost
+
+
+@triton.jit
+def cast_rows_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    inexact_ptr,
+    signs_ptr,
+    num_rows,
+    num_columns,
+    stride_row,
+    stride_column,
+    stride_scale_row,
+    stride_scale_group,
+    padded_columns,
+    seed,
+    step,
+    normalise,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MODE: tl.constexpr,
+    REGROUP: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    STREAM: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    SWAP: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """x viewed as `[num_rows, num_columns]` with any strides; codes `[num_rows, padded_columns]` contiguous.
+
+    SWAP puts the columns on the first grid axis, the only one that may be longer than 65,535.
+    """
+    row = tl.program_id(1 if SWAP else 0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0 if SWAP else 1) * COLUMNS
+    column = first + tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    pointers = x_ptr + row[:, None] * stride_row + column.to(tl.int64)[None, :] * stride_column
+    x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    if HADAMARD > 0:
+        signs = tl.load(signs_ptr + tl.arange(0, HADAMARD))
+        LEAD: tl.constexpr = ROWS * (COLUMNS // HADAMARD)
+        groups = tl.reshape(x, [LEAD, HADAMARD]) * signs[None, :]
+        x = tl.reshape(butterfly(groups, LEAD, HADAMARD) * normalise, [ROWS, COLUMNS])
+    words = x.to(tl.int32, bitcast=True).to(tl.uint32, bitcast=True)
+    if STOCHASTIC:
+        words = random_words(row, first, seed, step, STREAM, ROWS, COLUMNS)
+    code, byte, lost = quantise_last(x, words, ROWS, COLUMNS, BLOCK, FORMAT, MODE, REGROUP, STOCHASTIC, HARDWARE)
+    WIDTH: tl.constexpr = 128 if REGROUP else BLOCK
+    group = (first // WIDTH) + tl.arange(0, COLUMNS // WIDTH)
+    inside_group = (row < num_rows)[:, None] & (group * WIDTH < padded_columns)[None, :]
+    scale_pointers = scales_ptr + row[:, None] * stride_scale_row + group.to(tl.int64)[None, :] * stride_scale_group
+    tl.store(scale_pointers, byte.to(tl.uint8), mask=inside_group)
+    if FORMAT == 2:
+        low, high = tl.split(tl.reshape(code, [ROWS, COLUMNS // 2, 2]))
+        packed_columns = (padded_columns + 1) // 2
+        packed = first // 2 + tl.arange(0, COLUMNS // 2)
+        target = codes_ptr + row[:, None] * packed_columns + packed[None, :]
+        inside_packed = (row < num_rows)[:, None] & (packed < packed_columns)[None, :]
+        tl.store(target, (low | (high << 4)).to(tl.uint8), mask=inside_packed)
+    else:
+        target = codes_ptr + row[:, None] * padded_columns + column[None, :]
+        inside_code = (row < num_rows)[:, None] & (column < padded_columns)[None, :]
+        tl.store(target, code.to(tl.uint8), mask=inside_code)
+    if REGROUP and lost > 0:
+        tl.atomic_add(inexact_ptr, lost.to(tl.int64))
+
+
+@triton.jit
+def quantise_first(
+    x,
+    words,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MODE: tl.constexpr,
+    REGROUP: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Like `quantise_last`, in blocks along the first dim: codes `[ROWS, COLUMNS]`, scale bytes `[ROWS/width,
+    COLUMNS]`."""
+    GROUPS: tl.constexpr = ROWS // BLOCK
+    blocks = tl.reshape(x, [GROUPS, BLOCK, COLUMNS])
+    amax = tl.max(magnitude(blocks), axis=1)
+    byte = scale_byte(amax, FORMAT, MODE, 0 if BLOCK == 32 else 1)
+    scaled = blocks * inverse_power(byte)[:, None, :]
+    code = encode(scaled, tl.reshape(words, [GROUPS, BLOCK, COLUMNS]), FORMAT, STOCHASTIC, HARDWARE)
+    lost = 0
+    if REGROUP:
+        merged = tl.max(tl.reshape(byte, [GROUPS // 4, 4, COLUMNS]), axis=1)
+        merged = tl.where(merged == 255, 255, tl.maximum(merged, 1))
+        wide = tl.reshape(tl.broadcast_to(merged[:, None, :], [GROUPS // 4, 4, COLUMNS]), [GROUPS, COLUMNS])
+        code, inexact = shift_codes(code, (byte - wide)[:, None, :], FORMAT, HARDWARE)
+        poisoned = (wide == 255)[:, None, :]
+        code = tl.where(poisoned, nan_code_of(FORMAT), code)
+        lost = tl.sum((inexact & (poisoned == 0)).to(tl.int32))
+        byte = merged
+    else:
+        code = tl.where((amax >= 0x7F800000)[:, None, :], nan_code_of(FORMAT), code)
+    return tl.reshape(code, [ROWS, COLUMNS]), byte, lost
+
+
+@triton.jit
+def store_both(
+    x,
+    row,
+    first_row,
+    first_column,
+    codes_ptr,
+    scales_ptr,
+    codes_t_ptr,
+    scales_t_ptr,
+    inexact_ptr,
+    num_rows,
+    num_columns,
+    seed,
+    step,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MODE: tl.constexpr,
+    REGROUP: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    DIRECTIONS: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Quantise one tile (fp32, zero outside) along its columns (DIRECTIONS & 1) and its rows (DIRECTIONS & 2), and
+    store:
+    codes `[M, K]`, scales `[M, K/width]`, transposed codes `[K, M]`, transposed scales `[K, M/width]`."""
+    WIDTH: tl.constexpr = 128 if REGROUP else BLOCK
+    column = first_column + tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    column_wide = column.to(tl.int64)
+    nothing = x.to(tl.int32, bitcast=True).to(tl.uint32, bitcast=True)
+    lost = 0
+    if DIRECTIONS & 1:
+        words = nothing
+        if STOCHASTIC:
+            words = random_words(row, first_column, seed, step, 0, ROWS, COLUMNS)
+        code, byte, lost_rows = quantise_last(
+            x, words, ROWS, COLUMNS, BLOCK, FORMAT, MODE, REGROUP, STOCHASTIC, HARDWARE
+        )
+        lost += lost_rows
+        tl.store(codes_ptr + row[:, None] * num_columns + column[None, :], code.to(tl.uint8), mask=inside)
+        num_groups = (num_columns + WIDTH - 1) // WIDTH
+        group = first_column // WIDTH + tl.arange(0, COLUMNS // WIDTH)
+        inside_group = (row < num_rows)[:, None] & (group < num_groups)[None, :]
+        tl.store(scales_ptr + row[:, None] * num_groups + group[None, :], byte.to(tl.uint8), mask=inside_group)
+    if DIRECTIONS & 2:
+        words = nothing
+        if STOCHASTIC:
+            words = tl.trans(random_words(column, first_row, seed, step, 1, COLUMNS, ROWS))
+        code, byte, lost_columns = quantise_first(
+            x, words, ROWS, COLUMNS, BLOCK, FORMAT, MODE, REGROUP, STOCHASTIC, HARDWARE
+        )
+        lost += lost_columns
+        tl.store(codes_t_ptr + column_wide[None, :] * num_rows + row[:, None], code.to(tl.uint8), mask=inside)
+        num_groups_t = (num_rows + WIDTH - 1) // WIDTH
+        group_t = first_row // WIDTH + tl.arange(0, ROWS // WIDTH)
+        inside_t = (group_t < num_groups_t)[:, None] & (column < num_columns)[None, :]
+        tl.store(
+            scales_t_ptr + column_wide[None, :] * num_groups_t + group_t[:, None], byte.to(tl.uint8), mask=inside_t
+        )
+    if REGROUP and lost > 0:
+        tl.atomic_add(inexact_ptr, lost.to(tl.int64))
+
+
+@triton.jit
+def load_tile(x_ptr, row, first_column, num_rows, num_columns, stride_row, stride_column, COLUMNS: tl.constexpr):
+    """fp32 tile of x, zero outside."""
+    column = first_column + tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    pointers = x_ptr + row[:, None] * stride_row + column.to(tl.int64)[None, :] * stride_column
+    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def cast_both_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    codes_t_ptr,
+    scales_t_ptr,
+    inexact_ptr,
+    num_rows,
+    num_columns,
+    stride_row,
+    stride_column,
+    seed,
+    step,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUB_ROWS: tl.constexpr,
+    SUB_COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MODE: tl.constexpr,
+    REGROUP: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Both planes of `x [M, K]` out of one read of memory.
+
+    With SUB_ROWS = ROWS and SUB_COLUMNS = COLUMNS the tile stays in registers for both directions. Otherwise it is read
+    in row strips and again in column strips, the second time from the first-level cache, which takes half the
+    registers.
+    """
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    first_column = tl.program_id(1) * COLUMNS
+    if SUB_ROWS == ROWS and SUB_COLUMNS == COLUMNS:
+        row = first_row + tl.arange(0, ROWS)
+        x = load_tile(x_ptr, row, first_column, num_rows, num_columns, stride_row, stride_column, COLUMNS)
+        store_both(
+            x,
+            row,
+            first_row,
+            first_column,
+            codes_ptr,
+            scales_ptr,
+            codes_t_ptr,
+            scales_t_ptr,
+            inexact_ptr,
+            num_rows,
+            num_columns,
+            seed,
+            step,
+            ROWS,
+            COLUMNS,
+            BLOCK,
+            FORMAT,
+            MODE,
+            REGROUP,
+            STOCHASTIC,
+            3,
+            HARDWARE,
+        )
+    else:
+        for start in range(0, ROWS, SUB_ROWS):
+            row = first_row + start + tl.arange(0, SUB_ROWS)
+            x = load_tile(x_ptr, row, first_column, num_rows, num_columns, stride_row, stride_column, COLUMNS)
+            store_both(
+                x,
+                row,
+                first_row + start,
+                first_column,
+                codes_ptr,
+                scales_ptr,
+                codes_t_ptr,
+                scales_t_ptr,
+                inexact_ptr,
+                num_rows,
+                num_columns,
+                seed,
+                step,
+                SUB_ROWS,
+                COLUMNS,
+                BLOCK,
+                FORMAT,
+                MODE,
+                REGROUP,
+                STOCHASTIC,
+                1,
+                HARDWARE,
+            )
+        row = first_row + tl.arange(0, ROWS)
+        for start in range(0, COLUMNS, SUB_COLUMNS):
+            column = first_column + start
+            x = load_tile(x_ptr, row, column, num_rows, num_columns, stride_row, stride_column, SUB_COLUMNS)
+            store_both(
+                x,
+                row,
+                first_row,
+                column,
+                codes_ptr,
+                scales_ptr,
+                codes_t_ptr,
+                scales_t_ptr,
+                inexact_ptr,
+                num_rows,
+                num_columns,
+                seed,
+                step,
+                ROWS,
+                SUB_COLUMNS,
+                BLOCK,
+                FORMAT,
+                MODE,
+                REGROUP,
+                STOCHASTIC,
+                2,
+                HARDWARE,
+            )
+
+
+@triton.jit
+def cast_square_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    inexact_ptr,
+    num_rows,
+    num_columns,
+    stride_row,
+    stride_column,
+    seed,
+    step,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MODE: tl.constexpr,
+    REGROUP: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Squares of BLOCK x BLOCK (merged to 128 x 128 when regrouping); codes row-major, scales one per square."""
+    SIDE: tl.constexpr = TILE // BLOCK
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    first_column = tl.program_id(1) * TILE
+    column = first_column + tl.arange(0, TILE)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    pointers = x_ptr + row[:, None] * stride_row + column.to(tl.int64)[None, :] * stride_column
+    x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    words = x.to(tl.int32, bitcast=True).to(tl.uint32, bitcast=True)
+    if STOCHASTIC:
+        words = random_words(row, first_column, seed, step, 2, TILE, TILE)
+    blocks = tl.reshape(x, [SIDE, BLOCK, SIDE, BLOCK])
+    amax = tl.max(tl.max(magnitude(blocks), axis=3), axis=1)
+    byte = scale_byte(amax, FORMAT, MODE, 0 if BLOCK == 32 else 1)
+    scaled = blocks * inverse_power(byte)[:, None, :, None]
+    code = encode(scaled, tl.reshape(words, [SIDE, BLOCK, SIDE, BLOCK]), FORMAT, STOCHASTIC, HARDWARE)
+    if REGROUP:
+        merged = tl.max(byte)
+        merged = tl.where(merged == 255, 255, tl.maximum(merged, 1))
+        code, inexact = shift_codes(code, (byte - merged)[:, None, :, None], FORMAT, HARDWARE)
+        lost = tl.sum(inexact.to(tl.int32))
+        lost = tl.where(merged == 255, 0, lost)
+        code = tl.where(merged == 255, nan_code_of(FORMAT), code)
+        num_squares = (num_columns + TILE - 1) // TILE
+        tl.store(scales_ptr + tl.program_id(0) * num_squares + tl.program_id(1), merged.to(tl.uint8))
+        if lost > 0:
+            tl.atomic_add(inexact_ptr, lost.to(tl.int64))
+    else:
+        code = tl.where((amax >= 0x7F800000)[:, None, :, None], nan_code_of(FORMAT), code)
+        num_squares = (num_columns + BLOCK - 1) // BLOCK
+        square_row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+        square_column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+        inside_square = (square_row * BLOCK < num_rows)[:, None] & (square_column < num_squares)[None, :]
+        target = scales_ptr + square_row.to(tl.int64)[:, None] * num_squares + square_column[None, :]
+        tl.store(target, byte.to(tl.uint8), mask=inside_square)
+    flat = tl.reshape(code, [TILE, TILE]).to(tl.uint8)
+    tl.store(codes_ptr + row[:, None] * num_columns + column[None, :], flat, mask=inside)
+
+
+@triton.jit
+def dequantise_kernel(
+    codes_ptr,
+    scales_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    stride_code_row,
+    stride_code_column,
+    stride_scale_row,
+    stride_scale_column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SWAP: tl.constexpr,
+):
+    """out `[M, K]` contiguous, bf16: code times scale, exact for scale bytes 3..246; blocks of BLOCK_ROWS x
+    BLOCK_COLUMNS."""
+    row = tl.program_id(1 if SWAP else 0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0 if SWAP else 1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    wide = column.to(tl.int64)
+    code = tl.load(
+        codes_ptr + row[:, None] * stride_code_row + wide[None, :] * stride_code_column, mask=inside, other=0
+    ).to(tl.int32)
+    scale = tl.load(
+        scales_ptr
+        + (row // BLOCK_ROWS)[:, None] * stride_scale_row
+        + (wide // BLOCK_COLUMNS)[None, :] * stride_scale_column,
+        mask=inside,
+        other=127,
+    ).to(tl.int32)
+    bits = tl.where(scale == 0, 0x400000, scale << 23)
+    bits = tl.where(scale == 255, 0x7FC00000, bits)
+    value = decode(code, FORMAT) * bits.to(tl.float32, bitcast=True)
+    tl.store(out_ptr + row[:, None] * num_columns + column[None, :], value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def wide_scales_kernel(
+    scales_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    stride_row,
+    stride_column,
+    out_rows,
+    out_columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """fp32 2^(byte - 127) of E8M0 bytes 1..254 (255: NaN), stored rows-contiguous `[out_columns, out_rows]`, padded
+    with 1."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    pointers = scales_ptr + row[:, None] * stride_row + column.to(tl.int64)[None, :] * stride_column
+    byte = tl.load(pointers, mask=inside, other=127).to(tl.int32)
+    bits = tl.where(byte == 255, 0x7FC00000, tl.where(byte == 0, 0x400000, byte << 23))
+    inside_out = (row < out_rows)[:, None] & (column < out_columns)[None, :]
+    target = out_ptr + column.to(tl.int64)[None, :] * out_rows + row[:, None]
+    tl.store(target, bits.to(tl.float32, bitcast=True), mask=inside_out)

@@ -1,0 +1,319 @@
+"""`mx_linear`: a linear layer whose three products are quantised, as one opaque op with a gradient.
+
+    forward  y  = x  W^T     contraction K
+    dgrad    dx = dy W       contraction N
+    wgrad    dW = dy^T x     contraction M
+
+Each operand is quantised along the contraction of the product that reads it, so input and gradient are needed both
+ways.
+The op is opaque to torch.compile; planes are made inside.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from gemworks.precision.backends import shape_rule
+from gemworks.precision.casts import CastSpec, cast, cast_both
+from gemworks.precision.formats import Format
+from gemworks.precision.gemms import gemm
+from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.recipe import GemmKind, GemmRecipe, Recipe, Save, recipe
+from gemworks.precision.rng import Stochastic
+from torch import Tensor
+
+
+@lru_cache(maxsize=1024)
+def recipe_of(text: str) -> Recipe:
+    """The recipe that an op carries as text."""
+    return Recipe.from_toml(text)
+
+
+def _spec(gemm_recipe: GemmRecipe, chosen: Recipe, format: Format, **extra: object) -> CastSpec:
+    return CastSpec(gemm_recipe.kind, format, chosen.scale_mode, **extra)  # pyright: ignore[reportArgumentType]
+
+
+def weight_is_square(gemm_recipe: GemmRecipe, chosen: Recipe) -> bool:
+    """Do this product's weights use square blocks?"""
+    return chosen.square_weights or (gemm_recipe.kind is not GemmKind.MXFP8 and not chosen.row_weights)
+
+
+def weight_plane(weight: Tensor, gemm_recipe: GemmRecipe, chosen: Recipe, transposed: bool) -> tuple[MXTensor, Tensor]:
+    """The weight as the second operand: `[N, K]` along K for forward, its transpose along N for dgrad; and the
+    count."""
+    if weight_is_square(gemm_recipe, chosen):
+        plane, inexact = cast(weight, None, _spec(gemm_recipe, chosen, gemm_recipe.right), chosen.backend)
+    else:
+        plane, inexact = cast(
+            weight, 0 if transposed else 1, _spec(gemm_recipe, chosen, gemm_recipe.right), chosen.backend
+        )
+    return (plane.t() if transposed else plane), inexact
+
+
+def forward_planes(x_MK: Tensor, chosen: Recipe, keep_columns: bool) -> tuple[MXTensor, MXTensor | None, Tensor]:
+    """The input's row plane for forward and, if kept for backward, its column plane; and the inexact count."""
+    spec = _spec(chosen.forward, chosen, chosen.forward.left)
+    if keep_columns:
+        return cast_both(x_MK, spec, chosen.backend)
+    rows, inexact = cast(x_MK, 1, spec, chosen.backend)
+    return rows, None, inexact
+
+
+def linear_forward(
+    x_MK: Tensor, weight: Tensor | MXTensor, bias: Tensor | None, chosen: Recipe, save: bool, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y `[M, N]`, the kept plane's codes and scales (empty if none), and int64 `[2]` inexact codes of input and weight.
+
+    `weight` may be a plane already (an FSDP shard gathered in FP8): then it is used as it is.
+    """
+    empty = torch.empty(0, dtype=torch.uint8, device=x_MK.device)
+    counts = torch.zeros(2, dtype=torch.int64, device=x_MK.device)
+    kept: MXTensor | None = None
+    if chosen.forward.kind is GemmKind.BF16:
+        dense = weight.dequantize(x_MK.dtype) if isinstance(weight, MXTensor) else weight.to(x_MK.dtype)
+        y = (x_MK @ dense.t()).to(out_dtype)
+    else:
+        rows, columns, inexact_x = forward_planes(x_MK, chosen, save and chosen.save is Save.BOTH)
+        if isinstance(weight, MXTensor):
+            plane_w, inexact_w = weight, counts[1]
+        else:
+            plane_w, inexact_w = weight_plane(weight, chosen.forward, chosen, transposed=False)
+        if chosen.forward.kind is GemmKind.MXFP8_REGROUP128:
+            counts = torch.stack((inexact_x, inexact_w))
+        y = gemm(rows, plane_w, chosen.forward.kind, out_dtype, chosen.backend)
+        if save and chosen.save is not Save.HIGH_PRECISION:
+            kept = columns if chosen.save is Save.BOTH else rows
+    if bias is not None:
+        y = y.add_(bias)
+    if kept is None:
+        return y, empty, empty.clone(), counts
+    return y, kept.codes, kept.scales, counts
+
+
+def _kept_plane(codes: Tensor, scales: Tensor, shape: tuple[int, int], chosen: Recipe) -> MXTensor:
+    block = 32 if chosen.forward.kind is GemmKind.MXFP8 else 128
+    dim = 0 if chosen.save is Save.BOTH else 1
+    return MXTensor(codes, scales, shape, dim, block, chosen.forward.left, chosen.scale_mode)
+
+
+def linear_backward(
+    dy_MN: Tensor,
+    x_MK: Tensor,
+    weight: Tensor | MXTensor,
+    chosen: Recipe,
+    step: int,
+    need_dx: bool,
+    need_dw: bool,
+    dx_dtype: torch.dtype,
+    dw_dtype: torch.dtype,
+    kept: tuple[Tensor, Tensor] | None,
+    shape: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """dx `[M, K]` and dW `[N, K]` (empty where not needed)."""
+    empty = torch.empty(0, device=dy_MN.device, dtype=dx_dtype)
+    dx, dw = empty, torch.empty(0, device=dy_MN.device, dtype=dw_dtype)
+    noise = Stochastic(chosen.seed, step) if chosen.stochastic_gradients else None
+    dgrad = _spec(chosen.dgrad, chosen, chosen.dgrad.left, stochastic=noise)
+    wgrad = _spec(chosen.wgrad, chosen, chosen.wgrad.left, stochastic=noise, hadamard=chosen.hadamard)
+    quantise_rows = need_dx and chosen.dgrad.kind is not GemmKind.BF16
+    quantise_columns = need_dw and chosen.wgrad.kind is not GemmKind.BF16
+    rows: MXTensor | None = None
+    columns: MXTensor | None = None
+    if quantise_rows and quantise_columns and dgrad == wgrad:
+        rows, columns, _ = cast_both(dy_MN, dgrad, chosen.backend)
+    else:
+        if quantise_rows:
+            rows = cast(dy_MN, 1, dgrad, chosen.backend)[0]
+        if quantise_columns:
+            columns = cast(dy_MN, 0, wgrad, chosen.backend)[0]
+    if need_dx:
+        if rows is None:
+            dense = weight.dequantize(dy_MN.dtype) if isinstance(weight, MXTensor) else weight.to(dy_MN.dtype)
+            dx = (dy_MN @ dense).to(dx_dtype)
+        else:
+            if isinstance(weight, MXTensor):
+                plane_w = weight.t() if weight.dim is None else _requantise(weight, chosen)
+            else:
+                plane_w = weight_plane(weight, chosen.dgrad, chosen, transposed=True)[0]
+            dx = gemm(rows, plane_w, chosen.dgrad.kind, dx_dtype, chosen.backend)
+    if need_dw:
+        source = None
+        if kept is not None:
+            source = _kept_plane(*kept, shape, chosen)
+        if columns is None:
+            dense_x = x_MK if source is None else source.dequantize(dy_MN.dtype)
+            dw = (dy_MN.t() @ dense_x.to(dy_MN.dtype)).to(dw_dtype)
+        else:
+            if source is not None and source.dim == 0:
+                plane_x = source
+            else:
+                dense_x = x_MK if source is None else source.dequantize(dy_MN.dtype)
+                spec_x = _spec(chosen.wgrad, chosen, chosen.wgrad.right, hadamard=chosen.hadamard)
+                plane_x = cast(dense_x, 0, spec_x, chosen.backend)[0]
+            dw = gemm(columns.t(), plane_x.t(), chosen.wgrad.kind, dw_dtype, chosen.backend)
+    return dx, dw
+
+
+def _requantise(weight: MXTensor, chosen: Recipe) -> MXTensor:
+    """A gathered plane along K, read along N: dequantised (exact) and quantised again; rounds twice."""
+    return cast(weight.dequantize(torch.bfloat16), 0, _spec(chosen.dgrad, chosen, chosen.dgrad.right), chosen.backend)[
+        0
+    ].t()
+
+
+@torch.library.custom_op("gemworks_precision::linear", mutates_args=())
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, recipe_text: str, step: int, save: bool, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return linear_forward(x, weight, bias, recipe_of(recipe_text), save, out_dtype)
+
+
+@_linear.register_fake
+def _(x, weight, bias, recipe_text, step, save, out_dtype):
+    chosen = recipe_of(recipe_text)
+    y = x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+    counts = x.new_empty(2, dtype=torch.int64)
+    if not save or chosen.save is Save.HIGH_PRECISION or chosen.forward.kind is GemmKind.BF16:
+        return y, x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.uint8), counts
+    block = 32 if chosen.forward.kind is GemmKind.MXFP8 else 128
+    m, k = x.shape
+    if chosen.save is Save.BOTH:
+        codes = x.new_empty((k, m), dtype=torch.uint8).t()
+        return y, codes, x.new_empty((k, -(-m // block)), dtype=torch.uint8).t(), counts
+    return y, x.new_empty((m, k), dtype=torch.uint8), x.new_empty((m, -(-k // block)), dtype=torch.uint8), counts
+
+
+@torch.library.custom_op("gemworks_precision::linear_backward", mutates_args=())
+def _linear_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    recipe_text: str,
+    step: int,
+    need_dx: bool,
+    need_dw: bool,
+    x_dtype: torch.dtype,
+    num_features: int,
+) -> tuple[Tensor, Tensor]:
+    return run_backward(
+        dy, x, weight, weight.dtype, codes, scales, recipe_text, step, need_dx, need_dw, x_dtype, num_features
+    )
+
+
+def run_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | MXTensor,
+    dw_dtype: torch.dtype,
+    codes: Tensor,
+    scales: Tensor,
+    recipe_text: str,
+    step: int,
+    need_dx: bool,
+    need_dw: bool,
+    x_dtype: torch.dtype,
+    num_features: int,
+) -> tuple[Tensor, Tensor]:
+    """`linear_backward` with the op's flat arguments; a kept plane is told from none by its dims."""
+    kept = (codes, scales) if codes.dim() == 2 else None
+    shape = (dy.shape[0], num_features)
+    return linear_backward(
+        dy, x, weight, recipe_of(recipe_text), step, need_dx, need_dw, x_dtype, dw_dtype, kept, shape
+    )
+
+
+@_linear_backward.register_fake
+def _(dy, x, weight, codes, scales, recipe_text, step, need_dx, need_dw, x_dtype, num_features):
+    dx = dy.new_empty((dy.shape[0], num_features) if need_dx else 0, dtype=x_dtype)
+    dw = weight.new_empty((dy.shape[1], num_features) if need_dw else 0)
+    return dx, dw
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, weight, bias, recipe_text, step, save, _ = inputs
+    _, codes, scales, counts = output
+    chosen = recipe_of(recipe_text)
+    # The input itself is kept only where no plane replaces it.
+    keep_input = codes.dim() != 2
+    ctx.save_for_backward(x if keep_input else codes.new_empty(0), weight, codes, scales)
+    ctx.recipe_text, ctx.step, ctx.x_dtype, ctx.num_features = recipe_text, step, x.dtype, x.shape[1]
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.mark_non_differentiable(codes, scales, counts)
+    del chosen, save
+
+
+def _backward(ctx, dy, *_unused):
+    x, weight, codes, scales = ctx.saved_tensors
+    need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+    dx, dw = torch.ops.gemworks_precision.linear_backward(
+        dy, x, weight, codes, scales, ctx.recipe_text, ctx.step, need_dx, need_dw, ctx.x_dtype, ctx.num_features
+    )
+    db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if need_db and ctx.bias_dtype is not None else None
+    return dx if need_dx else None, dw if need_dw else None, db, None, None, None, None
+
+
+_linear.register_autograd(_backward, setup_context=_setup_context)
+
+
+def mx_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    recipe_or_name: str | Recipe = "mxfp8",
+    *,
+    step: int = 0,
+) -> Tensor:
+    """`x W^T + bias` with quantised products.
+
+    Args:
+        x: `[..., K]`, fp32, bf16 or fp16. Any number of rows.
+        weight: `[N, K]`, usually the fp32 or bf16 master; quantised on the fly, its gradient has its dtype.
+        bias: `[N]`.
+        recipe_or_name: a recipe or preset name.
+        step: training step, for stochastic rounding.
+
+    Returns:
+        `[..., N]` in x's dtype (under autocast, in autocast's).
+
+    Raises:
+        ValueError: features that the recipe's blocks do not divide; `convert` would leave such a layer in bf16.
+
+    >>> y = mx_linear(torch.randn(3, 128), torch.randn(256, 128), None, "mxfp8")
+    >>> y.shape
+    torch.Size([3, 256])
+    """
+    chosen = recipe(recipe_or_name)
+    y, _ = linear_with_counts(x, weight, bias, chosen, step)
+    return y
+
+
+def linear_with_counts(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Recipe, step: int
+) -> tuple[Tensor, Tensor]:
+    """`mx_linear` and its int64 `[2]` count of inexact codes (input, weight), on the device."""
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x: last dim {x.shape[-1]}, expected in_features {weight.shape[1]} of weight {tuple(weight.shape)}"
+        )
+    multiple = chosen.feature_multiple
+    n, k = weight.shape
+    if k % multiple or n % multiple:
+        raise ValueError(
+            f"weight: shape {(n, k)}, recipe {chosen.name!r} needs both features to be multiples of {multiple}; "
+            f"pad the "
+            f"layer, or leave it in bf16 as convert() does by rule ({shape_rule(k, n, chosen)})"
+        )
+    out_dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        out_dtype = torch.get_autocast_dtype(x.device.type)
+        x = x.to(out_dtype)
+    save = torch.is_grad_enabled() and weight.requires_grad
+    with torch.autocast(x.device.type, enabled=False):
+        y, _, _, counts = torch.ops.gemworks_precision.linear(
+            x if x.dim() == 2 else x.reshape(-1, k), weight, bias, chosen.text, step, save, out_dtype
+        )
+    # FSDP2 warns about views, so a matrix is handed back as it is.
+    return (y if x.dim() == 2 else y.reshape(*x.shape[:-1], n)), counts

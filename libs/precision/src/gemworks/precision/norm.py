@@ -1,0 +1,283 @@
+# Kernel launches `kernel[grid](...)` are not typed as calls of their own signature.
+# pyright: reportCallIssue=false
+"""Norm and cast together: `norm_cast` for planes, `mx_norm_linear` for a trainable norm + linear layer.
+
+    h = x + residual,  y = norm(h) * weight + bias (rounded to x's dtype),  planes = quantise(y)
+
+Whatever the backend, the planes are exactly those of the `y` it computed; `y` itself may differ in its last bit between
+backends, as sums are ordered differently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from gemworks.precision.backends import choose
+from gemworks.precision.casts import CastSpec, cast, cast_backend, device_of
+from gemworks.precision.gemms import gemm
+from gemworks.precision.linear import linear_backward, weight_plane
+from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.recipe import GemmKind, Recipe, Save, recipe
+from torch import Tensor
+
+NORMS = ("rms", "layer")
+
+
+@dataclass(frozen=True)
+class NormCast:
+    """Result of `norm_cast`.
+
+    Attributes:
+        rows, columns: planes of y along K and along M (None if not asked for).
+        hidden: x + residual in x's dtype (x itself without a residual).
+        mean, rstd: fp32 `[M]`, for backward; mean is zero for RMSNorm.
+        y: the normalised values, None unless asked for.
+        inexact: count of inexact codes.
+    """
+
+    rows: MXTensor | None
+    columns: MXTensor | None
+    hidden: Tensor
+    mean: Tensor
+    rstd: Tensor
+    y: Tensor | None
+    inexact: Tensor
+
+
+def norm_cast(
+    x: Tensor,
+    weight: Tensor,
+    spec: CastSpec,
+    *,
+    norm: str = "rms",
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    columns: bool = True,
+    return_y: bool = False,
+    backend: str = "auto",
+) -> NormCast:
+    """Residual addition, norm and cast, one kernel on a GPU: reads x (and residual), writes planes (and the sum).
+
+    Args:
+        x: `[M, K]`.
+        weight, bias: `[K]`; bias only with `norm="layer"`.
+        spec: the cast.
+        norm: `rms` or `layer`.
+        residual: `[M, K]`, added before the norm; the sum is returned as `hidden`.
+        eps: added to the variance (mean square).
+        columns: also the plane along M.
+        return_y: also y.
+        backend: as in `choose`.
+
+    Raises:
+        ValueError: shapes, norm name, or a Hadamard transform (which no fused norm can share between directions).
+    """
+    if norm not in NORMS:
+        raise ValueError(f"norm: got {norm!r}, expected one of {NORMS}")
+    if x.dim() != 2 or weight.shape != x.shape[1:] or (bias is not None and bias.shape != weight.shape):
+        raise ValueError(f"x and weight: got {tuple(x.shape)} and {tuple(weight.shape)}, expected [M, K] and [K]")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(
+            f"residual: got {tuple(residual.shape)} {residual.dtype}, expected x's {tuple(x.shape)} {x.dtype}"
+        )
+    if bias is not None and norm == "rms":
+        raise ValueError("bias: RMSNorm has none; use norm='layer'")
+    if spec.hadamard is not None:
+        raise ValueError("hadamard: not fused with a norm; cast y separately")
+    chosen = choose("cast", spec.kind, (0, 0, 0), device_of(x), backend).backend
+    if chosen == "triton" and (x.is_cuda or backend == "triton") and x.numel():
+        return _triton_norm_cast(x, weight, spec, norm, bias, residual, eps, columns, return_y)
+    hidden = x if residual is None else (x.float() + residual.float()).to(x.dtype)
+    h = hidden.float()
+    mean = h.mean(1) if norm == "layer" else torch.zeros(x.shape[0], device=x.device)
+    centred = h - mean[:, None]
+    rstd = (centred.square().mean(1) + eps).rsqrt()
+    y = centred * rstd[:, None] * weight.float()
+    if bias is not None:
+        y = y + bias.float()
+    y = y.to(x.dtype)
+    rows, inexact = cast(y, 1, spec, "reference")
+    plane_columns = None
+    if columns:
+        plane_columns, more = cast(y, 0, spec, "reference")
+        inexact = inexact + more
+    return NormCast(rows, plane_columns, hidden, mean, rstd, y if return_y else None, inexact)
+
+
+def norm_config(num_columns: int, wide: bool) -> tuple[int, int, int]:
+    """Rows and columns of a tile and warps. Rows are the column plane's block, so that they stay in cache."""
+    return (128, 128, 8) if wide else (32, 256 if num_columns > 128 else 128, 8)
+
+
+def _triton_norm_cast(
+    x: Tensor,
+    weight: Tensor,
+    spec: CastSpec,
+    norm: str,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    columns: bool,
+    return_y: bool,
+) -> NormCast:
+    import triton
+    from gemworks.precision.kernel_norm import norm_cast_kernel
+    from gemworks.precision.triton_casts import cast_flags, empty_planes, seed_and_step
+
+    x = x.contiguous()
+    num_rows, num_columns = x.shape
+    planes, tensors, inexact = empty_planes(x, spec)
+    hidden = torch.empty_like(x) if residual is not None else x
+    y = torch.empty_like(x) if return_y else x
+    mean = torch.zeros(num_rows, dtype=torch.float32, device=x.device)
+    rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    rows_tile, columns_tile, num_warps = norm_config(num_columns, spec.block == 128 or spec.regroups)
+    seed, step = seed_and_step(spec)
+    norm_cast_kernel[(triton.cdiv(num_rows, rows_tile),)](
+        x,
+        residual.contiguous() if residual is not None else x,
+        weight,
+        bias if bias is not None else weight,
+        hidden,
+        y,
+        mean,
+        rstd,
+        *tensors,
+        inexact,
+        num_rows,
+        num_columns,
+        eps,
+        seed,
+        step,
+        HAS_RESIDUAL=residual is not None,
+        HAS_BIAS=bias is not None,
+        SUBTRACT_MEAN=norm == "layer",
+        WRITE_Y=return_y,
+        DIRECTIONS=3 if columns else 1,
+        ROWS=rows_tile,
+        COLUMNS=columns_tile,
+        BLOCK=spec.block,
+        num_warps=num_warps,
+        **cast_flags(spec),
+    )
+    return NormCast(planes[0], planes[1] if columns else None, hidden, mean, rstd, y if return_y else None, inexact)
+
+
+def norm_backward(
+    dy: Tensor, hidden: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, norm: str, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of hidden, weight and bias, in fp32 arithmetic."""
+    d, xhat = dy.float(), (hidden.float() - mean[:, None]) * rstd[:, None]
+    scaled = d * weight.float()
+    dx = scaled - xhat * (scaled * xhat).mean(1, keepdim=True)
+    if norm == "layer":
+        dx = dx - scaled.mean(1, keepdim=True)
+    return (dx * rstd[:, None]).to(hidden.dtype), (d * xhat).sum(0), d.sum(0) if has_bias else None
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, norm_weight, norm_bias, weight, norm, eps, chosen: Recipe, step):  # pyright: ignore[reportIncompatibleMethodOverride]
+        spec = CastSpec(chosen.forward.kind, chosen.forward.left, chosen.scale_mode)
+        keep = chosen.save is Save.BOTH and weight.requires_grad
+        result = norm_cast(
+            x,
+            norm_weight,
+            spec,
+            norm=norm,
+            bias=norm_bias,
+            residual=residual,
+            eps=eps,
+            columns=keep,
+            return_y=not keep,
+            backend=cast_backend(chosen),
+        )
+        assert result.rows is not None
+        plane_w, _ = weight_plane(weight, chosen.forward, chosen, transposed=False)
+        out = gemm(result.rows, plane_w, chosen.forward.kind, x.dtype, chosen.backend)
+        kept = (result.columns.codes, result.columns.scales) if result.columns is not None else (None, None)
+        ctx.save_for_backward(
+            result.hidden, norm_weight, weight, result.mean, result.rstd, None if keep else result.y, *kept
+        )
+        ctx.chosen, ctx.norm, ctx.step, ctx.has_bias = chosen, norm, step, norm_bias is not None
+        ctx.has_residual = residual is not None
+        return out, result.hidden.clone() if residual is None else result.hidden
+
+    @staticmethod
+    def backward(ctx, d_out, d_hidden):  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, norm_weight, weight, mean, rstd, y, codes, scales = ctx.saved_tensors
+        kept = (codes, scales) if codes is not None else None
+        d_y, d_weight = linear_backward(
+            d_out,
+            hidden if y is None else y,
+            weight,
+            ctx.chosen,
+            ctx.step,
+            True,
+            ctx.needs_input_grad[4],
+            hidden.dtype,
+            weight.dtype,
+            kept,
+            tuple(hidden.shape),
+        )
+        dh, d_norm, d_bias = norm_backward(d_y, hidden, norm_weight, mean, rstd, ctx.norm, ctx.has_bias)
+        if d_hidden is not None:
+            dh = dh + d_hidden
+        d_norm = d_norm.to(norm_weight.dtype)
+        d_bias = d_bias.to(norm_weight.dtype) if d_bias is not None else None
+        return (
+            dh,
+            dh if ctx.has_residual else None,
+            d_norm,
+            d_bias,
+            d_weight if ctx.needs_input_grad[4] else None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def mx_norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    weight: Tensor,
+    recipe_or_name: str | Recipe = "mxfp8",
+    *,
+    norm: str = "rms",
+    norm_bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    step: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """`linear(norm(x + residual))` with the cast in the norm's epilogue; trainable.
+
+    Args:
+        x, residual: `[..., K]`.
+        norm_weight, norm_bias: `[K]`.
+        weight: `[N, K]`.
+        recipe_or_name: a quantised recipe; `save="both"` keeps one FP8 plane instead of y.
+        norm, eps: as in `norm_cast`.
+        step: for stochastic rounding.
+
+    Returns:
+        `[..., N]`, and `x + residual` for the next block's residual.
+
+    Raises:
+        ValueError: a recipe whose forward is bf16 (nothing to fuse), or what `norm_cast` refuses.
+    """
+    chosen = recipe(recipe_or_name)
+    if chosen.forward.kind is GemmKind.BF16:
+        raise ValueError(f"recipe {chosen.name!r}: forward is bf16, there is no cast to fuse; use a norm and mx_linear")
+    n, k = weight.shape
+    multiple = chosen.feature_multiple
+    if k % multiple or n % multiple or x.shape[-1] != k:
+        raise ValueError(f"weight: shape {(n, k)}, expected [N, {x.shape[-1]}] with multiples of {multiple}")
+    flat = x.reshape(-1, k)
+    flat_residual = residual.reshape(-1, k) if residual is not None else None
+    out, hidden = _NormLinear.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        flat, flat_residual, norm_weight, norm_bias, weight, norm, eps, chosen, step
+    )
+    return out.reshape(*x.shape[:-1], n), hidden.reshape(x.shape)

@@ -1,0 +1,262 @@
+"""`Recipe`: which arithmetic each of a linear layer's three products uses, as data that travels in a TOML file.
+
+| preset | forward, dgrad, wgrad | on Hopper |
+|---|---|---|
+| `bf16` | plain | the comparison |
+| `mxfp8` | E4M3 in OCP blocks of 32, products exact | bf16 speed at best: the accuracy of MXFP8 without its speed |
+| `mxfp8_regroup128` | the same codes, merged to 128-wide blocks; inexact merges are counted, a layer with too many falls back | FP8 speed |
+| `fp8_block128` | E4M3 in 1x128 (activations, gradients) and 128x128 (weights) blocks, power-of-two scales | FP8 speed |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from gemworks.precision.formats import Format, element_spec
+from gemworks.precision.hadamard import HADAMARD_SIZES, Hadamard
+from gemworks.precision.scales import ScaleMode, scale_mode_of
+
+
+class GemmKind(StrEnum):
+    """Arithmetic of one product."""
+
+    BF16 = "bf16"
+    MXFP8 = "mxfp8"
+    MXFP8_REGROUP128 = "mxfp8_regroup128"
+    FP8_BLOCK128 = "fp8_block128"
+
+    @property
+    def block(self) -> int:
+        """Multiple that the layer's features must be of (1 for bf16)."""
+        return {"bf16": 1, "mxfp8": 32}.get(self.value, 128)
+
+
+class Save(StrEnum):
+    """What a layer keeps of its input for the weight gradient.
+
+    `high_precision`: the input itself (2 bytes an element in bf16; free if something else keeps it anyway).
+    `row`: the forward's plane (1.03 bytes); the weight gradient sees values rounded twice.
+    `both`: the input is quantised both ways in one read and the column plane is kept (1.03 bytes, rounded once).
+    """
+
+    HIGH_PRECISION = "high_precision"
+    ROW = "row"
+    BOTH = "both"
+
+
+@dataclass(frozen=True)
+class GemmRecipe:
+    """One product: its arithmetic and the element formats of its left and right operand.
+
+    forward: left = activations, right = weight; dgrad: left = output gradient, right = weight; wgrad: left = output
+    gradient, right = activations.
+    """
+
+    kind: GemmKind = GemmKind.MXFP8
+    left: Format = Format.E4M3
+    right: Format = Format.E4M3
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "kind", GemmKind(self.kind))
+        except ValueError:
+            raise ValueError(f"kind: got {self.kind!r}, expected one of {[k.value for k in GemmKind]}") from None
+        for name in ("left", "right"):
+            spec = element_spec(getattr(self, name))
+            if spec.torch_dtype is None:
+                raise ValueError(f"{name}: got {spec.format.value!r}, a storage format; products take 'e4m3' or 'e5m2'")
+            object.__setattr__(self, name, spec.format)
+        if self.left == self.right == Format.E5M2 and self.kind is not GemmKind.BF16:
+            raise ValueError("left and right: both 'e5m2', which no tensor core multiplies; use 'e4m3' for one of them")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How linear layers compute. Master weights, their gradients and the optimizer are never touched.
+
+    Attributes:
+        name: for reports.
+        forward, dgrad, wgrad: arithmetic of each product.
+        scale_mode: of every plane.
+        save: what is kept of the input for backward.
+        square_weights: 32x32 weight blocks, one plane for forward and dgrad (128-wide kinds use 128x128 by default).
+        row_weights: 1x128 weight blocks in the 128-wide kinds: merging loses fewer codes, Hopper's product is slower.
+        stochastic_gradients: round output gradients stochastically.
+        hadamard_size: random Hadamard transform along the weight gradient's contraction, 0 for none. Only there: the
+            planes of the other products have other readers.
+        seed: of stochastic rounding and of the transform's signs.
+        keep_last_layers_bf16: this many of the model's last linear layers stay bf16.
+        min_features: layers with fewer input or output features stay bf16 (their casts cost more than they save).
+        max_inexact: share of inexact codes above which `mxfp8_regroup128` falls back to `mxfp8` for a layer.
+        backend: `auto`, or a backend's name to insist on.
+        layers: preset name by layer name; overrides this recipe for that layer (`probe` writes it).
+        text: the recipe as TOML, the form in which ops carry it; made on construction.
+    """
+
+    name: str = "mxfp8"
+    forward: GemmRecipe = field(default_factory=GemmRecipe)
+    dgrad: GemmRecipe = field(default_factory=GemmRecipe)
+    wgrad: GemmRecipe = field(default_factory=GemmRecipe)
+    scale_mode: ScaleMode = ScaleMode.RCEIL
+    save: Save = Save.HIGH_PRECISION
+    square_weights: bool = False
+    row_weights: bool = False
+    stochastic_gradients: bool = False
+    hadamard_size: int = 0
+    seed: int = 0
+    keep_last_layers_bf16: int = 0
+    min_features: int = 128
+    max_inexact: float = 1e-3
+    backend: str = "auto"
+    layers: Mapping[str, str] = field(default_factory=dict)
+    text: str = field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale_mode", scale_mode_of(self.scale_mode))
+        try:
+            object.__setattr__(self, "save", Save(self.save))
+        except ValueError:
+            raise ValueError(f"save: got {self.save!r}, expected one of {[s.value for s in Save]}") from None
+        if self.hadamard_size and self.hadamard_size not in HADAMARD_SIZES:
+            raise ValueError(f"hadamard_size: got {self.hadamard_size}, expected 0 or one of {HADAMARD_SIZES}")
+        if self.hadamard_size and self.save is Save.BOTH:
+            raise ValueError(
+                "save: 'both' keeps an untransformed plane; with hadamard_size use 'high_precision' or 'row'"
+            )
+        if self.save is not Save.HIGH_PRECISION and self.forward.kind is GemmKind.BF16:
+            raise ValueError(f"save: {self.save.value!r} needs a quantised forward product; use 'high_precision'")
+        if self.save is Save.BOTH and (
+            self.wgrad.kind is not self.forward.kind or self.wgrad.right != self.forward.left
+        ):
+            raise ValueError("save: 'both' needs forward and wgrad of one kind and one format for the activations")
+        if self.square_weights and self.row_weights:
+            raise ValueError("square_weights and row_weights: both set; choose one")
+        if self.keep_last_layers_bf16 < 0 or self.min_features < 0:
+            raise ValueError("keep_last_layers_bf16 and min_features: expected numbers >= 0")
+        unknown = sorted({preset for preset in self.layers.values() if preset not in PRESETS})
+        if unknown:
+            raise ValueError(f"layers: unknown presets {unknown}, expected {sorted(PRESETS)}")
+        object.__setattr__(self, "text", self.to_toml())
+
+    @property
+    def kinds(self) -> tuple[GemmKind, GemmKind, GemmKind]:
+        """Kinds of forward, dgrad, wgrad."""
+        return self.forward.kind, self.dgrad.kind, self.wgrad.kind
+
+    @property
+    def is_bf16(self) -> bool:
+        """No product is quantised."""
+        return all(kind is GemmKind.BF16 for kind in self.kinds)
+
+    @property
+    def feature_multiple(self) -> int:
+        """What in and out features must both be a multiple of."""
+        return max(kind.block for kind in self.kinds)
+
+    @property
+    def hadamard(self) -> Hadamard | None:
+        """The weight gradient's transform."""
+        return Hadamard(self.hadamard_size, self.seed) if self.hadamard_size else None
+
+    def for_layer(self, name: str) -> Recipe:
+        """The recipe of one layer: this one, or the preset that `layers` names for it (keeping the other settings)."""
+        preset = self.layers.get(name)
+        if preset is None:
+            return replace(self, layers={})
+        base = PRESETS[preset]
+        return replace(
+            self, name=base.name, forward=base.forward, dgrad=base.dgrad, wgrad=base.wgrad, layers={}, save=base.save
+        )
+
+    def to_toml(self) -> str:
+        """The recipe as TOML; `Recipe.from_toml` reads it back to an equal recipe.
+
+        >>> Recipe.from_toml(recipe("fp8_block128").to_toml()) == recipe("fp8_block128")
+        True
+        """
+        lines = ["[recipe]"]
+        tables = []
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, GemmRecipe):
+                tables += ["", f"[recipe.{item.name}]", *(f"{k} = {_toml(v)}" for k, v in asdict(value).items())]
+            elif item.name not in ("layers", "text"):
+                lines.append(f"{item.name} = {_toml(value)}")
+        layers = (
+            ["", "[layers]", *(f"{json.dumps(k)} = {_toml(v)}" for k, v in self.layers.items())] if self.layers else []
+        )
+        return "\n".join([*lines, *tables, *layers]) + "\n"
+
+    @staticmethod
+    def from_toml(text: str) -> Recipe:
+        """Parse a recipe; raises ValueError for unknown keys and values."""
+        try:
+            data = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"recipe file: not TOML: {error}") from None
+        body = data.get("recipe")
+        if not isinstance(body, dict):
+            raise ValueError("recipe file: no [recipe] table; Recipe.to_toml() shows the form")
+        extra = sorted(set(data) - {"recipe", "layers"})
+        known = {item.name for item in fields(Recipe) if item.init} - {"layers"}
+        extra += sorted(f"recipe.{key}" for key in set(body) - known)
+        if extra:
+            raise ValueError(f"recipe file: unknown keys {extra}, expected {sorted(known)}")
+        values: dict[str, Any] = dict(body)
+        for gemm in ("forward", "dgrad", "wgrad"):
+            if gemm in values:
+                try:
+                    values[gemm] = GemmRecipe(**values[gemm])
+                except TypeError as error:
+                    raise ValueError(f"recipe file: [recipe.{gemm}]: {error}; expected kind, left, right") from None
+        return Recipe(**values, layers=data.get("layers", {}))
+
+    def save_file(self, path: str | Path) -> None:
+        """Write `to_toml()`."""
+        Path(path).write_text(self.to_toml())
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    return json.dumps(str(value))
+
+
+def _uniform(name: str, kind: GemmKind) -> Recipe:
+    gemm = GemmRecipe(kind)
+    return Recipe(name, gemm, gemm, gemm)
+
+
+PRESETS: dict[str, Recipe] = {}
+PRESETS.update({kind.value: _uniform(kind.value, kind) for kind in GemmKind})
+
+
+def recipe(source: str | Path | Recipe, **changes: Any) -> Recipe:
+    """A recipe by preset name, from a `.toml` file, or as given; keyword arguments replace fields.
+
+    Raises:
+        ValueError: no such preset or file.
+
+    >>> recipe("mxfp8", keep_last_layers_bf16=2).keep_last_layers_bf16
+    2
+    """
+    if isinstance(source, Recipe):
+        found = source
+    elif str(source) in PRESETS:
+        found = PRESETS[str(source)]
+    elif str(source).endswith(".toml"):
+        path = Path(source)
+        if not path.is_file():
+            raise ValueError(f"recipe: no file {source}; `probe` or Recipe.save_file writes one")
+        found = Recipe.from_toml(path.read_text())
+    else:
+        raise ValueError(f"recipe: got {source!r}, expected one of {sorted(PRESETS)} or the path of a .toml file")
+    return replace(found, **changes) if changes else found

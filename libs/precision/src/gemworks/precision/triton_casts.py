@@ -1,0 +1,273 @@
+# Kernel launches `kernel[grid](...)` are not typed as calls of their own signature.
+# pyright: reportCallIssue=false
+"""Launching the Triton casts: shapes, grids and tile sizes. Codes and scales are bit-equal to the reference."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from gemworks.precision.backends import interpreting
+from gemworks.precision.casts import CastSpec
+from gemworks.precision.formats import Format
+from gemworks.precision.hadamard import hadamard_signs
+from gemworks.precision.kernel_cast import (
+    cast_both_kernel,
+    cast_rows_kernel,
+    cast_square_kernel,
+    dequantise_kernel,
+    wide_scales_kernel,
+)
+from gemworks.precision.kernel_common import FORMATS, MODES
+from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.quantization import ROW_BLOCK_SIZES, SQUARE_BLOCK_SIZES, check_input
+from gemworks.precision.rng import STREAM_COLUMNS, STREAM_ROWS
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CastConfig:
+    """Tile of a cast kernel."""
+
+    rows: int
+    columns: int
+    num_warps: int
+
+
+def rows_config(block: int, regroup: bool, hadamard: int, transposed: bool, stochastic: bool) -> CastConfig:
+    """Tile of the one-direction cast: a pure function of what the kernel does.
+
+    `transposed` means that the quantised dim is the strided one in memory (a column cast of a row-major matrix).
+    """
+    width = max(block, 128 if regroup else 32, hadamard)
+    if transposed:
+        return CastConfig(32 if stochastic else 64, max(width, 128), 4 if width <= 128 else 8)
+    return CastConfig(max(1, 4096 // max(width, 256)), max(width, 256), 4)
+
+
+@dataclass(frozen=True)
+class BothConfig:
+    """Tile of the two-direction cast, and the strips in which it is read (the tile itself: held in registers)."""
+
+    rows: int
+    columns: int
+    sub_rows: int
+    sub_columns: int
+    num_warps: int
+
+
+def both_config(block: int, regroup: bool, stochastic: bool) -> BothConfig:
+    """Tile of the two-direction cast: a pure function of what the kernel does."""
+    if stochastic:
+        return BothConfig(128, 128, 32, 32, 8)
+    return BothConfig(128, 128, 64, 64, 8)
+
+
+def cast_flags(spec: CastSpec) -> dict[str, int | bool]:
+    """Constants that every cast kernel takes from the spec."""
+    return {
+        "FORMAT": FORMATS[spec.format.value],
+        "MODE": MODES[spec.scale_mode.value],
+        "REGROUP": spec.regroups,
+        "STOCHASTIC": spec.stochastic is not None,
+        "HARDWARE": not interpreting(),
+    }
+
+
+def two_axes(num_row_tiles: int, num_column_tiles: int) -> tuple[tuple[int, int], bool]:
+    """A grid, and whether its axes are exchanged: the second axis of a CUDA grid ends at 65,535."""
+    swap = num_column_tiles > 65535
+    return ((num_column_tiles, num_row_tiles) if swap else (num_row_tiles, num_column_tiles)), swap
+
+
+def seed_and_step(spec: CastSpec) -> tuple[int, int]:
+    """Arguments of the random words; zeros when rounding to nearest."""
+    return (spec.stochastic.seed, spec.stochastic.step) if spec.stochastic is not None else (0, 0)
+
+
+def _width(spec: CastSpec, block: int) -> int:
+    return 128 if spec.regroups else block
+
+
+def triton_cast(x: Tensor, dim: int | None, spec: CastSpec, block: int | None = None) -> tuple[MXTensor, Tensor]:
+    """`casts.cast` by a Triton kernel: one read of x, one write of codes and scales.
+
+    Args:
+        x: `[M, K]`, any strides.
+        dim: 0, 1, or None for squares.
+        spec: the cast.
+        block: overrides the kind's block (attention heads: 64, 128, 256).
+    """
+    block = spec.block if block is None else block
+    if dim is None:
+        return _cast_square(x, spec, block)
+    front = check_input(x, dim, block, ROW_BLOCK_SIZES)
+    if x.dim() != 2:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, expected 2 dims; flatten the leading dims first")
+    inexact = torch.zeros((), dtype=torch.int64, device=x.device)
+    rows = x if front == 1 else x.t()
+    num_rows, num_columns = rows.shape
+    size = spec.hadamard.size if spec.hadamard is not None else 0
+    padded = -(-num_columns // size) * size if size else num_columns
+    width = _width(spec, block)
+    packed = -(-padded // 2) if spec.format is Format.E2M1 else padded
+    codes = torch.empty(num_rows, packed, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(num_rows, -(-padded // width), dtype=torch.uint8, device=x.device)
+    if codes.numel():
+        config = rows_config(block, spec.regroups, size, rows.stride(1) != 1, spec.stochastic is not None)
+        signs = hadamard_signs(spec.hadamard, x.device) if spec.hadamard is not None else inexact
+        seed, step = seed_and_step(spec)
+        grid, swap = two_axes(-(-num_rows // config.rows), -(-padded // config.columns))
+        cast_rows_kernel[grid](
+            rows,
+            codes,
+            scales,
+            inexact,
+            signs,
+            num_rows,
+            num_columns,
+            rows.stride(0),
+            rows.stride(1),
+            scales.stride(0),
+            scales.stride(1),
+            padded,
+            seed,
+            step,
+            1.0 / math.sqrt(size) if size else 1.0,
+            ROWS=config.rows,
+            COLUMNS=config.columns,
+            BLOCK=block,
+            STREAM=STREAM_ROWS if front == 1 else STREAM_COLUMNS,
+            HADAMARD=size,
+            SWAP=swap,
+            num_warps=config.num_warps,
+            **cast_flags(spec),
+        )
+    if front == 0:
+        codes, scales = codes.t(), scales.t()
+    shape = tuple(x.shape)
+    return MXTensor(codes, scales, shape, front, width, spec.format, spec.scale_mode, spec.hadamard), inexact
+
+
+def triton_cast_both(x: Tensor, spec: CastSpec) -> tuple[MXTensor, MXTensor, Tensor]:
+    """`casts.cast_both` by one kernel: x is read once (2 B an element in bf16), both planes written (2.06 B)."""
+    check_input(x, 1, spec.block, ROW_BLOCK_SIZES)
+    if x.dim() != 2 or spec.format is Format.E2M1:
+        raise ValueError(
+            f"x: got shape {tuple(x.shape)}, format {spec.format.value!r}; expected 2 dims of e4m3 or e5m2"
+        )
+    num_rows, num_columns = x.shape
+    planes, tensors, inexact = empty_planes(x, spec)
+    if x.numel():
+        config = both_config(spec.block, spec.regroups, spec.stochastic is not None)
+        seed, step = seed_and_step(spec)
+        grid = (triton.cdiv(num_rows, config.rows), triton.cdiv(num_columns, config.columns))
+        cast_both_kernel[grid](
+            x,
+            *tensors,
+            inexact,
+            num_rows,
+            num_columns,
+            x.stride(0),
+            x.stride(1),
+            seed,
+            step,
+            ROWS=config.rows,
+            COLUMNS=config.columns,
+            SUB_ROWS=config.sub_rows,
+            SUB_COLUMNS=config.sub_columns,
+            BLOCK=spec.block,
+            num_warps=config.num_warps,
+            **cast_flags(spec),
+        )
+    return (*planes, inexact)
+
+
+def empty_planes(x: Tensor, spec: CastSpec) -> tuple[tuple[MXTensor, MXTensor], tuple[Tensor, ...], Tensor]:
+    """Uninitialised planes of `x [M, K]` both ways, the four tensors a kernel writes, and a zero count."""
+    num_rows, num_columns = x.shape
+    width = _width(spec, spec.block)
+    new = {"dtype": torch.uint8, "device": x.device}
+    codes, scales = torch.empty(num_rows, num_columns, **new), torch.empty(num_rows, -(-num_columns // width), **new)
+    codes_t, scales_t = (
+        torch.empty(num_columns, num_rows, **new),
+        torch.empty(num_columns, -(-num_rows // width), **new),
+    )
+    inexact = torch.zeros((), dtype=torch.int64, device=x.device)
+    shape, common = (num_rows, num_columns), (width, spec.format, spec.scale_mode)
+    planes = MXTensor(codes, scales, shape, 1, *common), MXTensor(codes_t.t(), scales_t.t(), shape, 0, *common)
+    return planes, (codes, scales, codes_t, scales_t), inexact
+
+
+def _cast_square(x: Tensor, spec: CastSpec, block: int) -> tuple[MXTensor, Tensor]:
+    check_input(x, None, block, SQUARE_BLOCK_SIZES)
+    if x.dim() != 2 or spec.format is Format.E2M1:
+        raise ValueError(
+            f"x: got shape {tuple(x.shape)}, format {spec.format.value!r}; expected 2 dims of e4m3 or e5m2"
+        )
+    inexact = torch.zeros((), dtype=torch.int64, device=x.device)
+    num_rows, num_columns = x.shape
+    width = _width(spec, block)
+    codes = torch.empty(num_rows, num_columns, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(-(-num_rows // width), -(-num_columns // width), dtype=torch.uint8, device=x.device)
+    if x.numel():
+        seed, step = seed_and_step(spec)
+        tile = 128 if width == 128 else 64
+        cast_square_kernel[(triton.cdiv(num_rows, tile), triton.cdiv(num_columns, tile))](
+            x,
+            codes,
+            scales,
+            inexact,
+            num_rows,
+            num_columns,
+            x.stride(0),
+            x.stride(1),
+            seed,
+            step,
+            TILE=tile,
+            BLOCK=block,
+            num_warps=8 if tile == 128 else 4,
+            **cast_flags(spec),
+        )
+    return MXTensor(codes, scales, tuple(x.shape), None, width, spec.format, spec.scale_mode), inexact
+
+
+def triton_dequantize(plane: MXTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`plane.dequantize(dtype, keep_transform=True)` of a matrix in one pass, contiguous `[M, K]`."""
+    if len(plane.padded_shape) != 2 or plane.format is Format.E2M1:
+        raise ValueError(f"plane: shape {plane.shape}, format {plane.format.value!r}; expected 2 dims of e4m3 or e5m2")
+    num_rows, num_columns = plane.padded_shape
+    out = torch.empty(num_rows, num_columns, dtype=dtype, device=plane.codes.device)
+    if out.numel():
+        block_rows = plane.block if plane.dim in (0, None) else 1
+        block_columns = plane.block if plane.dim in (1, None) else 1
+        grid, swap = two_axes(-(-num_rows // 32), -(-num_columns // 128))
+        dequantise_kernel[grid](
+            plane.codes,
+            plane.scales,
+            out,
+            num_rows,
+            num_columns,
+            *plane.codes.stride(),
+            *plane.scales.stride(),
+            ROWS=32,
+            COLUMNS=128,
+            BLOCK_ROWS=block_rows,
+            BLOCK_COLUMNS=block_columns,
+            FORMAT=FORMATS[plane.format.value],
+            SWAP=swap,
+            num_warps=4,
+        )
+    return out
+
+
+def triton_wide_scales(scales: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    """fp32 scales `[num_rows, num_columns]` with strides `(1, num_rows)` from E8M0 bytes, padded with 1; one kernel."""
+    out = torch.empty(num_columns, num_rows, dtype=torch.float32, device=scales.device)
+    grid = (triton.cdiv(num_rows, 256), triton.cdiv(num_columns, 8))
+    wide_scales_kernel[grid](
+        scales, out, *scales.shape, *scales.stride(), num_rows, num_columns, ROWS=256, COLUMNS=8, num_warps=4
+    )
+    return out.t()

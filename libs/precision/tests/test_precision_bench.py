@@ -1,0 +1,44 @@
+"""The benchmark runs on a CPU at toy sizes, writes the agreed columns, and does not time what fails its check."""
+
+import csv
+
+import pytest
+from gemworks.precision import bench, bench_checks
+
+pytestmark = pytest.mark.reference
+
+
+def test_smoke_run_writes_the_agreed_columns(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        bench_checks, "check_casts", lambda device: None
+    )  # minutes on a CPU, and the reference is itself
+    assert bench.main(["--out", str(tmp_path)]) == 0
+    with (tmp_path / "precision_cpu_smoke.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == [*bench.LEADING, *bench.COMMON]
+    assert {r["op"] for r in rows} >= {
+        "cast_rows",
+        "cast_both",
+        "cast_square",
+        "norm_cast",
+        "linear",
+        "norm_linear",
+        "gemm_wgrad",
+    }
+    plain = [r for r in rows if r["op"] == "linear" and r["format"] == "bf16"]
+    assert all(float(r["ratio_to_bf16"]) == 1.0 for r in plain)
+    assert all(float(r["ms"]) > 0 and r["copy_gbps"] and r["gpu"] == "cpu" for r in rows)
+
+
+def test_what_fails_its_check_is_not_timed(tmp_path, monkeypatch, capsys):
+    def broken(device):
+        raise AssertionError("3 codes differ")
+
+    monkeypatch.setattr(bench_checks, "check_casts", lambda device: None)
+    monkeypatch.setattr(bench_checks, "check_norm", broken)
+    assert bench.main(["--out", str(tmp_path), "--only", "checks,casts,norms"]) == 1
+    text = capsys.readouterr().out
+    assert "CHECK FAILED norm: AssertionError: 3 codes differ" in text
+    assert "not timed: norms" in text
+    assert "op=norm_cast" not in text
+    assert "op=cast_rows" in text

@@ -1,0 +1,336 @@
+# Gradients are Optional and submodules are Tensor | Module to the checker; a wrong one fails the test anyway.
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportOptionalSubscript=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+"""mx_linear and its grouped form: values, gradients, what is saved, rules, and torch.compile."""
+
+import math
+
+import pytest
+import torch
+from gemworks.precision import (
+    GemmRecipe,
+    Recipe,
+    mx_grouped_linear,
+    mx_linear,
+    quantize,
+    quantize_square,
+    recipe,
+    regroup,
+)
+from gemworks.precision.gemms import gemm
+from gemworks.precision.recipe import GemmKind
+from torch import nn
+
+pytestmark = pytest.mark.reference
+
+KINDS = ["mxfp8", "mxfp8_regroup128", "fp8_block128"]
+
+
+def data(m=70, k=256, n=128, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(m, k, generator=generator).to(dtype).requires_grad_()
+    w = (torch.randn(n, k, generator=generator) / math.sqrt(k)).requires_grad_()
+    b = torch.randn(n, generator=generator).requires_grad_()
+    dy = torch.randn(m, n, generator=generator).to(dtype)
+    return x, w, b, dy
+
+
+def sqnr_db(reference, value):
+    reference, value = reference.double(), value.double()
+    return (10 * torch.log10(reference.square().sum() / (value - reference).square().sum())).item()
+
+
+def run(x, w, b, dy, chosen, **kwargs):
+    x.grad = w.grad = None
+    if b is not None:
+        b.grad = None
+    y = mx_linear(x, w, b, chosen, **kwargs)
+    y.backward(dy)
+    return y.detach(), x.grad, w.grad, None if b is None else b.grad
+
+
+def test_mxfp8_products_are_those_of_the_dequantised_planes_exactly():
+    x, w, b, dy = data()
+    y, dx, dw, db = run(x, w, b, dy, "mxfp8")
+    with torch.no_grad():
+        q = lambda t, dim: quantize(t, dim).dequantize()  # noqa: E731
+        assert torch.equal(y, q(x, 1) @ q(w, 1).t() + b)
+        torch.testing.assert_close(dx, q(dy, 1) @ q(w, 0), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(dw, q(dy, 0).t() @ q(x, 0), rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(db, dy.sum(0))
+
+
+def test_block128_and_regrouped_planes_are_what_the_products_see():
+    x, w, _, dy = data()
+    y, dx, dw, _ = run(x, w, None, dy, "fp8_block128")
+    with torch.no_grad():
+        wide = lambda t, dim: quantize(t, dim, block=128).dequantize()  # noqa: E731
+        square = quantize_square(w, block=128).dequantize()
+        torch.testing.assert_close(y, wide(x, 1) @ square.t(), rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(dx, wide(dy, 1) @ square, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(dw, wide(dy, 0).t() @ wide(x, 0), rtol=1e-6, atol=1e-5)
+        y = mx_linear(x, w, None, "mxfp8_regroup128")
+        merged = regroup(quantize_square(w), square=True)[0].dequantize()
+        torch.testing.assert_close(y, regroup(quantize(x))[0].dequantize() @ merged.t(), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("law", ["normal", "student_t", "log_normal"])
+def test_sqnr_gates(kind, law):
+    """GEMM >= 28 dB, dx >= 25, dw >= 24 against float64, on three laws; the wide kinds lose up to 1 dB on heavy
+    tails."""
+    torch.manual_seed(1)
+    laws = {
+        "normal": torch.distributions.Normal(0.0, 1.0),
+        "student_t": torch.distributions.StudentT(3.0),
+        "log_normal": torch.distributions.LogNormal(0.0, 1.0),
+    }
+    x = laws[law].sample((512, 1024)).requires_grad_()
+    sign = torch.where(torch.rand(256, 1024) < 0.5, -1.0, 1.0)
+    w = (laws[law].sample((256, 1024)) * sign / 32).requires_grad_()
+    dy = laws[law].sample((512, 256)) * torch.where(torch.rand(512, 256) < 0.5, -1.0, 1.0)
+    y, dx, dw, _ = run(x, w, None, dy, kind)
+    xd, wd, dyd = x.detach().double(), w.detach().double(), dy.double()
+    slack = 0.0 if kind == "mxfp8" else 1.0
+    assert sqnr_db(xd @ wd.t(), y) >= 28 - slack
+    assert sqnr_db(dyd @ wd, dx) >= 25
+    assert sqnr_db(dyd.t() @ xd, dw) >= 24
+
+
+@pytest.mark.parametrize("save", ["high_precision", "row", "both"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_for_backward(kind, save):
+    x, w, _, dy = data(m=160)
+    chosen = recipe(kind, save=save)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = mx_linear(x, w, None, chosen)
+    y.backward(dy)
+    bytes_for_x = sum(t.numel() * t.element_size() for t in saved if t is not w and t.shape != w.shape)
+    expected = {"high_precision": 4 * x.numel(), "row": 1.04 * x.numel(), "both": 1.05 * x.numel()}[save]
+    assert bytes_for_x <= expected
+    if save == "high_precision":
+        assert bytes_for_x == 4 * x.numel()
+    reference = run(x, w, None, dy, recipe(kind))[2]
+    if save == "row":
+        assert sqnr_db(reference, run(x, w, None, dy, chosen)[2]) > 27
+    else:
+        assert torch.equal(run(x, w, None, dy, chosen)[2], reference)
+
+
+def test_each_product_has_its_own_format():
+    x, w, _, dy = data()
+    chosen = Recipe("mixed", GemmRecipe(), GemmRecipe(left="e5m2"), GemmRecipe("bf16"))
+    _, dx, dw, _ = run(x, w, None, dy, chosen)
+    with torch.no_grad():
+        torch.testing.assert_close(dw, dy.t() @ x)
+        expected = quantize(dy, 1, "e5m2").dequantize() @ quantize(w, 0).dequantize()
+        torch.testing.assert_close(dx, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_all_bf16_recipe_is_the_plain_layer():
+    x, w, b, dy = data()
+    y, dx, dw, _ = run(x, w, b, dy, "bf16")
+    torch.testing.assert_close(y, nn.functional.linear(x, w, b))
+    torch.testing.assert_close(dx, dy @ w)
+    torch.testing.assert_close(dw, dy.t() @ x)
+
+
+def test_square_weights_use_one_plane_for_both_products():
+    x, w, _, dy = data()
+    y, dx, _, _ = run(x, w, None, dy, recipe("mxfp8", square_weights=True))
+    with torch.no_grad():
+        plane = quantize_square(w).dequantize()
+        assert torch.equal(y, quantize(x, 1).dequantize() @ plane.t())
+        torch.testing.assert_close(dx, quantize(dy, 1).dequantize() @ plane, rtol=1e-6, atol=1e-6)
+
+
+def test_hadamard_and_stochastic_rounding_in_the_weight_gradient():
+    x, w, _, dy = data(m=200)
+    exact = dy.t() @ x.detach()
+    chosen = recipe("mxfp8", hadamard_size=64, stochastic_gradients=True, seed=5)
+    first = run(x, w, None, dy, chosen, step=1)[2]
+    assert sqnr_db(exact, first) > 22
+    assert torch.equal(first, run(x, w, None, dy, chosen, step=1)[2])
+    assert not torch.equal(first, run(x, w, None, dy, chosen, step=2)[2])
+    plain = run(x, w, None, dy, recipe("mxfp8", hadamard_size=64))[2]
+    assert sqnr_db(exact, plain) > 24
+
+
+@pytest.mark.parametrize("m", [0, 1, 3, 33])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_number_of_rows(kind, m):
+    x, w, b, dy = data(m=m)
+    y, dx, dw, db = run(x, w, b, dy, kind)
+    assert y.shape == (m, 128)
+    assert dx.shape == x.shape
+    assert dw.isfinite().all()
+    if m == 0:
+        assert not dw.any()
+        assert not db.any()
+
+
+def test_non_contiguous_and_expanded_gradients():
+    x, w, _, _ = data(m=64)
+    mx_linear(x, w).sum().backward()
+    first = x.grad.clone()
+    x.grad = None
+    mx_linear(x, w).backward(torch.ones(64, 128))
+    assert torch.equal(first, x.grad)
+    y = mx_linear(x.detach().t().contiguous().t(), w)
+    assert torch.equal(y, mx_linear(x, w))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_input_keeps_its_dtype_and_the_master_its_own(dtype):
+    x, w, b, dy = data(dtype=dtype)
+    y, dx, dw, db = run(x, w, b, dy, "mxfp8")
+    assert (y.dtype, dx.dtype, dw.dtype, db.dtype) == (dtype, dtype, torch.float32, torch.float32)
+
+
+def test_autocast_decides_the_output():
+    x, w, b, _ = data()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = mx_linear(x, w, b)
+    assert y.dtype is torch.bfloat16
+    y.float().sum().backward()
+    assert x.grad.dtype is torch.float32
+
+
+def test_leading_dims_and_frozen_operands():
+    x, w, _, _ = data(m=12)
+    y = mx_linear(x.reshape(3, 4, 256), w)
+    assert torch.equal(y.reshape(12, 128), mx_linear(x, w))
+    mx_linear(x, w.detach()).sum().backward()
+    assert w.grad is None
+    assert x.grad is not None
+    mx_linear(x.detach(), w).sum().backward()
+    assert w.grad is not None
+
+
+def test_nan_and_inf_reach_the_output_in_their_row_only():
+    """P8, P9: a non-finite input is not turned into a number, and does not spread over other rows in forward."""
+    x, w, _, _ = data()
+    bad = x.detach().clone()
+    bad[3, 40] = math.inf
+    bad[5, 2] = math.nan
+    y = mx_linear(bad, w)
+    assert y[[3, 5]].isnan().all()
+    rest = [i for i in range(70) if i not in (3, 5)]
+    assert torch.equal(y[rest], mx_linear(x, w)[rest])
+
+
+def test_odd_layers_are_refused_with_the_rule():
+    """P7: last dimension 16, an error that names the multiple and the rule instead of an assertion in backward."""
+    with pytest.raises(ValueError, match="multiples of 32") as error:
+        mx_linear(torch.randn(4, 16), torch.randn(64, 16))
+    assert "convert() does by rule" in str(error.value)
+    assert "in_features 16 is not a multiple of 32" in str(error.value)
+    with pytest.raises(ValueError, match="multiples of 128"):
+        mx_linear(torch.randn(4, 128), torch.randn(96, 128), None, "fp8_block128")
+    with pytest.raises(ValueError, match="in_features"):
+        mx_linear(torch.randn(4, 64), torch.randn(64, 32))
+
+
+def test_the_reference_backend_named_equals_auto_on_the_cpu():
+    x, w, _, _ = data()
+    assert torch.equal(mx_linear(x, w), mx_linear(x, w, None, recipe("mxfp8", backend="reference")))
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        mx_linear(x, w, None, recipe("mxfp8", backend="scaled_mm"))
+
+
+def test_product_operands_are_checked():
+    a, b = quantize(torch.randn(4, 64)), quantize(torch.randn(8, 96))
+    with pytest.raises(ValueError, match="contractions 64"):
+        gemm(a, b, GemmKind.MXFP8, torch.float32)
+    with pytest.raises(ValueError, match="dim 0"):
+        gemm(a, quantize(torch.randn(8, 64), 0), GemmKind.MXFP8, torch.float32)
+
+
+@pytest.mark.parametrize("save", ["high_precision", "row", "both"])
+def test_opcheck(save):
+    x, w, b, _ = data(m=40)
+    text = recipe("mxfp8", save=save).to_toml()
+    arguments = (x, w, b, text, 0, True, torch.float32)
+    torch.library.opcheck(torch.ops.gemworks_precision.linear.default, arguments)
+    empty = torch.empty(0, dtype=torch.uint8)
+    if save == "high_precision":
+        torch.library.opcheck(
+            torch.ops.gemworks_precision.linear_backward.default,
+            (torch.randn(40, 128), x.detach(), w.detach(), empty, empty, text, 0, True, True, torch.float32, 256),
+        )
+
+
+def test_compiles_as_one_graph_over_two_sizes():
+    w, b = data()[1:3]
+    graphs = []
+
+    def backend(module, _):
+        graphs.append(module)
+        return module.forward
+
+    compiled = torch.compile(lambda t: mx_linear(t, w, b).relu(), fullgraph=True, backend=backend, dynamic=True)
+    for m in (70, 33, 50):
+        x = torch.randn(m, 256)
+        assert torch.equal(compiled(x), mx_linear(x, w, b).relu())
+    assert len(graphs) == 1
+
+
+def test_compiled_gradients_equal_eager():
+    x, w, b, dy = data()
+    eager = run(x, w, b, dy, "mxfp8")
+    compiled = torch.compile(lambda t: mx_linear(t, w, b), fullgraph=True, backend="aot_eager")
+    x.grad = w.grad = b.grad = None
+    compiled(x).backward(dy)
+    assert torch.equal(x.grad, eager[1])
+    assert torch.equal(w.grad, eager[2])
+
+
+LENGTHS = [0, 5, 70, 0, 64, 1]
+
+
+@pytest.mark.parametrize("kind", ["bf16", *KINDS])
+def test_grouped_equals_one_linear_per_group(kind):
+    """P6 group sizes of any kind, empty ones too; P10 rows past the end hold NaN and reach nothing."""
+    offsets = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])
+    total = int(offsets[-1])
+    x = torch.randn(total + 9, 128)
+    x[total:] = math.nan
+    x.requires_grad_()
+    w = (torch.randn(len(LENGTHS), 256, 128) / 16).requires_grad_()
+    dy = torch.randn(total + 9, 256)
+    dy[total:] = math.nan
+    y = mx_grouped_linear(x, w, offsets, kind)
+    y.backward(dy)
+    assert not y[total:].any()
+    assert not x.grad[total:].any()
+    for g in range(len(LENGTHS)):
+        rows = slice(int(offsets[g]), int(offsets[g + 1]))
+        xs = x.detach()[rows].requires_grad_()
+        ws = w.detach()[g].clone().requires_grad_()
+        ys = mx_linear(xs, ws, None, kind)
+        ys.backward(dy[rows])
+        torch.testing.assert_close(y[rows], ys, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(x.grad[rows], xs.grad, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(w.grad[g], ws.grad, rtol=1e-5, atol=1e-4)
+
+
+def test_grouped_with_hadamard_and_stochastic_gradients():
+    offsets = torch.tensor([0, 40, 100], dtype=torch.int32)
+    x = torch.randn(100, 128, requires_grad=True)
+    w = torch.randn(2, 128, 128, requires_grad=True)
+    dy = torch.randn(100, 128)
+    chosen = recipe("mxfp8", hadamard_size=128, stochastic_gradients=True)
+    mx_grouped_linear(x, w, offsets, chosen, step=3).backward(dy)
+    exact = torch.stack((dy[:40].t() @ x.detach()[:40], dy[40:].t() @ x.detach()[40:]))
+    assert sqnr_db(exact, w.grad) > 22
+
+
+def test_grouped_input_is_checked():
+    offsets = torch.tensor([0, 4])
+    with pytest.raises(ValueError, match=r"\[T, K\]"):
+        mx_grouped_linear(torch.randn(4, 64), torch.randn(64, 64), offsets)
+    with pytest.raises(ValueError, match="offsets"):
+        mx_grouped_linear(torch.randn(4, 64), torch.randn(2, 64, 64), offsets)
+    with pytest.raises(ValueError, match="multiples of 32"):
+        mx_grouped_linear(torch.randn(4, 16), torch.randn(1, 64, 16), offsets)

@@ -1,0 +1,80 @@
+# Gradients are Optional and submodules are Tensor | Module to the checker; a wrong one fails the test anyway.
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportOptionalSubscript=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+"""Norm + cast: planes of the y that was computed, and a trainable norm + linear layer."""
+
+import pytest
+import torch
+from gemworks.precision import mx_linear, recipe
+from gemworks.precision.casts import CastSpec, cast
+from gemworks.precision.norm import mx_norm_linear, norm_cast
+from gemworks.precision.recipe import GemmKind
+from torch import nn
+
+pytestmark = pytest.mark.reference
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_planes_are_those_of_y(norm):
+    x, residual, w = torch.randn(70, 96), torch.randn(70, 96), torch.randn(96)
+    bias = torch.randn(96) if norm == "layer" else None
+    spec = CastSpec(GemmKind.MXFP8)
+    out = norm_cast(x, w, spec, norm=norm, bias=bias, residual=residual, return_y=True)
+    h = x + residual
+    expected = (
+        nn.functional.rms_norm(h, (96,), w, 1e-6)
+        if norm == "rms"
+        else nn.functional.layer_norm(h, (96,), w, bias, 1e-6)
+    )
+    assert out.y is not None
+    assert out.rows is not None
+    assert out.columns is not None
+    torch.testing.assert_close(out.y, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(out.hidden, h)
+    assert torch.equal(out.rows.codes, cast(out.y, 1, spec)[0].codes)
+    assert torch.equal(out.columns.codes, cast(out.y, 0, spec)[0].codes)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("save", ["high_precision", "both"])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_norm_linear_equals_the_parts(norm, save, with_residual):
+    torch.manual_seed(0)
+    leaves = [torch.randn(50, 128), torch.randn(50, 128), torch.randn(128), torch.randn(128, 128)]
+    bias0 = torch.randn(128)
+    d_out, d_hidden = torch.randn(50, 128), torch.randn(50, 128)
+    results = []
+    for fused in (True, False):
+        x, residual, g, w = (t.clone().requires_grad_() for t in leaves)
+        b = bias0.clone().requires_grad_() if norm == "layer" else None
+        chosen = recipe("mxfp8", save=save)
+        if fused:
+            extra = residual if with_residual else None
+            out, hidden = mx_norm_linear(x, g, w, chosen, norm=norm, norm_bias=b, residual=extra)
+        else:
+            hidden = x + residual if with_residual else x
+            n = nn.functional
+            y = n.rms_norm(hidden, (128,), g, 1e-6) if norm == "rms" else n.layer_norm(hidden, (128,), g, b, 1e-6)
+            out = mx_linear(y, w, None, chosen)
+        (out * d_out).sum().add((hidden * d_hidden).sum()).backward()
+        grads = (
+            [x.grad, g.grad, w.grad] + ([b.grad] if b is not None else []) + ([residual.grad] if with_residual else [])
+        )
+        results.append([out, hidden, *grads])
+    for fused, plain in zip(*results, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-3, atol=2e-2)
+
+
+def test_norm_cast_checks_its_arguments():
+    x, w, spec = torch.randn(4, 64), torch.randn(64), CastSpec(GemmKind.MXFP8)
+    for kwargs, word in (
+        ({"norm": "batch"}, "batch"),
+        ({"bias": w}, "RMSNorm has none"),
+        ({"residual": x.half()}, "residual"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            norm_cast(x, w, spec, **kwargs)
+    with pytest.raises(ValueError, match="weight"):
+        norm_cast(x, torch.ones(3), spec)
+    with pytest.raises(ValueError, match="no cast to fuse"):
+        mx_norm_linear(x, w, torch.randn(64, 64), "bf16")

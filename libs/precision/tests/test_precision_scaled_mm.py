@@ -1,0 +1,92 @@
+"""Layouts for cuBLAS, checked without a GPU: shapes, strides, values, the swizzle against its index formula."""
+
+import pytest
+import torch
+from gemworks.precision import quantize, quantize_square
+from gemworks.precision import scaled_mm as module
+from gemworks.precision.scaled_mm import scaled_mm, square_scales, swizzle_32_4_4, wide_scales
+from gemworks.precision.scales import scale_values
+
+pytestmark = pytest.mark.reference
+
+
+def test_wide_scales_are_row_contiguous_and_padded_with_one():
+    plane = quantize(torch.randn(100, 384), 1, block=128)
+    scales = wide_scales(plane, 112, 3)
+    assert scales.shape == (112, 3)
+    assert scales.stride() == (1, 112)
+    assert torch.equal(scales[:100], scale_values(plane.scales))
+    assert (scales[100:] == 1).all()
+
+
+def test_square_scales_have_the_transposed_padded_layout():
+    plane = quantize_square(torch.randn(256, 640), block=128)
+    scales = square_scales(plane, 5)
+    assert scales.shape == (8, 2)
+    assert scales.stride() == (1, 8)
+    assert torch.equal(scales[:5], scale_values(plane.scales).t())
+
+
+@pytest.mark.parametrize("shape", [(128, 4), (130, 5), (1, 1), (256, 12)])
+def test_swizzle_follows_the_documented_index(shape):
+    scales = torch.randint(0, 255, shape, dtype=torch.uint8)
+    flat = swizzle_32_4_4(scales)
+    tiles_across = -(-shape[1] // 4)
+    assert flat.numel() == -(-shape[0] // 128) * 128 * tiles_across * 4
+    for row in range(0, shape[0], 7):
+        for column in range(shape[1]):
+            tile = (row // 128) * tiles_across + column // 4
+            inner = (row % 32) * 16 + (row % 128 // 32) * 4 + column % 4
+            assert flat[tile * 512 + inner] == scales[row, column]
+
+
+@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize("square", [False, True])
+def test_operands_reach_cublas_in_its_layouts(monkeypatch, block, square):
+    """A stand-in for torch's function checks what ScaledBlas.cpp checks, and multiplies by the layouts' definition."""
+    a = quantize(torch.randn(100, 256), 1, block=block)
+    w = torch.randn(72, 256)
+    b = quantize_square(w, block=block) if square else quantize(w, 1, block=block)
+
+    def stand_in(x, y, scale_a, recipe_a, scale_b, recipe_b, *, swizzle_a, swizzle_b, output_dtype):
+        m, k = x.shape
+        n = y.shape[1]
+        assert x.stride() == (k, 1)
+        assert y.stride() == (1, k)
+        assert m % 16 == n % 16 == k % 128 == 0
+        if block == 32:
+            assert recipe_a.name == recipe_b.name == "BlockWise1x32"
+            assert swizzle_a.name == swizzle_b.name == "SWIZZLE_32_4_4"
+            assert scale_a.numel() == -(-m // 128) * 128 * -(-k // 32 // 4) * 4
+            assert scale_a.dtype is torch.float8_e8m0fnu
+        else:
+            assert recipe_a.name == "BlockWise1x128"
+            assert scale_a.shape == (m, k // 128)
+            assert scale_a.stride() == (1, m)
+            if square:
+                assert recipe_b.name == "BlockWise128x128"
+                assert scale_b.shape == (4, -(-n // 128))
+                assert scale_b.stride() == (1, 4)
+            else:
+                assert recipe_b.name == "BlockWise1x128"
+                assert scale_b.shape == (n, k // 128)
+                assert scale_b.stride() == (1, n)
+            left = x.float() * scale_a.repeat_interleave(128, 1)
+            wide_b = scale_b[: k // 128].t().repeat_interleave(128, 0)[:n] if square else scale_b
+            right = y.t().float() * wide_b.repeat_interleave(128, 1)
+            return (left @ right.t()).to(output_dtype)
+        return torch.zeros(m, n, dtype=output_dtype)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", stand_in)
+    out = scaled_mm(a, b, torch.float32)
+    assert out.shape == (100, 72)
+    if block == 128:
+        torch.testing.assert_close(out, a.dequantize() @ b.dequantize().t(), rtol=1e-5, atol=1e-5)
+
+
+def test_empty_products_and_square_first_operands():
+    a = quantize(torch.randn(0, 128), 1, block=128)
+    assert module.scaled_mm(a, quantize(torch.randn(16, 128), 1, block=128), torch.float32).shape == (0, 16)
+    square = quantize_square(torch.randn(128, 128), block=128)
+    with pytest.raises(ValueError, match="first operand"):
+        module.scaled_mm(square, square, torch.float32)

@@ -1,0 +1,52 @@
+"""Tiers that need a process of their own: interpreted kernels, and kernels compiled for GPUs that are not there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.interpret
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this process runs them itself")
+def test_interpreted_kernels_equal_the_reference():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    files = [str(file) for file in sorted(HERE.glob("test_precision_*_interpreted.py"))]
+    assert files
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, cwd=HERE.parents[2])
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout
+
+
+FAST = r"^(cast_rows mxfp8|cast_both (mxfp8|block128|regroup128)|cast_square block128|norm_cast mxfp8|dequantise rows)$"
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("architecture", "which"),
+    [
+        ("sm_90", FAST),
+        pytest.param("sm_90", "", marks=pytest.mark.slow),
+        pytest.param("sm_100", "", marks=pytest.mark.slow),
+    ],
+    ids=["sm_90-fast", "sm_90-all", "sm_100-all"],
+)
+def test_kernels_compile_without_spilling(architecture, which, tmp_path):
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "gemworks.precision.compile_kernels", architecture, which]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    spilled = [line for line in lines if line["spill_bytes"] > 0]
+    assert not spilled, spilled
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = {line["kernel"] for line in lines}
+    assert {"cast_rows", "cast_both", "cast_square", "dequantise"} <= kernels
+    assert all(line["hardware_cast"] for line in lines if line["variant"] in ("mxfp8", "block128", "regroup128"))
