@@ -162,9 +162,11 @@ def test_planner_presets_start_no_run(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('preset = "frontier"')
     for arguments in ({"preset": "frontier"}, {"toml": file}):
-        with pytest.raises(ConfigError, match="'frontier', which is for the planner only.*one of tiny, small, base, large"):
+        with pytest.raises(
+            ConfigError, match=r"'frontier', which is for the planner only.*one of tiny, small, base, large"
+        ):
             load_config(**arguments)
-    with pytest.raises(ConfigError, match="got 'medium', expected one of tiny, small, base, large$"):
+    with pytest.raises(ConfigError, match=r"got 'medium', expected one of tiny, small, base, large$"):
         load_config("medium")
     assert set(PRESETS) - set(RUN_PRESETS) == {"frontier"}
 

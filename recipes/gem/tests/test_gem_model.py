@@ -1,5 +1,6 @@
 """What must hold for the whole model: gradients, independence of samples, empty inputs, determinism, bf16."""
 
+import contextlib
 import dataclasses
 import math
 
@@ -150,6 +151,25 @@ def test_empty_batch(variant: str):
     assert logits.shape == (0, 2)
     logits.sum().backward()
     assert all(p.grad is None or float(p.grad.abs().max()) == 0.0 for p in model.parameters())
+
+
+def test_an_empty_batch_reaches_collections_that_want_it():
+    """What is put into `rows` and `bags` from outside may need every batch: one attribute, no look at their types."""
+    embeddings = build(tiny()).embeddings
+    assert embeddings.rows is not None
+    assert embeddings.bags is not None
+    embeddings.skips_empty = False
+    calls: list[str] = []
+    for name in ("rows", "bags"):
+        getattr(embeddings, name).register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+    with contextlib.suppress(Exception):  # torchrec's own, which fail at it
+        embeddings(random_batch(SCHEMA, {"click": [], "view": []}))
+    assert calls
+    calls.clear()
+    embeddings.skips_empty = True
+    sample_BnW, _ = embeddings(random_batch(SCHEMA, {"click": [], "view": []}))
+    assert sample_BnW.shape == (0, 4, embeddings.dim)
+    assert calls == []
 
 
 @pytest.mark.parametrize("variant", ["default", "event_sizes"])

@@ -68,7 +68,9 @@ def refuse_unused(before: GemConfig, after: GemConfig, given: Collection[str]) -
     for key in given:
         why = why_unused(after, key)
         if why is not None and _look_up(values_before, key) != _look_up(values_after, key):
-            raise ConfigError(f"{key}: got {_look_up(values_after, key)!r}, expected it unset: it has no effect, as {why}")
+            raise ConfigError(
+                f"{key}: got {_look_up(values_after, key)!r}, expected it unset: it has no effect, as {why}"
+            )
 
 
 def _look_up(values: object, key: str) -> object:
