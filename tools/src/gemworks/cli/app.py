@@ -30,7 +30,10 @@ app = typer.Typer(
 
 Preset = Annotated[str | None, typer.Option(help="tiny, small, base or large; small if not given.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file laid over the preset.", metavar="FILE")]
-Sets = Annotated[list[str] | None, typer.Option("--set", help="One value; may be repeated.", metavar="KEY=VALUE")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Values, one or several: a=1 b=2; may be repeated.", metavar="KEY=VALUE"),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
 
 
@@ -152,10 +155,30 @@ def _progress_console(json: bool) -> Any:
     return Console(stderr=True)
 
 
+def _one_value_per_set(arguments: Sequence[str]) -> list[str]:
+    """`--set a=1 b=2` as `--set a=1 --set b=2`: an option of typer takes a fixed number of values.
+
+    >>> _one_value_per_set(["train", "--set", "a=1", "b=2", "--json"])
+    ['train', '--set', 'a=1', '--set', 'b=2', '--json']
+    """
+    spread: list[str] = []
+    inside = False
+    for word in arguments:
+        inside = word == "--set" or (inside and not word.startswith("-"))
+        if inside and word != "--set" and spread[-1] != "--set":
+            spread.append("--set")
+        spread.append(word)
+    return spread
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """The whole command line; returns the exit code."""
     try:
-        result = app(args=arguments, prog_name="gemworks", standalone_mode=False)
+        result = app(
+            args=_one_value_per_set(sys.argv[1:] if arguments is None else arguments),
+            prog_name="gemworks",
+            standalone_mode=False,
+        )
     except typer.Abort:
         print_error("interrupted")
         return INTERRUPTED
