@@ -120,6 +120,7 @@ def test_assignments_read_types():
         ("model.events.click.num_layers=9", "model.events.click.num_layers: got 9, expected at most"),
         ("model.num_sequence_tokens=9", "model.num_sequence_tokens: got 9, expected at most model.num_seeds = 8"),
         ("model.block=48", "model.block: got 48, expected 32, 64 or 128"),
+        ("model.time_fraction=1.5", "model.time_fraction: got 1.5, expected a share in"),
         ("model.dropout=1.0", "model.dropout: got 1.0, expected a probability"),
         ("data.max_length=100", "data.max_length: got 100, expected a power of two"),
         ("data.batch_size=0", "data.batch_size: got 0, expected a positive integer"),
@@ -183,6 +184,11 @@ def test_planner_presets_start_no_run(tmp_path):
         ("tiny", ["model.window=7"], "model.window: got 7.*no effect.*set model.attention=window too"),
         ("tiny", ["model.attention=full", "model.block=32"], "model.block: got 32.*no effect"),
         ("tiny", ["model.num_time_buckets=8"], "model.num_time_buckets: got 8.*no effect.*time_encoding=buckets too"),
+        (
+            "tiny",
+            ["model.time_encoding=buckets", "model.time_fraction=0.25"],
+            "model.time_fraction: got 0.25.*no effect",
+        ),
         ("small", ["model.events.liked.window=7"], "model.events.liked.window: got 7.*events.liked.attention=window"),
     ],
 )

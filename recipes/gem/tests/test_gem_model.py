@@ -40,6 +40,7 @@ VARIANTS: dict[str, dict] = {
     "no_reuse": {"reuse_hsp": False},
     "buckets": {"time_encoding": "buckets"},
     "buckets_full_skip": {"time_encoding": "buckets", "attention": "full", "skip": "alternate", "num_layers": 3},
+    "position_only": {"time_fraction": 0.0},
     "scale": {"pffn_scale": "max_length", "pffn_activation": "silu"},
     "deep_experts": {"expert_layers": 2, "num_experts": 3, "num_fmb_tokens": 3},
     "wide_summary": {"num_summary_tokens": 24},

@@ -141,6 +141,7 @@ class ModelConfig:
         reuse_hsp: odd layers reuse the seed pooling of the layer before.
         skip: "alternate": even layers skip self-attention, odd layers skip the PFFN.
         time_encoding: rotary on position and log(1 + dt / scale), or learned tables of both in buckets.
+        time_fraction: share of a head's rotary pairs that turn by time; the others turn by position.
         time_scale_seconds: the scale of that logarithm.
         num_time_buckets: rows of the time and position tables when time_encoding is "buckets".
         dropout: probability, on merged events, non-sequence tokens and hidden units of the head; 0 turns it off.
@@ -178,6 +179,7 @@ class ModelConfig:
     reuse_hsp: bool = True
     skip: Literal["none", "alternate"] = "none"
     time_encoding: Literal["rotary", "buckets"] = "rotary"
+    time_fraction: float = 0.5
     time_scale_seconds: float = 60.0
     num_time_buckets: int = 64
     dropout: float = 0.0
@@ -196,6 +198,7 @@ class ModelConfig:
         if isinstance(self.pffn_scale, float):
             _check(self.pffn_scale > 0, "model.pffn_scale", self.pffn_scale, "a positive number")
         _check(self.time_scale_seconds > 0, "model.time_scale_seconds", self.time_scale_seconds, "a positive number")
+        _check(0 <= self.time_fraction <= 1, "model.time_fraction", self.time_fraction, "a share in [0, 1]")
         _check(0 <= self.dropout < 1, "model.dropout", self.dropout, "a probability in [0, 1)")
         _check(
             len(self.events) <= self.num_event_types,

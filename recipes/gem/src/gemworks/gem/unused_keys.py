@@ -45,6 +45,8 @@ def why_unused(config: GemConfig, key: str) -> str | None:
             return "no event type has attention 'block'; set model.attention=block too"
         if name == "num_time_buckets" and model.time_encoding != "buckets":
             return f"model.time_encoding is {model.time_encoding!r}; set model.time_encoding=buckets too"
+        if name == "time_fraction" and model.time_encoding != "rotary":
+            return f"model.time_encoding is {model.time_encoding!r}; set model.time_encoding=rotary too"
         event = name.removeprefix("events.").removesuffix(".window")
         if name == f"events.{event}.window" and event in model.events and model.event(event).attention != "window":
             return f"its attention is {model.event(event).attention!r}; set model.events.{event}.attention=window too"
