@@ -18,7 +18,8 @@ from gemworks.jagged.convert import (
 from gemworks.jagged.counting import attention_flops, num_pairs
 from gemworks.jagged.dispatch import Explanation, SupportRow, explain, support
 from gemworks.jagged.jagged import Jagged, next_power_of_two
-from gemworks.jagged.ops.block_attention.op import block_attention
+from gemworks.jagged.ops.block_attention.op import block_attention, block_attention_qkv
+from gemworks.jagged.ops.block_attention.schedule import BlockSchedule
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias
 from gemworks.jagged.ops.flash_attention.op import flash_attention
 from gemworks.jagged.ops.gdpa.activations import Activation
@@ -40,6 +41,7 @@ from gemworks.jagged.products import (
 __all__ = [
     "Activation",
     "AttentionBias",
+    "BlockSchedule",
     "Explanation",
     "Jagged",
     "Rope",
@@ -48,6 +50,7 @@ __all__ = [
     "apply_rope",
     "attention_flops",
     "block_attention",
+    "block_attention_qkv",
     "concat",
     "concat_batch",
     "expand_rows",

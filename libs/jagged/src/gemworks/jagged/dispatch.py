@@ -7,6 +7,7 @@ that the op's own checks let through.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -36,6 +37,7 @@ class Rule:
     Attributes:
         architectures: "any", or names such as "sm_90".
         max_head_dim: widest head for attention ops; None where it has no meaning.
+        head_dims: the only head widths; None for every one up to `max_head_dim`.
         config: name of the shipped configuration table, or "-".
     """
 
@@ -46,6 +48,7 @@ class Rule:
     directions: tuple[Direction, ...]
     max_head_dim: int | None
     config: str = "-"
+    head_dims: tuple[int, ...] | None = None
 
     def refusal(self, op: str, dtype: torch.dtype, architecture: str, head_dim: int | None) -> str | None:
         """Why this rule does not fit, or None if it does."""
@@ -57,10 +60,30 @@ class Rule:
             return f"runs on {', '.join(self.architectures)}, not on {architecture}"
         if head_dim is not None and op in ATTENTION_OPS and self.max_head_dim and head_dim > self.max_head_dim:
             return f"takes head widths up to {self.max_head_dim}, not {head_dim}"
+        if head_dim is not None and op in ATTENTION_OPS and self.head_dims and head_dim not in self.head_dims:
+            return f"takes head widths {', '.join(map(str, self.head_dims))}, not {head_dim}"
         return None
 
 
-RULES: tuple[Rule, ...] = (Rule("reference", OPS, DTYPES, ("any",), ("forward", "backward"), MAX_HEAD_DIM),)
+BOTH: tuple[Direction, ...] = ("forward", "backward")
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+NORM_OPS = ("layer_norm", "rms_norm")
+TILE_ARCHITECTURES = ("sm_90", "sm_100")  # of norms and block_attention: where their kernels are compiled in tests
+BLOCK_HEAD_DIMS = tuple(range(16, 129, 16))  # half a head is whole 16-byte vectors
+RULES: tuple[Rule, ...] = (
+    Rule("triton", NORM_OPS, KERNEL_DTYPES, TILE_ARCHITECTURES, BOTH, None, "norms/launch.py"),
+    Rule(
+        "triton",
+        ("block_attention",),
+        KERNEL_DTYPES,
+        TILE_ARCHITECTURES,
+        BOTH,
+        max(BLOCK_HEAD_DIMS),
+        "block_attention/launch.py",
+        BLOCK_HEAD_DIMS,
+    ),
+    Rule("reference", OPS, DTYPES, ("any",), BOTH, MAX_HEAD_DIM),
+)
 
 
 @dataclass(frozen=True)
@@ -78,8 +101,8 @@ class SupportRow:
 def support() -> tuple[SupportRow, ...]:
     """The op x dtype x architecture x direction table, generated from the dispatch rules.
 
-    >>> {row.backend for row in support()}
-    {'reference'}
+    >>> sorted({row.backend for row in support() if row.op == "rms_norm"})
+    ['reference', 'triton']
     """
     return tuple(
         SupportRow(
@@ -103,7 +126,7 @@ class Explanation:
     """Which kernel an op would use.
 
     Attributes:
-        backend: "reference" today.
+        backend: "triton" or "reference".
         config: the kernel's configuration; "-" where there is nothing to choose.
         reason: in words, with the refusal of every backend that comes first.
     """
@@ -146,18 +169,28 @@ def explain(
     Raises:
         ValueError: unknown op; nothing supports the request (the message says what is supported).
 
-    >>> print(explain("gdpa", dtype=torch.float32))
-    gdpa: reference (the only backend that takes float32 on cpu)
+    >>> explain("rms_norm", architecture="sm_90").backend
+    'triton'
     """
     if op not in OPS:
         raise ValueError(f"op: got {op!r}, expected one of {', '.join(OPS)}")
     place = architecture_of(device) if architecture is None else architecture
     refusals = []
-    for rule in RULES:
+    for rule in [r for r in RULES if op in r.ops]:
         refusal = rule.refusal(op, dtype, place, head_dim)
         if refusal is None:
             name = str(dtype).removeprefix("torch.")
-            reason = f"{'; '.join(refusals)}; " if refusals else ""
-            return Explanation(op, rule.backend, rule.config, f"{reason}the only backend that takes {name} on {place}")
+            reasons = [*refusals, f"takes {name} on {place}"]
+            return Explanation(op, rule.backend, rule.config, "; ".join(reasons))
         refusals.append(f"{rule.backend} {refusal}")
     raise ValueError(f"{op}: {'; '.join(refusals)}; support() lists every op, dtype and architecture")
+
+
+@lru_cache(maxsize=1024)
+def backend_of(op: str, dtype: torch.dtype, architecture: str, head_dim: int | None = None) -> str:
+    """The backend that `explain` names.
+
+    >>> backend_of("rms_norm", torch.bfloat16, "sm_90"), backend_of("rms_norm", torch.float64, "sm_90")
+    ('triton', 'reference')
+    """
+    return explain(op, dtype=dtype, architecture=architecture, head_dim=head_dim).backend

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import torch
+from gemworks.jagged._attention_args import autocast, check_attention
 from gemworks.jagged._checks import check_max_length, check_offsets
+from gemworks.jagged.dispatch import BLOCK_HEAD_DIMS, KERNEL_DTYPES
+from gemworks.jagged.ops.block_attention.custom_op import block_attention_op, block_attention_qkv_op, split_heads
 from gemworks.jagged.ops.block_attention.reference import block_offsets
+from gemworks.jagged.ops.block_attention.schedule import BLOCKS, BlockSchedule
 from gemworks.jagged.ops.flash_attention.op import flash_attention
 from gemworks.jagged.ops.rope.reference import RopeTables
 from torch import Tensor
 
-BLOCKS = (32, 64, 128)
+MAX_FP32_TILE = 64 * 128  # values of q in a block: four such tiles fill the shared memory of an SM
 
 
 def block_attention(
@@ -24,6 +32,7 @@ def block_attention(
     rope: RopeTables | None = None,
     qk_norm: bool = False,
     qk_norm_eps: float = 1e-6,
+    schedule: BlockSchedule | None = None,
 ) -> Tensor:
     """Softmax self-attention inside blocks: row i of a sequence sees row j when `i // block == j // block`.
 
@@ -40,6 +49,8 @@ def block_attention(
         causal: inside a block, admit keys at or before the query.
         rope: rotation of q's and k's rows, after qk_norm; positions are those in the sequence, not in the block.
         qk_norm: divide each head of q and k by its root mean square, no affine.
+        schedule: `BlockSchedule.make(offsets_q, total=T, block=block)`, so that the layers of a step share it; the
+            kernels build one where it is None. The reference backend does not need it.
 
     Returns:
         [T, N, V] in q's dtype; rows past `offsets_q[-1]` are 0.
@@ -65,15 +76,119 @@ def block_attention(
             f"block attention is self-attention"
         )
     check_offsets("offsets_q", offsets_q, total=q.shape[0], max_length=bound, device=q.device)
+    if schedule is not None:
+        schedule.check("schedule", total=q.shape[0], block=block, device=q.device)
+    q, k, v = autocast(q, k, v)
+    if has_kernel(q, v.shape[-1], block):
+        check_attention(q, k, v, offsets_q, None, max_length_q=bound, max_length_k=None, shared_query=False)
+        settings = _settings(q, offsets_q, bound, scale, block, causal, rope, qk_norm, qk_norm_eps, schedule)
+        return block_attention_op(q, k, v, *settings)
     return flash_attention(
         q,
         k,
         v,
         block_offsets(offsets_q, block, q.shape[0]),
-        max_length_q=min(block, bound) if bound else bound,
+        max_length_q=min(block, bound),
         scale=scale,
         causal=causal,
         qk_norm=qk_norm,
         qk_norm_eps=qk_norm_eps,
         rope=rope,
     )
+
+
+def block_attention_qkv(
+    qkv: Tensor,
+    offsets: Tensor,
+    *,
+    num_heads: int,
+    max_length: int | None = None,
+    scale: float | None = None,
+    block: int = 64,
+    causal: bool = False,
+    rope: RopeTables | None = None,
+    qk_norm: bool = False,
+    qk_norm_eps: float = 1e-6,
+    schedule: BlockSchedule | None = None,
+) -> Tensor:
+    """`block_attention` of one packed projection; its gradient comes back packed too, without being joined.
+
+    Args:
+        qkv: [T, N + 2 M, H]: the heads of q, then those of k, then those of v.
+        num_heads: N.
+
+    The other arguments, the result [T, N, H] and the errors are `block_attention`'s.
+
+    >>> import torch
+    >>> qkv = torch.randn(70, 3, 8)
+    >>> out = block_attention_qkv(qkv, torch.tensor([0, 70]), num_heads=1, max_length=128)
+    >>> parts = [part.contiguous() for part in qkv.split(1, dim=1)]
+    >>> torch.equal(out, block_attention(*parts, torch.tensor([0, 70]), max_length_q=128))
+    True
+    """
+    if qkv.dim() != 3 or not 0 < num_heads < qkv.shape[1] or (qkv.shape[1] - num_heads) % 2:
+        raise ValueError(
+            f"qkv: got shape {tuple(qkv.shape)} with num_heads {num_heads}, expected [T, N + 2 M, H]: the heads of q, "
+            f"k and v side by side"
+        )
+    (qkv,) = autocast(qkv)
+    q, k, v = split_heads(qkv, num_heads)
+    if not has_kernel(qkv, qkv.shape[-1], block):
+        return block_attention(
+            q,
+            k,
+            v,
+            offsets,
+            max_length_q=max_length,
+            scale=scale,
+            block=block,
+            causal=causal,
+            rope=rope,
+            qk_norm=qk_norm,
+            qk_norm_eps=qk_norm_eps,
+            schedule=schedule,
+        )
+    bound = check_max_length("max_length", max_length)
+    check_attention(q, k, v, offsets, None, max_length_q=bound, max_length_k=None, shared_query=False)
+    if schedule is not None:
+        schedule.check("schedule", total=qkv.shape[0], block=block, device=qkv.device)
+    settings = _settings(q, offsets, bound, scale, block, causal, rope, qk_norm, qk_norm_eps, schedule)
+    return block_attention_qkv_op(qkv, num_heads, *settings)
+
+
+def has_kernel(q: Tensor, value_dim: int, block: int) -> bool:
+    """Whether the kernels take these shapes; everything else is the reference backend's.
+
+    Widths are multiples of 16 (half a head is whole 16-byte vectors) up to 128; float32 tiles have to fit.
+    """
+    head_dim = q.shape[-1]
+    return (
+        q.device.type == "cuda"
+        and q.dtype in KERNEL_DTYPES
+        and block in BLOCKS
+        and head_dim in BLOCK_HEAD_DIMS
+        and value_dim in BLOCK_HEAD_DIMS
+        and (q.dtype != torch.float32 or block * max(head_dim, value_dim) <= MAX_FP32_TILE)
+    )
+
+
+def _settings(
+    q: Tensor,
+    offsets: Tensor,
+    bound: int,
+    scale: float | None,
+    block: int,
+    causal: bool,
+    rope: RopeTables | None,
+    qk_norm: bool,
+    eps: float,
+    schedule: BlockSchedule | None,
+) -> tuple[Any, ...]:
+    """What both custom ops take after their tensors."""
+    if rope is not None:
+        rope.check("rope", total=q.shape[0], head_dim=q.shape[-1], device=q.device)
+    if schedule is None:
+        schedule = BlockSchedule.make(offsets, total=q.shape[0], block=block, max_length=bound)
+    cos, sin = (None, None) if rope is None else (rope.cos_TJ, rope.sin_TJ)
+    factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return schedule.table_S3, cos, sin, factor, block, causal, qk_norm, eps

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import overload
 
 from gemworks.jagged._checks import check_float
+from gemworks.jagged.dispatch import KERNEL_DTYPES
+from gemworks.jagged.ops.norms.custom_op import norm_op
 from gemworks.jagged.ops.norms.reference import norm_reference
 from torch import Tensor
 
@@ -125,5 +127,8 @@ def _norm(
     for name, r in (("residual", residual), ("add", add)):
         if r is not None and r.shape != x.shape:
             raise ValueError(f"{op}: {name} has shape {tuple(r.shape)}, expected x's {tuple(x.shape)}; reshape it")
-    y, h = norm_reference(x, weight, bias, residual, add, eps=eps, center=center)
+    if x.device.type == "cuda" and x.dtype in KERNEL_DTYPES:
+        y, h = norm_op(x, weight, bias, residual, add, eps, center)
+    else:  # plain PyTorch, which torch.compile can fuse and autograd can differentiate twice
+        y, h = norm_reference(x, weight, bias, residual, add, eps=eps, center=center)
     return y if residual is None else (y, h)

@@ -1,0 +1,220 @@
+"""Launches of the norm kernels: strides, tile shapes, outputs. Imported when a kernel first runs, never before.
+
+Letters: D width, P programs that hold partial sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gemworks.jagged.jagged import next_power_of_two
+from gemworks.jagged.ops.norms.kernel_norm import column_sums_kernel, norm_bwd_kernel, norm_fwd_kernel
+from torch import Tensor
+
+WARPS_PER_SM = 16  # of a backward that sums columns: enough loads in flight, few enough partial sums
+CPU_PROGRAMS = 3  # under the interpreter: several tiles per program even for small tests
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """Rows per tile, warps per program, and tiles in flight (where a program has more than one)."""
+
+    rows: int
+    num_warps: int
+    stages: int = 1
+
+
+def norm_config(width: int, *, sums_columns: bool = False) -> NormConfig:
+    """32 values per thread (four 16-byte vectors in bf16); one warp owns a row as long as it can.
+
+    A row that is spread over several warps pays a trip through shared memory for every reduction; narrow rows share a
+    program, so that each has 8 KiB in flight. A backward that also sums columns (gradients of weight and bias) holds
+    three values more per element and gets half as many, or it would not leave registers for a second program.
+
+    >>> norm_config(512), norm_config(8192).num_warps
+    (NormConfig(rows=2, num_warps=1, stages=1), 8)
+    """
+    block = next_power_of_two(width)
+    warp_values = 512 if sums_columns else 1024
+    if block <= 256:
+        return NormConfig(4 * warp_values // max(block, 16), 4)
+    return NormConfig(max(warp_values // block, 1), max(block // warp_values, 1), 3 if sums_columns else 1)
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _num_programs(device: torch.device, num_warps: int) -> int:
+    if device.type != "cuda":
+        return CPU_PROGRAMS
+    return max(WARPS_PER_SM // num_warps, 1) * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _inner_rows(*tensors: Tensor | None) -> int:
+    """1 if the rows of every tensor are evenly spaced; else the size of the second last dim, addressed on its own."""
+    for x in tensors:
+        if x is not None and x.dim() > 2 and _even_stride(x) is None:
+            return x.shape[-2]
+    return 1
+
+
+def _even_stride(x: Tensor) -> int | None:
+    """The one distance between neighbouring rows of [..., D], or None if there is none."""
+    stride, size = None, 1
+    for n, s in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if n == 1:
+            continue
+        if stride is None:
+            stride = s
+        elif s != stride * size:
+            return None
+        size *= n
+    return x.shape[-1] if stride is None else stride
+
+
+def _rows(x: Tensor, inner: int) -> tuple[Tensor, int, int]:
+    """x, copied only if its columns or outer dims can't be walked with two strides, and those strides."""
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        x = x.contiguous()
+    if inner == 1:
+        outer = _even_stride(x)
+        if outer is None:
+            return x.contiguous(), x.shape[-1], 0
+        return x, outer, 0
+    outer = _even_stride(x[..., 0, :])
+    if outer is None:
+        x = x.contiguous()
+        return x, inner * x.shape[-1], x.shape[-1]
+    return x, outer, x.stride(-2)
+
+
+def norm_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    add: Tensor | None,
+    *,
+    eps: float,
+    center: bool,
+    config: NormConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(y, h) as `norm_reference`; h is empty without a residual."""
+    width = x.shape[-1]
+    config = config or norm_config(width)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    h = torch.empty(x.shape if residual is not None else (0,), dtype=x.dtype, device=x.device)
+    num_rows = x.numel() // width
+    if num_rows == 0:
+        return y, h
+    inner = _inner_rows(x, residual, add)
+    x, x_outer, x_inner = _rows(x, inner)
+    residual, residual_outer, residual_inner = (x, 0, 0) if residual is None else _rows(residual, inner)
+    has_add = add is not None
+    add, add_outer, add_inner = (x, 0, 0) if add is None else _rows(add, inner)
+    kernel: Any = norm_fwd_kernel
+    kernel[(_cdiv(num_rows, config.rows),)](
+        x,
+        residual,
+        x if weight is None else weight.contiguous(),
+        x if bias is None else bias.contiguous(),
+        add,
+        y,
+        h,
+        num_rows,
+        eps,
+        x_outer,
+        x_inner,
+        residual_outer,
+        residual_inner,
+        add_outer,
+        add_inner,
+        D=width,
+        BLOCK_D=next_power_of_two(width),
+        ROWS=config.rows,
+        INNER=inner,
+        CENTER=center,
+        HAS_RESIDUAL=h.numel() > 0,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        HAS_ADD=has_add,
+        num_warps=config.num_warps,
+    )
+    return y, h
+
+
+def norm_backward(
+    dy: Tensor,
+    dh: Tensor | None,
+    h: Tensor,
+    weight: Tensor | None,
+    bias_dtype: torch.dtype | None,
+    *,
+    eps: float,
+    center: bool,
+    config: NormConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias); the latter two are empty without weight or bias. Bit-equal from run to run on one GPU."""
+    width = h.shape[-1]
+    has_affine = weight is not None or bias_dtype is not None
+    config = config or norm_config(width, sums_columns=has_affine)
+    dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+    num_rows = h.numel() // width
+    num_tiles = _cdiv(num_rows, config.rows)
+    num_programs = min(num_tiles, _num_programs(h.device, config.num_warps)) if has_affine else num_tiles
+    num_partials = 0 if weight is None else num_programs
+    dweight = torch.empty(num_partials, width, dtype=torch.float32, device=h.device)
+    num_partials = 0 if bias_dtype is None else num_programs
+    dbias = torch.empty(num_partials, width, dtype=torch.float32, device=h.device)
+    if num_rows > 0:
+        inner = _inner_rows(dy, dh, h)
+        dy, dy_outer, dy_inner = _rows(dy, inner)
+        h, h_outer, h_inner = _rows(h, inner)
+        has_dh = dh is not None
+        dh, dh_outer, dh_inner = (h, 0, 0) if dh is None else _rows(dh, inner)
+        kernel: Any = norm_bwd_kernel
+        kernel[(num_programs,)](
+            dy,
+            dh,
+            h,
+            h if weight is None else weight.contiguous(),
+            dx,
+            dweight,
+            dbias,
+            num_rows,
+            eps,
+            dy_outer,
+            dy_inner,
+            dh_outer,
+            dh_inner,
+            h_outer,
+            h_inner,
+            D=width,
+            BLOCK_D=next_power_of_two(width),
+            ROWS=config.rows,
+            INNER=inner,
+            CENTER=center,
+            HAS_DH=has_dh,
+            HAS_WEIGHT=weight is not None,
+            HAS_DWEIGHT=weight is not None,
+            HAS_DBIAS=bias_dtype is not None,
+            STAGES=config.stages,
+            num_warps=config.num_warps,
+        )
+    return (
+        dx,
+        dweight.view(-1) if weight is None else _column_sums(dweight, weight.dtype),
+        dbias.view(-1) if bias_dtype is None else _column_sums(dbias, bias_dtype),
+    )
+
+
+def _column_sums(partial_PD: Tensor, dtype: torch.dtype) -> Tensor:
+    num_partials, width = partial_PD.shape
+    out = torch.empty(width, dtype=dtype, device=partial_PD.device)
+    cols = 32
+    kernel: Any = column_sums_kernel
+    kernel[(_cdiv(width, cols),)](partial_PD, out, num_partials, width, ROWS=64, COLS=cols, num_warps=4)
+    return out

@@ -1,0 +1,132 @@
+"""Compile the norm and BlockAttention kernels for a GPU that need not be there; one JSON line per kernel.
+
+    python compile_tile_kernels.py sm_90 [PATTERN]
+
+Each line says registers, stack (spills), shared memory, and how many of the loads and stores are 16 bytes wide.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from gemworks.jagged.ops.block_attention import kernel_block
+from gemworks.jagged.ops.block_attention.launch import block_config
+from gemworks.jagged.ops.norms import kernel_norm
+from gemworks.jagged.ops.norms.launch import norm_config
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def compile_kernel(
+    kernel: Any, pointer: Callable[[str], str], constants: dict[str, Any], capability: int, **options: Any
+) -> dict[str, Any]:
+    """Resources of one kernel; pointers and strides are multiples of 16, as they are in practice."""
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            signature[name] = pointer(name)
+        else:
+            signature[name] = "fp32" if name in ("eps", "scale", "scale_log2") else "i32"
+        if name.endswith(("_ptr", "_outer", "_inner", "_st", "_sn")):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _output(tools / "cuobjdump", "--dump-resource-usage", file.name)
+        sass = _output(tools / "nvdisasm", "-c", file.name)
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0]
+    return {
+        "registers": int(registers),
+        "stack_bytes": int(stack),
+        "shared_bytes": compiled.metadata.shared,
+        "wide_loads": len(re.findall(r"LDG\.E\.128|LDGSTS\.E\.[A-Z.]*128", sass)),
+        "wide_stores": len(re.findall(r"STG\.E\.128", sass)),
+        "stores": len(re.findall(r"\bSTG\b", sass)),
+        "matrix_products": len(re.findall(r"\b(?:HGMMA|HMMA|UTCHMMA|UTCOMMA)\b", sass)),
+    }
+
+
+def _output(*command: Any) -> str:
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True).stdout
+
+
+def norm_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], dict[str, Any]]]:
+    cases = {}
+    for width in (64, 128, 512, 1024, 1536, 8192):
+        for full in (False, True):
+            name = f"{width} {'full' if full else 'plain'}"
+            forward, backward = norm_config(width), norm_config(width, sums_columns=full)
+            shared = {"D": width, "BLOCK_D": triton.next_power_of_2(width), "INNER": 1, "CENTER": full}
+            flags = {"HAS_RESIDUAL": True, "HAS_WEIGHT": full, "HAS_BIAS": full, "HAS_ADD": full}
+            constants = {**shared, "ROWS": forward.rows, **flags}
+            cases[f"norm_fwd {name}"] = (
+                kernel_norm.norm_fwd_kernel, lambda _: "*bf16", constants, {"num_warps": forward.num_warps},
+            )  # fmt: skip
+            flags = {"HAS_DH": full, "HAS_WEIGHT": full, "HAS_DWEIGHT": full, "HAS_DBIAS": full}
+            constants = {**shared, "ROWS": backward.rows, "STAGES": backward.stages, **flags}
+            cases[f"norm_bwd {name}"] = (
+                kernel_norm.norm_bwd_kernel,
+                lambda n: "*fp32" if n in ("dweight_ptr", "dbias_ptr") else "*bf16",
+                constants,
+                {"num_warps": backward.num_warps},
+            )
+    return cases
+
+
+def block_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], dict[str, Any]]]:
+    cases = {}
+    shapes = [("bf16", 64, 128, 1), ("bf16", 64, 64, 1), ("bf16", 64, 32, 1), ("fp16", 64, 96, 1)]
+    shapes += [("bf16", 32, 128, 1), ("bf16", 128, 128, 1), ("bf16", 64, 128, 4), ("fp32", 64, 128, 1)]
+    for dtype, block, width, group in shapes:
+        for norm, rope in ((False, False), (False, True), (True, True)):
+            front = f"{'norm ' if norm else ''}{'rope' if rope else ''}".strip() or "plain"
+            for direction, kernel, heads in (
+                ("forward", kernel_block.block_fwd_kernel, "HEADS"),
+                ("backward", kernel_block.block_bwd_kernel, "KEY_HEADS"),
+            ):
+                constants = {
+                    heads: 4, "GROUP": group, "H": width, "V": width, "BLOCK": block,
+                    "BLOCK_J": max(triton.next_power_of_2(width // 2), 16), "BLOCK_V": triton.next_power_of_2(width),
+                    "NORM": norm, "ROPE": rope, "CAUSAL": False, "PRECISION": "tf32",
+                }  # fmt: skip
+                config = block_config(block, direction, dtype=TYPES[dtype], group=group, rope=rope, qk_norm=norm)  # pyright: ignore[reportArgumentType]
+                options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": 1}
+                if config.max_registers is not None:
+                    options["maxnreg"] = config.max_registers
+
+                def pointer(name: str, dtype: str = dtype) -> str:
+                    return {"table_ptr": "*i32", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}.get(name, f"*{dtype}")
+
+                name = f"block_{direction} {dtype} {block} {width} group{group} {front}"
+                cases[name] = (kernel, pointer, constants, options)
+    return cases
+
+
+def main() -> None:
+    architecture, pattern = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
+    for name, (kernel, pointer, constants, options) in {**norm_cases(), **block_cases()}.items():
+        if re.search(pattern, name):
+            capability = int(architecture.removeprefix("sm_"))
+            line = {"kernel": name, "architecture": architecture}
+            print(json.dumps(line | compile_kernel(kernel, pointer, constants, capability, **options)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
