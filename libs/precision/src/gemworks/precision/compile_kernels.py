@@ -142,7 +142,12 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def compile_one(
-    function: Any, types: dict[str, str], constants: dict[str, Any], capability: int, num_warps: int
+    function: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    capability: int,
+    num_warps: int,
+    max_registers: int | None = None,
 ) -> Any:
     """Compile a kernel; pointers and strides are assumed 16-aligned, as the launcher's tensors are."""
     import triton
@@ -161,7 +166,8 @@ def compile_one(
         constexprs={(function.arg_names.index(name),): value for name, value in constants.items()},
         attrs=attributes,
     )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+    options = {"num_warps": num_warps} | ({"maxnreg": max_registers} if max_registers is not None else {})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def main(arguments: list[str]) -> int:
