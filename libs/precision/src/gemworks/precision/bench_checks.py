@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from gemworks.precision.bounds import fp32_bound, hopper_fp8_bound
 from gemworks.precision.casts import CastSpec, cast, cast_both
 from gemworks.precision.contract import check_backend
 from gemworks.precision.formats import Format
@@ -124,29 +125,69 @@ def check_norm(device: torch.device) -> None:
             _different(f"norm {norm} {kind} columns", out.columns, cast(out.y, 0, spec, "reference")[0])
 
 
+PRODUCT_SHAPES = ((128, 256, 128), (130, 256, 384), (1000, 1024, 512), (7, 384, 128))
+
+
+def product_planes(x: Tensor, w: Tensor, dy: Tensor, kind: GemmKind) -> dict[str, tuple[MXTensor, MXTensor]]:
+    """Operands of the three products of a linear layer, as the layer quantises them."""
+    spec, square = CastSpec(kind), kind is not GemmKind.MXFP8
+    plane_w = cast(w, None if square else 1, spec)[0]
+    plane_wt = plane_w.t() if square else cast(w, 0, spec)[0].t()
+    rows_x, columns_x, _ = cast_both(x, spec)
+    rows_dy, columns_dy, _ = cast_both(dy, spec)
+    return {"forward": (rows_x, plane_w), "dgrad": (rows_dy, plane_wt), "wgrad": (columns_dy.t(), columns_x.t())}
+
+
 def check_products(device: torch.device) -> None:
-    """Every product within its bound of the float64 product of the same planes (see the `gemms` module)."""
-    for m, k, n in ((128, 256, 128), (130, 256, 384), (1000, 1024, 512), (7, 384, 128)):
-        x, w, dy = (torch.randn(*s, device=device).bfloat16() for s in ((m, k), (n, k), (m, n)))
+    """Every product within its bound of the float64 product of the same planes (see the `bounds` module), and its mean
+    square error under the expected one."""
+    for m, k, n in PRODUCT_SHAPES:
+        generator = torch.Generator(device).manual_seed(m + k + n)
+        x, w, dy = (
+            torch.randn(*s, device=device, generator=generator).bfloat16() for s in ((m, k), (n, k), (m, n))
+        )
         for kind in KINDS:
-            spec, square = CastSpec(kind), kind is not GemmKind.MXFP8
-            plane_w = cast(w, None if square else 1, spec)[0]
-            plane_wt = plane_w.t() if square else cast(w, 0, spec)[0].t()
-            rows_x, columns_x, _ = cast_both(x, spec)
-            rows_dy, columns_dy, _ = cast_both(dy, spec)
-            pairs = {
-                "forward": (rows_x, plane_w),
-                "dgrad": (rows_dy, plane_wt),
-                "wgrad": (columns_dy.t(), columns_x.t()),
-            }
-            for name, (a, b) in pairs.items():
+            for name, (a, b) in product_planes(x, w, dy, kind).items():
+                left, right = a.dequantize().double(), b.dequantize().double()
+                exact = left @ right.t()
                 for dtype, unit in ((torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-24)):
-                    left, right = a.dequantize().double(), b.dequantize().double()
-                    exact, total = left @ right.t(), left.abs() @ right.abs().t()
                     error = (gemm(a, b, kind, dtype).double() - exact).abs()
-                    worst = (error - unit * exact.abs() - 2.0**-13 * total).max().item()
-                    if not worst <= 0:
-                        raise AssertionError(f"{kind} {name} {(m, k, n)} {dtype}: beyond the bound by {worst:.3g}")
+                    where = f"{kind.value} {name} {(m, k, n)} {dtype}"
+                    if kind is GemmKind.MXFP8:
+                        worst = fp32_bound(left, right, unit)
+                    else:
+                        worst, variance = hopper_fp8_bound(left, right, unit)
+                        ratio = (error.square().mean() / variance.mean()).item()
+                        if not ratio <= 1:
+                            raise AssertionError(f"{where}: mean square error {ratio:.3g} times the expected one")
+                    beyond = (error - worst).max().item()
+                    if not beyond <= 0:
+                        raise AssertionError(f"{where}: beyond the bound by {beyond:.3g}")
+
+
+def check_exact_products(device: torch.device) -> None:
+    """Products of small integers, which even the FP8 units' accumulator holds, are exact to the bit in every kind."""
+    m, k, n = 192, 512, 256
+    generator = torch.Generator(device).manual_seed(3)
+
+    def integers(rows: int, columns: int) -> Tensor:
+        values = torch.randint(-1, 2, (rows, columns), device=device, generator=generator)
+        # One power of two for each 128 x 128, so that scales differ between blocks.
+        powers = torch.randint(0, 3, (-(-rows // 128), -(-columns // 128)), device=device, generator=generator)
+        wide = powers.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+        return (values * 2**wide).bfloat16()
+
+    x, w, dy = integers(m, k), integers(n, k), integers(m, n)
+    for kind in KINDS:
+        for name, (a, b) in product_planes(x, w, dy, kind).items():
+            exact = a.dequantize().double() @ b.dequantize().double().t()
+            source = {"forward": (x, w), "dgrad": (dy, w.t()), "wgrad": (dy.t(), x.t())}[name]
+            if not torch.equal(exact, source[0].double() @ source[1].double().t()):
+                raise AssertionError(f"{kind.value} {name}: small integers are not exact in the planes")
+            got = gemm(a, b, kind, torch.float32).double()
+            if not torch.equal(got, exact):
+                worst = (got - exact).abs().max().item()
+                raise AssertionError(f"{kind.value} {name}: off by {worst:.3g} where the product is exact")
 
 
 def check_linear(device: torch.device) -> None:
@@ -179,6 +220,7 @@ def run_checks(device: torch.device, smoke: bool) -> dict[str, str]:
         "cast:bits": check_casts,
         "norm": check_norm,
         "gemm": check_products,
+        "gemm:exact": check_exact_products,
         "linear": check_linear,
     }
     if device.type == "cuda" and not smoke:
