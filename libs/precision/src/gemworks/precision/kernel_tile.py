@@ -408,11 +408,11 @@ def store_tile(
         column = tl.arange(0, C)
         left_columns = num_columns - first_column
         inside = (column < left_columns)[:, None] & (octet < left_octets)[None, :]
-        target = codes_t_ptr + first_column.to(tl.int64) * num_octets + first_row // 8
+        target = codes_t_ptr + num_octets.to(tl.int64) * first_column + first_row // 8
         tl.store(target + (column * num_octets)[:, None] + octet[None, :], tl.trans(word), mask=inside)
         group = tl.arange(0, R // WIDTH)
         inside_group = (column < left_columns)[:, None] & (group < num_groups_t - first_row // WIDTH)[None, :]
-        target = scales_t_ptr + first_column.to(tl.int64) * num_groups_t + first_row // WIDTH
+        target = scales_t_ptr + num_groups_t.to(tl.int64) * first_column + first_row // WIDTH
         tl.store(
             target + (column * num_groups_t)[:, None] + group[None, :], tl.trans(byte).to(tl.uint8), mask=inside_group
         )

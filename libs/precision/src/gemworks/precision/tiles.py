@@ -18,6 +18,7 @@ class TileConfig:
     rows: int
     columns: int
     num_warps: int
+    max_registers: int | None = None
 
 
 def tile_config(block: int, regroup: bool, directions: int) -> TileConfig:
@@ -40,3 +41,21 @@ def tile_candidates(block: int, regroup: bool, directions: int) -> list[TileConf
     rows = 128 if wide and directions & ALONG_COLUMNS else 1
     columns = 128 if wide and directions & ALONG_ROWS else 1
     return [TileConfig(*shape) for shape in shapes if shape[0] >= rows and shape[1] >= columns]
+
+
+def norm_tile_config(num_columns: int, wide: bool) -> TileConfig:
+    """Tile of norm + cast: whole rows in registers where blocks are 32 rows high and a row has at most 1024 columns.
+
+    Blocks of 128 rows do not fit; their tiles are read back from L2, so few programs at a time keep that in cache.
+    """
+    if wide:
+        return TileConfig(128, 128, 8, 128)
+    columns = min(1024, max(128, 1 << (num_columns - 1).bit_length()))
+    return TileConfig(32, columns, max(2, columns // 64))
+
+
+def norm_tile_candidates(wide: bool) -> list[TileConfig]:
+    """What the benchmark's `--tune` tries for norm + cast."""
+    if wide:
+        return [TileConfig(128, 128, 8, 128), TileConfig(128, 128, 8), TileConfig(128, 256, 16, 128)]
+    return [TileConfig(32, 512, 8), TileConfig(32, 512, 8, 128), TileConfig(32, 1024, 16), TileConfig(32, 256, 4)]
