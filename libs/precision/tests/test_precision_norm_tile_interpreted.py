@@ -1,5 +1,5 @@
 # Planes are Optional to the checker; a missing one fails the test anyway.
-# pyright: reportOptionalMemberAccess=false
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false
 """Norm + cast on tiles of bf16 under the interpreter; see test_precision_triton_interpreted.py."""
 
 import os

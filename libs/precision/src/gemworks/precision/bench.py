@@ -41,6 +41,7 @@ COMMON = (
     "command", "commit", "torch", "triton",
 )  # fmt: skip
 KINDS = tuple(kind for kind in GemmKind if kind is not GemmKind.BF16)
+KINDS_TUNED = (GemmKind.MXFP8, GemmKind.FP8_BLOCK128, GemmKind.MXFP8_REGROUP128)
 SEED = 0
 
 
@@ -362,46 +363,41 @@ def transformer_engine_rows(record: Callable[..., None], in_features: int, out_f
 
 
 def tune(bench: Bench, out: Path, which: str) -> None:
-    """Try tiles of the cast and norm kernels and write the times, best first; the shipped table is then edited by
-    hand."""
-    from gemworks.precision import norm, triton_casts
-    from gemworks.precision.triton_casts import BothConfig, CastConfig
+    """Try the tiles named in `tiles` and write the times, best first; the shipped table is then edited by hand.
+
+    About 25 kernels, two seconds each to compile and a fifth of one to time.
+    """
+    from gemworks.precision import norm, tiles, triton_casts
+    from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, TileConfig
 
     results: dict[str, list[tuple[float, str]]] = {}
     m, k = (64, 256) if bench.smoke else (262144, 1024)
-    x, w = bench.randn(m, k), bench.randn(k)
-    saved = triton_casts.both_config, triton_casts.rows_config, norm.norm_config
-    both = [
-        BothConfig(r, c, sr, sc, warps)
-        for r, c in ((128, 128), (128, 64), (64, 128), (64, 64), (32, 128), (32, 256), (128, 256))
-        for sr, sc in {(r, c), (min(r, 64), min(c, 64)), (min(r, 32), min(c, 32)), (min(r, 32), min(c, 64))}
-        for warps in (4, 8)
+    x, w, residual = bench.randn(m, k), bench.randn(k), bench.randn(m, k).neg_()
+    mx, wide, merged = (CastSpec(kind) for kind in KINDS_TUNED)
+    both = ALONG_ROWS | ALONG_COLUMNS
+    jobs: list[tuple[str, list[TileConfig], Callable[[], object]]] = [
+        ("cast_rows mxfp8", tiles.tile_candidates(32, False, ALONG_ROWS), lambda: cast(x, 1, mx)),
+        ("cast_columns mxfp8", tiles.tile_candidates(32, False, ALONG_COLUMNS), lambda: cast(x, 0, mx)),
+        ("cast_both mxfp8", tiles.tile_candidates(32, False, both), lambda: cast_both(x, mx)),
+        ("cast_both fp8_block128", tiles.tile_candidates(128, False, both), lambda: cast_both(x, wide)),
+        ("cast_both mxfp8_regroup128", tiles.tile_candidates(32, True, both), lambda: cast_both(x, merged)),
+        ("norm_cast mxfp8", tiles.norm_tile_candidates(False), lambda: norm_cast(x, w, mx, residual=residual)),
+        ("norm_cast fp8_block128", tiles.norm_tile_candidates(True), lambda: norm_cast(x, w, wide, residual=residual)),
     ]
-    rows = [
-        CastConfig(r, c, warps) for r in (1, 2, 4, 8, 16, 32, 64) for c in (128, 256, 512, 1024) for warps in (2, 4, 8)
-    ]
-    norms = [(r, c, warps) for r in (32, 64, 128) for c in (64, 128, 256, 512) for warps in (4, 8, 16)]
-    for kind in KINDS:
-        spec, width = CastSpec(kind), 32 if kind is GemmKind.MXFP8 else 128
-        jobs: list[tuple[str, list[Any], Callable[[], object]]] = [
-            ("cast_both", [c for c in both if min(c.rows, c.columns) >= width], lambda s=spec: cast_both(x, s)),
-            ("cast_rows", [c for c in rows if c.columns >= width], lambda s=spec: cast(x, 1, s)),
-            ("cast_columns", [c for c in rows if c.columns >= width], lambda s=spec: cast(x, 0, s)),
-            ("norm_cast", [c for c in norms if c[0] >= width and c[1] >= width], lambda s=spec: norm_cast(x, w, s)),
-        ]
-        for op, candidates, run in jobs:
-            if which not in f"{op} {kind.value}":
-                continue
-            times = []
-            for candidate in candidates:
-                triton_casts.both_config = lambda *_, c=candidate: c
-                triton_casts.rows_config = lambda *_, c=candidate: c
-                norm.norm_config = lambda *_, c=candidate: c
-                attempt(f"{op} {candidate}", lambda r=run, t=times, c=candidate: t.append((bench.time(r)[0], str(c))))
-            triton_casts.both_config, triton_casts.rows_config, norm.norm_config = saved
-            results[f"{op} {kind.value}"] = sorted(times)
-            print(f"tune {op} {kind.value}: {sorted(times)[:3]}", flush=True)
-            (out / "tune.json").write_text(json.dumps({key: value[:12] for key, value in results.items()}, indent=1))
+    saved = triton_casts.tile_config, norm.norm_tile_config
+    for op, candidates, run in jobs:
+        if which not in op:
+            continue
+        times: list[tuple[float, str]] = []
+        for candidate in candidates:
+            triton_casts.tile_config = lambda *_, c=candidate: c
+            norm.norm_tile_config = lambda *_, c=candidate: c
+            attempt(f"{op} {candidate}", lambda r=run, t=times, c=candidate: t.append((bench.time(r)[0], str(c))))
+        triton_casts.tile_config, norm.norm_tile_config = saved
+        results[op] = sorted(times)
+        for ms, name in sorted(times):
+            print(f"tune {op}: {ms:.4f} ms {name}", flush=True)
+        (out / "tune.json").write_text(json.dumps(results, indent=1))
 
 
 def write(bench: Bench, out: Path) -> None:
@@ -466,6 +462,8 @@ def main(arguments: list[str] | None = None) -> int:
         "norms": (bench_norms, ("cast", "norm")),
         "linear": (bench_linear, ("cast", "norm", "gemm", "linear")),
     }
+    if chosen.tune is not None and device.type == "cuda" and not failures:
+        tune(bench, chosen.out, chosen.tune)
     for part, (job, needs) in jobs.items():
         if part not in parts:
             continue
@@ -475,8 +473,6 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         job(bench)
         write(bench, chosen.out)
-    if chosen.tune is not None and device.type == "cuda":
-        tune(bench, chosen.out, chosen.tune)
     return 1 if failures else 0
 
 

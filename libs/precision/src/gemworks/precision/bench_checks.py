@@ -68,7 +68,9 @@ def check_casts(device: torch.device) -> None:
         for kind in KINDS
         for rounding in (None, noise)
     ]
-    runs += [((33, 70), dtype, GemmKind.MXFP8, None) for dtype in (torch.float32, torch.float16)]
+    # Sizes in multiples of 16 go through the tile kernel, others through the general one.
+    runs += [((144, 272), torch.bfloat16, kind, None) for kind in KINDS]
+    runs += [(shape, d, GemmKind.MXFP8, None) for shape in ((33, 70), (48, 80)) for d in (torch.float32, torch.float16)]
     runs += [((1, 1), torch.bfloat16, GemmKind.MXFP8, None), ((513, 300), torch.bfloat16, GemmKind.MXFP8, None)]
     for shape, dtype, kind, rounding in runs:
         x = _data(*shape, device, torch.float32).clamp(-6e4, 6e4).to(dtype)
@@ -95,34 +97,41 @@ def check_casts(device: torch.device) -> None:
 
 
 def check_large(device: torch.device) -> None:
-    """Past 2^31 elements: the last rows and columns are right."""
-    x = torch.zeros(2**20 + 64, 2049, dtype=torch.bfloat16, device=device)
-    x[-64:] = torch.randn(64, 2049, device=device)
+    """Past 2^31 elements: the last rows and columns are right, in the tile kernel and in the general one."""
+    wide = torch.zeros(2**20 + 64, 2064, dtype=torch.bfloat16, device=device)
+    wide[-64:] = torch.randn(64, 2064, device=device)
     spec = CastSpec(GemmKind.MXFP8)
-    rows, columns, _ = cast_both(x, spec)
-    tail = x[-64:]
-    for name, plane, dim in (("rows", rows, 1), ("columns", columns, 0), ("single", cast(x, 1, spec)[0], 1)):
-        reference = cast(tail, dim, spec, "reference")[0]
-        if not torch.equal(plane.codes[-64:], reference.codes):
-            raise AssertionError(f"{name}: codes past 2^31 elements differ")
+    for name, x in (("tile", wide), ("general", wide[:, :2049])):
+        rows, columns, _ = cast_both(x, spec)
+        tail = x[-64:]
+        for plane, dim in ((rows, 1), (columns, 0), (cast(x, 1, spec)[0], 1)):
+            reference = cast(tail, dim, spec, "reference")[0]
+            if not torch.equal(plane.codes[-64:], reference.codes):
+                raise AssertionError(f"{name}, dim {dim}: codes past 2^31 elements differ")
 
 
 def check_norm(device: torch.device) -> None:
     """Planes of the fused norm are those of its own y, and y is that of the reference to bf16 rounding."""
-    x, residual, w = _data(300, 520, device).clamp(-100, 100), _data(300, 520, device).clamp(-100, 100), None
-    w = torch.randn(520, device=device)
-    for norm in ("rms", "layer"):
-        for kind in KINDS:
-            spec = CastSpec(kind)
-            out = norm_cast(x, w, spec, norm=norm, residual=residual, return_y=True)
-            reference = norm_cast(x, w, spec, norm=norm, residual=residual, return_y=True, backend="reference")
-            assert out.y is not None
-            assert reference.y is not None
-            assert out.rows is not None
-            assert out.columns is not None
-            torch.testing.assert_close(out.y, reference.y, rtol=2**-7, atol=1e-5)
-            _different(f"norm {norm} {kind} rows", out.rows, cast(out.y, 1, spec, "reference")[0])
-            _different(f"norm {norm} {kind} columns", out.columns, cast(out.y, 0, spec, "reference")[0])
+    for shape in ((300, 520), (304, 528), (96, 2064)):
+        x, residual = _data(*shape, device).clamp(-100, 100), _data(*shape, device).flip(0).clamp(-100, 100)
+        w = torch.randn(shape[1], device=device)
+        for norm in ("rms", "layer") if shape[0] == 304 else ("rms",):
+            for kind in KINDS:
+                spec = CastSpec(kind)
+                bias = w.flip(0) if norm == "layer" else None
+                out = norm_cast(x, w, spec, norm=norm, bias=bias, residual=residual, return_y=True)
+                reference = norm_cast(
+                    x, w, spec, norm=norm, bias=bias, residual=residual, return_y=True, backend="reference"
+                )
+                assert out.y is not None
+                assert reference.y is not None
+                assert out.rows is not None
+                assert out.columns is not None
+                torch.testing.assert_close(out.hidden, reference.hidden, rtol=0, atol=0)
+                torch.testing.assert_close(out.y, reference.y, rtol=2**-7, atol=1e-4)
+                name = f"norm {norm} {kind.value} {shape}"
+                _different(f"{name} rows", out.rows, cast(out.y, 1, spec, "reference")[0])
+                _different(f"{name} columns", out.columns, cast(out.y, 0, spec, "reference")[0])
 
 
 PRODUCT_SHAPES = ((128, 256, 128), (130, 256, 384), (1000, 1024, 512), (7, 384, 128))
@@ -143,9 +152,7 @@ def check_products(device: torch.device) -> None:
     square error under the expected one."""
     for m, k, n in PRODUCT_SHAPES:
         generator = torch.Generator(device).manual_seed(m + k + n)
-        x, w, dy = (
-            torch.randn(*s, device=device, generator=generator).bfloat16() for s in ((m, k), (n, k), (m, n))
-        )
+        x, w, dy = (torch.randn(*s, device=device, generator=generator).bfloat16() for s in ((m, k), (n, k), (m, n)))
         for kind in KINDS:
             for name, (a, b) in product_planes(x, w, dy, kind).items():
                 left, right = a.dequantize().double(), b.dequantize().double()

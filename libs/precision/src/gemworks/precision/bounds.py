@@ -8,9 +8,9 @@ rounding unit of the output.
 **Hopper's FP8 units.** One instruction adds 32 products to the accumulator in fixed point: all are shifted to the
 largest exponent among them and cut off after 13 fraction bits (DeepSeek-V3 technical report, arXiv 2412.19437, section
 3.5.2: 14 bits of each product, and of the accumulator; SageAttention2, arXiv 2411.10958: an accumulator of 1 + 8 + 13
-bits). So an instruction adds an error under 2^-13 times the largest magnitude for each of its 32 products, its
-accumulator and its result (magnitudes rounded down to a power of two). Products with 128-wide scales start a new accumulator every 128 of K, that is every four
-instructions, and add it to an fp32 sum, scaled by a power of two:
+bits). So an instruction adds an error under 2^-13 times the largest magnitude, rounded down to a power of two, for each
+of its 32 products, its accumulator and its result. Products with 128-wide scales start a new accumulator every 128 of
+K, that is every four instructions, and add it to an fp32 sum, scaled by a power of two:
 
     |error| <= sum over blocks, sum over their 4 instructions of 35 * 2^-13 * max(P, |A|, |A'|)
                + (K / 128 + 1) 2^-24 S + u |result|
@@ -50,7 +50,7 @@ def hopper_fp8_bound(left: Tensor, right: Tensor, unit: float) -> tuple[Tensor, 
     """Bound `[M, N]` of a product on Hopper's FP8 units with 128-wide scales, and the variance expected of its error.
 
     Args:
-        left, right: dequantised operands `[M, K]` and `[N, K]`, float64 (scales are powers of two: they change nothing).
+        left, right: dequantised operands `[M, K]` and `[N, K]`, float64 (scales, powers of two, change nothing).
         unit: rounding unit of the output dtype.
 
     >>> a, b = torch.full((1, 128), 1.0).double(), torch.full((1, 128), 1.0).double()

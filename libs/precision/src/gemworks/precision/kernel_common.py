@@ -3,9 +3,9 @@
 # pyright: reportOperatorIssue=false, reportAssignmentType=false
 """Triton building blocks of every cast: scale bytes, encoding, random words, the Hadamard butterfly.
 
-They repeat the reference's integer arithmetic, so codes and scales have the same bits. Elements of 8 bits are rounded by
-the hardware's saturating conversion where `HARDWARE` is set (compiled kernels; a test looks for `satfinite` in the PTX),
-and by integers otherwise: Triton's interpreter loses carries in its conversion to FP8.
+They repeat the reference's integer arithmetic, so codes and scales have the same bits. Elements of 8 bits are rounded
+by the hardware's saturating conversion where `HARDWARE` is set (compiled kernels; a test looks for `satfinite` in the
+PTX), and by integers otherwise: Triton's interpreter loses carries in its conversion to FP8.
 
 Triton is imported here; nothing in the package imports this module before a kernel is asked for.
 """

@@ -37,9 +37,7 @@ def load_pairs(x_ptr, i: tl.constexpr, first_column, left_rows, num_columns, R8:
     column = first_column // 2 + tl.arange(0, C // 2)
     half = (num_columns // 16) * 8
     inside = (row < left_rows)[:, None] & (column < half)[None, :]
-    x = tl.load(
-        x_ptr + (row * half)[:, None] + column[None, :], mask=inside, other=0, eviction_policy="evict_first"
-    )
+    x = tl.load(x_ptr + (row * half)[:, None] + column[None, :], mask=inside, other=0, eviction_policy="evict_first")
     return tl.split(tl.reshape(x, [R8, C // 4, 2]))
 
 
@@ -50,7 +48,8 @@ def store_pairs(pair, x_ptr, i: tl.constexpr, first_column, left_rows, num_colum
     column = first_column // 2 + tl.arange(0, C // 2)
     half = (num_columns // 16) * 8
     inside = (row < left_rows)[:, None] & (column < half)[None, :]
-    tl.store(x_ptr + (row * half)[:, None] + column[None, :], tl.reshape(tl.join(pair[0], pair[1]), [R8, C // 2]), inside)
+    x = tl.reshape(tl.join(pair[0], pair[1]), [R8, C // 2])
+    tl.store(x_ptr + (row * half)[:, None] + column[None, :], x, mask=inside)
 
 
 @triton.jit

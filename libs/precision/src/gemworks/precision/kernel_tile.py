@@ -129,9 +129,9 @@ def pack4_shifted(v0, v1, v2, v3, shift, lost, FORMAT: tl.constexpr, HARDWARE: t
     second rounding changed.
 
     In hardware: where all four codes stay normal numbers, moving them subtracts 8 |shift| from each byte, and nothing
-    is lost. Otherwise the second rounding works on pairs in fp16, in which a code times 2^s, s >= -14, is exact. What is
-    left of the shift down to -24 is a second factor: results that it rounds in fp16 are far under half of the smallest
-    code, and under -24 every code is zero anyway. `lost` holds two fp16 counts (exact up to 2048).
+    is lost. Otherwise the second rounding works on pairs in fp16, in which a code times 2^s, s >= -14, is exact. What
+    is left of the shift down to -24 is a second factor: results that it rounds in fp16 are far under half of the
+    smallest code, and under -24 every code is zero anyway. `lost` holds two fp16 counts (exact up to 2048).
     """
     if HARDWARE and FORMAT == 0:
         # A byte m stays a normal code where m - 8 |shift| >= 8, that is, where m + 0x78 - 8 |shift| has its bit 7; the
@@ -226,7 +226,6 @@ def row_words(
     HARDWARE: tl.constexpr,
 ):
     """Words `[R8, C4]`, scale bytes `[R8, C / width]` and the count, of one row of every eight, in blocks along it."""
-    C4: tl.constexpr = C // 4
     G: tl.constexpr = C // B
     B4: tl.constexpr = B // 4
     if PACKED:
@@ -283,9 +282,7 @@ def largest_halves(xs, j: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def column_amax(
-    xs, R8: tl.constexpr, C: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr, HARDWARE: tl.constexpr
-):
+def column_amax(xs, R8: tl.constexpr, C: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr, HARDWARE: tl.constexpr):
     """fp32 bits `[G, C]` of the largest magnitudes of G equal groups of rows."""
     if PACKED:
         m = tl.reshape(tl.join(largest_halves(xs, 0, HARDWARE), largest_halves(xs, 1, HARDWARE)), [R8, C // 2])
@@ -320,15 +317,16 @@ def column_words(
     byte = scale_byte(column_amax(xs, R8, C, G, PACKED, HARDWARE), FORMAT, MODE, 0 if B == 32 else 1)
     f = quads(spread_first(inverse_power(byte), G, B8, C), R8, C)
     if REGROUP:
-        merged = tl.max(tl.reshape(byte, [G // 4, 4, C]), axis=1)
-        merged = tl.where(merged == 255, 255, tl.maximum(merged, 1))
-        wide = spread_first(merged, G // 4, 4, C)
-        shift = quads(spread_first(tl.minimum(byte - wide, 0), G, B8, C), R8, C)
-        poison = spread_first(merged, G // 4, 16, C) == 255
-        bad = quads(poison.to(tl.int32), R8, C)
+        # The scale of 128 is that of the largest of its four blocks: scale bytes grow with amax.
+        merged = scale_byte(column_amax(xs, R8, C, G // 4, PACKED, HARDWARE), FORMAT, MODE, 1)
+        wide = spread_first(merged, G // 4, 16, C)
+        shift = quads(tl.minimum(spread_first(byte, G, B8, C) - wide, 0), R8, C)
+        poison = wide == 255
+        bad = quads(wide, R8, C)
         byte = merged
     else:
         shift = f
+        bad = f
         poison = spread_first(byte, G, B8, C) == 255
     words = ()
     for j in tl.static_range(4):
@@ -338,7 +336,7 @@ def column_words(
         if REGROUP:
             low, counted = pack4_shifted(v[0], v[1], v[2], v[3], shift[j], lost, FORMAT, HARDWARE)
             high, counted = pack4_shifted(v[4], v[5], v[6], v[7], shift[j], counted, FORMAT, HARDWARE)
-            lost = tl.where(bad[j] != 0, lost, counted)
+            lost = tl.where(bad[j] == 255, lost, counted)
         else:
             low = pack4(v[0], v[1], v[2], v[3], FORMAT, HARDWARE)
             high = pack4(v[4], v[5], v[6], v[7], FORMAT, HARDWARE)

@@ -25,7 +25,7 @@ def tile_config(block: int, regroup: bool, directions: int) -> TileConfig:
     """Tile of the cast along rows (1), columns (2) or both (3)."""
     if directions == ALONG_ROWS:
         return TileConfig(32, 256, 4)
-    if block == 32 and not regroup:
+    if directions == ALONG_COLUMNS or (block == 32 and not regroup):
         return TileConfig(128, 64, 4)
     return TileConfig(128, 128, 8)
 
@@ -51,7 +51,7 @@ def norm_tile_config(num_columns: int, wide: bool) -> TileConfig:
     if wide:
         return TileConfig(128, 128, 8, 128)
     columns = min(1024, max(128, 1 << (num_columns - 1).bit_length()))
-    return TileConfig(32, columns, max(2, columns // 64))
+    return TileConfig(32, columns, max(2, columns // 64), 128 if columns == 1024 else None)
 
 
 def norm_tile_candidates(wide: bool) -> list[TileConfig]:

@@ -22,10 +22,10 @@ from gemworks.precision.kernel_cast import (
 )
 from gemworks.precision.kernel_common import FORMATS, MODES
 from gemworks.precision.kernel_tile import cast_tile_kernel
-from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, tile_config
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.quantization import ROW_BLOCK_SIZES, SQUARE_BLOCK_SIZES, check_input
 from gemworks.precision.rng import STREAM_COLUMNS, STREAM_ROWS
+from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, tile_config
 from torch import Tensor
 
 
