@@ -1,3 +1,5 @@
+# Planes are Optional to the checker; a missing one fails the test anyway.
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false
 """The tile kernel under the interpreter, bit by bit against the reference; see test_precision_triton_interpreted.py.
 
 bf16 is read as int32 pairs, so that the interpreter's faulty bf16 arithmetic is not in the way.
@@ -113,3 +115,19 @@ def test_what_does_not_fit_a_tile():
     assert not triton_casts.fits_tiles(torch.empty(2**26, 1).expand(-1, 16), spec, 32)
     assert triton_casts.packs(x)
     assert not triton_casts.packs(torch.empty(32, 65, dtype=torch.bfloat16)[:, :64])
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh"])
+def test_activation_in_the_kernel(activation):
+    """Planes are those of the kernel's own y, which is the reference's up to its last bit."""
+    from gemworks.precision.activation import activation_cast
+
+    x = torch.randn(48, 80, generator=torch.Generator().manual_seed(6)).bfloat16()
+    spec = CastSpec(GemmKind.MXFP8)
+    ours = activation_cast(x, spec, activation, return_y=True, backend="triton")
+    expected = activation_cast(x, spec, activation, return_y=True, backend="reference")
+    torch.testing.assert_close(ours.y, expected.y, rtol=2**-7, atol=1e-6)
+    for plane, dim in ((ours.rows, 1), (ours.columns, 0)):
+        reference = cast(ours.y, dim, spec, "reference")[0]
+        assert torch.equal(plane.codes, reference.codes)
+        assert torch.equal(plane.scales, reference.scales)
