@@ -20,6 +20,7 @@ def test_smoke_run_writes_the_agreed_columns(tmp_path, monkeypatch):
         "cast_both",
         "cast_square",
         "norm_cast",
+        "gelu_cast",
         "linear",
         "norm_linear",
         "gemm_wgrad",

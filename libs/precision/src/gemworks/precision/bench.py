@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gemworks.precision.activation import activation_cast
 from gemworks.precision.backends import PrecisionCostWarning, device_spec
 from gemworks.precision.bench_checks import run_checks
 from gemworks.precision.casts import CastSpec, cast, cast_both
@@ -213,6 +214,19 @@ def bench_norms(bench: Bench) -> None:
 
             time_bytes(bench, "norm_cast", (m, k), kind.value, "gemworks", fused, num_bytes)
             time_bytes(bench, "norm_cast", (m, k), kind.value, "unfused", parts, num_bytes)
+
+
+def bench_activations(bench: Bench) -> None:
+    """GELU and both casts in one kernel, against the same in two steps."""
+    m, k = (64, 256) if bench.smoke else (262144, 1024)
+    x = bench.randn(m, k)
+    for kind in KINDS:
+        spec = CastSpec(kind)
+        num_bytes = m * k * (2 + 2 * (1 + 1 / (32 if kind is GemmKind.MXFP8 else 128)))
+        fused = lambda x=x, s=spec: activation_cast(x, s, "gelu_tanh")  # noqa: E731
+        parts = lambda x=x, s=spec: cast_both(nn.functional.gelu(x, approximate="tanh"), s)  # noqa: E731
+        time_bytes(bench, "gelu_cast", (m, k), kind.value, "gemworks", fused, num_bytes)
+        time_bytes(bench, "gelu_cast", (m, k), kind.value, "unfused", parts, num_bytes)
 
 
 def linear_run(x: Tensor, w: Tensor, dy: Tensor, forward: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], None]:
@@ -443,12 +457,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--tune", nargs="?", const="", help="also time candidate tiles (of ops whose name contains this)"
     )
-    parser.add_argument("--only", default="", help="comma-separated parts: checks,casts,norms,linear")
+    parser.add_argument("--only", default="", help="comma-separated parts: checks,casts,norms,activations,linear")
     chosen = parser.parse_args(arguments)
     chosen.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bench = Bench(device, chosen.smoke or device.type == "cpu")
-    parts = set(filter(None, chosen.only.split(","))) or {"checks", "casts", "norms", "linear"}
+    parts = set(filter(None, chosen.only.split(","))) or {"checks", "casts", "norms", "activations", "linear"}
     print(f"device {device_spec(device)}, torch {torch.__version__}, triton {triton_version() or '-'}", flush=True)
     import warnings
 
@@ -460,6 +474,7 @@ def main(arguments: list[str] | None = None) -> int:
     jobs: dict[str, tuple[Callable[[Bench], None], tuple[str, ...]]] = {
         "casts": (bench_casts, ("cast",)),
         "norms": (bench_norms, ("cast", "norm")),
+        "activations": (bench_activations, ("cast", "activation")),
         "linear": (bench_linear, ("cast", "norm", "gemm", "linear")),
     }
     if chosen.tune is not None and device.type == "cuda" and not failures:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from gemworks.precision.activation import ACTIVATIONS, activation_cast
 from gemworks.precision.bounds import fp32_bound, hopper_fp8_bound
 from gemworks.precision.casts import CastSpec, cast, cast_both
 from gemworks.precision.contract import check_backend
@@ -135,6 +136,21 @@ def check_norm(device: torch.device) -> None:
                 _different(f"{name} columns", out.columns, cast(out.y, 0, spec, "reference")[0])
 
 
+def check_activation(device: torch.device) -> None:
+    """Planes of the fused activation are those of its own y, and y is that of the reference to bf16 rounding."""
+    x = _data(304, 528, device).clamp(-100, 100)
+    for kind, activation in zip((*KINDS, KINDS[0]), ACTIVATIONS, strict=True):
+        spec = CastSpec(kind)
+        out = activation_cast(x, spec, activation, return_y=True)
+        reference = activation_cast(x, spec, activation, return_y=True, backend="reference")
+        assert out.y is not None
+        assert reference.y is not None
+        assert out.columns is not None
+        torch.testing.assert_close(out.y, reference.y, rtol=2**-7, atol=1e-5)
+        _different(f"{activation} {kind.value} rows", out.rows, cast(out.y, 1, spec, "reference")[0])
+        _different(f"{activation} {kind.value} columns", out.columns, cast(out.y, 0, spec, "reference")[0])
+
+
 PRODUCT_SHAPES = ((128, 256, 128), (130, 256, 384), (1000, 1024, 512), (7, 384, 128))
 
 
@@ -225,6 +241,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     "cast:contract": check_contract,
     "cast:bits": check_casts,
     "norm": check_norm,
+    "activation": check_activation,
     "gemm": check_products,
     "gemm:exact": check_exact_products,
     "linear": check_linear,

@@ -28,6 +28,7 @@ def argument_types(kernel: Any, pointers: dict[str, str], constants: dict[str, A
 
 def tile_variants() -> Iterator[Variant]:
     """The tile kernels on bf16."""
+    from gemworks.precision.kernel_activation import activation_tile_kernel
     from gemworks.precision.kernel_common import FORMATS, MODES
     from gemworks.precision.kernel_norm_tile import norm_tile_kernel
     from gemworks.precision.kernel_tile import cast_tile_kernel
@@ -45,6 +46,10 @@ def tile_variants() -> Iterator[Variant]:
             constants |= {"DIRECTIONS": directions, "PACKED": True}
             types = argument_types(cast_tile_kernel, pointers, constants)
             yield "cast_tile", f"{kind} {name}", cast_tile_kernel, types, constants, config.num_warps, None
+        constants |= {"ACTIVATION": 3, "WRITE_Y": False}
+        del constants["PACKED"]
+        types = argument_types(activation_tile_kernel, pointers, constants)
+        yield "activation_tile", kind, activation_tile_kernel, types, constants, config.num_warps, None
         for columns in (512, 1024, 4096):
             config = norm_tile_config(columns, kind != "mxfp8")
             constants = {**base, "R8": config.rows // 8, "C": config.columns, "B": block, "REGROUP": regroup}
