@@ -3,9 +3,9 @@
 Shape letters: T tokens of all samples, H heads, D head width.
 
 Two arrangements. **Squares** of 32 x 32 over (tokens, width): one plane serves a product and its transpose, so forward
-and backward read the same codes; tokens are not padded, and a square may span the end of a sample. **Head-wide** scales:
-one for each (token, head), constant along the contraction of `q k^T`, so that it leaves the inner loop; products of the
-backward that contract over tokens need another plane.
+and backward read the same codes; tokens are not padded, and a square may span the end of a sample. **Head-wide**: one
+scale for each (token, head), constant along the contraction of `q k^T`, so that it leaves the inner loop; products of
+the backward that contract over tokens need another plane.
 """
 
 from __future__ import annotations
