@@ -1,7 +1,7 @@
 """The arithmetic of `kernel_tile.pack4_shifted` in hardware, written out in torch, over every code and shift.
 
-The kernel's assembly can't run without a GPU; its algorithm can: subtract where a code stays normal, else two factors in
-fp16. Compared with the definition: decode, multiply by 2^shift, round again.
+The kernel's assembly can't run without a GPU; its algorithm can: subtract where a code stays normal, else two factors
+in fp16. Compared with the definition: decode, multiply by 2^shift, round again.
 """
 
 import pytest
