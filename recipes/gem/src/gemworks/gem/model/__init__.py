@@ -1,1 +1,5 @@
-"""The GEM model. Nothing here knows of parallelism."""
+"""The GEM reference model, built from a `Schema` and a `GemConfig`. It knows nothing of parallelism."""
+
+from gemworks.gem.model.gem import Gem
+
+__all__ = ["Gem"]

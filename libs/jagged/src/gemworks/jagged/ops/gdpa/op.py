@@ -1,0 +1,67 @@
+"""GDPA: dot-product attention with any activation in place of the softmax."""
+
+from __future__ import annotations
+
+from gemworks.jagged._attention_args import autocast, check_attention, make_mask
+from gemworks.jagged._dense import Align
+from gemworks.jagged._packing import make_plan
+from gemworks.jagged.ops.gdpa.activations import ACTIVATIONS, Activation
+from gemworks.jagged.ops.gdpa.reference import gdpa_reference
+from torch import Tensor
+
+
+def gdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets_q: Tensor | None,
+    offsets_k: Tensor | None = None,
+    *,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    scale: float,
+    activation: Activation = "gelu",
+    causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    align: Align = "bottom_right",
+    shared_query: bool = False,
+) -> Tensor:
+    """Generalised dot-product attention: `act(scale * Q K^T) V` in each sequence, over admitted pairs.
+
+    With per-sample k and v [B, K, M, H] this is a feed-forward network whose weights belong to the sample (PFFN); with
+    `shared_query` it pools a sequence.
+
+    Args:
+        q, k, v, offsets_q, offsets_k, max_length_q, max_length_k, causal, window, align, shared_query: as for
+            `flash_attention`.
+        scale: factor of the products, required. A constant of the model, never the batch's own longest length: a
+            sample must not depend on its neighbours.
+        activation: identity, relu, squared_relu, leaky_relu (slope 0.01), gelu (erf), gelu_tanh, fast_gelu, silu,
+            fast_silu, hardswish, tanh. The fast ones are polynomials, right for every finite input (see its README).
+
+    Returns:
+        [Tq, N, V], or [B, R, N, V] with `shared_query`, in q's dtype. Rows of empty sequences and rows past
+        `offsets_q[-1]` are 0 and pass gradient 0.
+
+    Raises:
+        ValueError: as for `flash_attention`; an unknown activation.
+
+    Source: GDPA, Engineering at Meta, 2026-08-03.
+
+    >>> import torch
+    >>> q, kv = torch.ones(3, 1, 2), torch.ones(2, 4, 1, 2)
+    >>> gdpa(q, kv, kv, torch.tensor([0, 1, 3]), max_length_q=2, scale=0.5, activation="identity")[:, 0, 0].tolist()
+    [4.0, 4.0, 4.0]
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: got {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
+    q, k, v = autocast(q, k, v)
+    mask = make_mask(causal, window, align)
+    args = check_attention(
+        q, k, v, offsets_q, offsets_k, max_length_q=max_length_q, max_length_k=max_length_k, shared_query=shared_query
+    )
+    plan = make_plan(args.side_q, args.side_k, args.num_sequences, q.shape[1], k.shape[-2], q.device)
+    out = gdpa_reference(
+        args.q, args.k, args.v, plan, scale=scale, activation=activation, mask=mask, shared_query=shared_query
+    )
+    return out.view(args.num_sequences, q.shape[0], *out.shape[1:]) if shared_query else out

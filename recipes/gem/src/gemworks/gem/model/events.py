@@ -1,0 +1,116 @@
+"""One event type: from ids, floats and timestamps to packed tokens, and what says when and where each token is.
+
+Letters: T packed events of one type, C float columns, W embedding width, M = ids * W + C merged width, D width of the
+event type, H head width, S = B + 1 offsets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from gemworks.gem.config import EventSizes, ModelConfig
+from gemworks.gem.flop_costs import merged_width
+from gemworks.gem.model.layers import linear, normal, unit_rms
+from gemworks.gem.schema import Events, EventType
+from gemworks.jagged import Rope, RopeTables
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Packed tokens of one event type on their way through the layers.
+
+    Attributes:
+        s_TD: tokens.
+        offsets_S: int64.
+        max_length: bound of the lengths, known on the host.
+        rope: rotations of all tokens for this type's head width; None with bucketed encodings.
+    """
+
+    s_TD: Tensor
+    offsets_S: Tensor
+    max_length: int
+    rope: RopeTables | None
+
+    def replace_tokens(self, s_TD: Tensor) -> Sequence:
+        return Sequence(s_TD, self.offsets_S, self.max_length, self.rope)
+
+
+class MaskNetMerge(nn.Module):
+    """`s = mlp(cat * sigmoid(mask_mlp(cat)))`, [T, M] to [T, D].
+
+    Source: Kunlun, arXiv 2602.10016, after MaskNet (Wang et al., arXiv 2102.07619). `mlp` is one linear layer: all that
+    follows is deep.
+    """
+
+    def __init__(self, num_in: int, hidden: int, dim: int, *, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.mask_up = linear(num_in, hidden, gain=2.0, device=device)
+        self.mask_down = linear(hidden, num_in, device=device)
+        self.out = linear(num_in, dim, gain=8.0, device=device)
+
+    def forward(self, cat_TM: Tensor) -> Tensor:
+        mask_TM = torch.sigmoid(self.mask_down(torch.relu(self.mask_up(cat_TM))))
+        return self.out(cat_TM * mask_TM)
+
+
+class BucketEncoding(nn.Module):
+    """Learned tables of position (from the newest event) and of age, in buckets, added to the tokens.
+
+    Bucket of a position p: floor(4 log2(1 + p)); of an age dt: floor(4 log(1 + dt / scale)); capped at the last row.
+    """
+
+    def __init__(self, num_buckets: int, dim: int, scale_seconds: float, *, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.scale_seconds = scale_seconds
+        self.position_RD = normal(num_buckets, dim, std=0.1, device=device)
+        self.age_RD = normal(num_buckets, dim, std=0.1, device=device)
+
+    def forward(self, position_T: Tensor, age_seconds_T: Tensor) -> Tensor:
+        last = self.position_RD.shape[0] - 1
+        position_bucket_T = (4.0 * torch.log2(1.0 + position_T)).long().clamp(max=last)
+        age_bucket_T = (4.0 * torch.log1p(age_seconds_T / self.scale_seconds)).long().clamp(max=last)
+        return self.position_RD[position_bucket_T] + self.age_RD[age_bucket_T]
+
+
+class EventTokens(nn.Module):
+    """Everything of one event type before the first layer."""
+
+    def __init__(
+        self, event: EventType, sizes: EventSizes, config: ModelConfig, *, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        # An event without ids and floats still says that it happened, and when: its merge gets a constant column.
+        self.has_columns = bool(event.ids or event.float_names)
+        num_merged = merged_width(event, config.embedding_dim)
+        self.merge = MaskNetMerge(num_merged, config.mask_dim, sizes.dim, device=device)
+        self.head_dim = sizes.head_dim
+        self.rope = self.buckets = None
+        if config.time_encoding == "rotary":
+            self.rope = Rope(time_fraction=0.5, time_scale=config.time_scale_seconds)
+        else:
+            self.buckets = BucketEncoding(config.num_time_buckets, sizes.dim, config.time_scale_seconds, device=device)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, ids_TW: list[Tensor], events: Events, timestamps_B: Tensor) -> Sequence:
+        """Tokens of one event type.
+
+        Args:
+            ids_TW: the embedding rows of each id feature.
+            events: floats, timestamps and offsets.
+            timestamps_B: int64, the samples' own.
+        """
+        total = events.timestamps_T.shape[0]
+        columns = [*ids_TW, events.floats_TC] if self.has_columns else [events.floats_TC.new_ones(total, 1)]
+        s_TD = unit_rms(self.merge(torch.cat(columns, dim=1)))
+        lengths_B = events.offsets_S.diff()
+        sample_T = torch.repeat_interleave(lengths_B, output_size=total)
+        age_T = (timestamps_B[sample_T] - events.timestamps_T).clamp(min=0)
+        rope = None
+        if self.rope is not None:
+            rope = self.rope.tables(events.offsets_S, self.head_dim, total=total, dt=age_T)
+        if self.buckets is not None:
+            position_T = events.offsets_S[1:][sample_T] - 1 - torch.arange(total, device=sample_T.device)
+            s_TD = s_TD + self.buckets(position_T, age_T)
+        return Sequence(self.dropout(s_TD), events.offsets_S, events.max_length, rope)

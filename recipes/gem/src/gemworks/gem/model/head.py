@@ -1,0 +1,41 @@
+"""From the last layer's tokens and sequences to logits.
+
+Letters: B samples, n tokens, t head tokens, D width, K tasks.
+"""
+
+from __future__ import annotations
+
+import torch
+from gemworks.gem.config import EventSizes, ModelConfig
+from gemworks.gem.model.events import Sequence
+from gemworks.gem.model.layers import Mlp, TokenMap, unit_rms
+from gemworks.jagged import mean_pool, rms_norm
+from torch import Tensor, nn
+
+
+class Head(nn.Module):
+    """`logits = mlp([W x || mean(norm(s_e)) for each event type e])`: tokens mapped to t, sequences averaged.
+
+    The sequences enter here because the last layer's sequence block has no later summary that would read it.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        events: list[EventSizes],
+        num_tasks: int,
+        config: ModelConfig,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.pool = TokenMap(num_tokens, config.head_tokens, device=device)
+        num_in = config.head_tokens * config.dim + sum(sizes.dim for sizes in events)
+        # Logits start near 0: the first steps learn the base rate, not to undo noise.
+        self.mlp = Mlp(num_in, config.head_hidden_dim, num_tasks, gain=0.1, device=device)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BnD: Tensor, sequences: list[Sequence]) -> Tensor:
+        parts = [unit_rms(self.pool(x_BnD)).flatten(1)]
+        parts += [mean_pool(rms_norm(s.s_TD), s.offsets_S) for s in sequences]
+        return self.mlp(self.dropout(torch.cat([part.to(parts[0].dtype) for part in parts], dim=1)))

@@ -1,0 +1,89 @@
+"""One GEM layer: summaries, interaction, sequence block. Which parts a layer has is decided in `plan.py`.
+
+Letters: B samples, n tokens, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+from gemworks.gem.config import EventSizes, GemConfig
+from gemworks.gem.model.attention import SelfAttention
+from gemworks.gem.model.events import Sequence
+from gemworks.gem.model.layers import Gate, TokenMap
+from gemworks.gem.model.pffn import Pffn
+from gemworks.gem.model.pooling import SeedPooling
+from gemworks.gem.model.wukong import MixtureOfExperts
+from gemworks.gem.plan import interaction_tokens, layer_parts, pffn_scale
+from torch import Tensor, nn
+
+
+class EventBlock(nn.Module):
+    """What belongs to one event type in a layer: `s' = self_attention(PFFN(s, x_sum))`, and its seed pooling."""
+
+    def __init__(self, config: GemConfig, sizes: EventSizes, layer: int, *, device: torch.device | None = None) -> None:
+        super().__init__()
+        parts, model = layer_parts(config, sizes, layer), config.model
+        self.pool = SeedPooling(sizes, model, device=device) if parts.pools else None
+        self.pffn = Pffn(sizes, model, scale=pffn_scale(config, sizes), device=device) if parts.pffn else None
+        self.attention = SelfAttention(sizes, model, device=device) if parts.attention else None
+
+    def summarise(self, sequence: Sequence, cached_BnD: Tensor | None) -> Tensor:
+        """The sequence summary [B, n_tok, D]: fresh, or the layer before's."""
+        if self.pool is not None:
+            return self.pool(sequence)
+        assert cached_BnD is not None
+        return cached_BnD
+
+    def forward(self, sequence: Sequence, x_sum_BnD: Tensor) -> Sequence:
+        if self.pffn is not None:
+            sequence = sequence.replace_tokens(self.pffn(sequence, x_sum_BnD))
+        if self.attention is not None:
+            sequence = sequence.replace_tokens(self.attention(sequence))
+        return sequence
+
+
+class GemLayer(nn.Module):
+    """One layer over all event types.
+
+    `x_sum = gate(W_lce x)`; `h_sum = HSP(s)` per event type; `x' = mixture([x_sum || h_sum])`; `s' = block(s, x_sum)`.
+    """
+
+    def __init__(
+        self,
+        config: GemConfig,
+        events: list[EventSizes],
+        layer: int,
+        num_tokens: int,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        model = config.model
+        # The gate halves at first: twice the scale in keeps unit scale out.
+        self.summary = TokenMap(num_tokens, model.num_summary_tokens, gain=2.0, device=device)
+        self.gate = Gate(model.dim, model.gate_dim, device=device)
+        self.interaction = MixtureOfExperts(interaction_tokens(config, events), config, device=device)
+        self.blocks = nn.ModuleList(EventBlock(config, sizes, layer, device=device) for sizes in events)
+
+    def forward(
+        self, x_BnD: Tensor, sequences: list[Sequence], pooled: list[Tensor | None]
+    ) -> tuple[Tensor, list[Sequence], list[Tensor | None]]:
+        """One step of tokens and sequences.
+
+        Args:
+            x_BnD: tokens of the layer before.
+            sequences: one per event type.
+            pooled: the layer before's sequence summaries, which this layer may reuse.
+
+        Returns:
+            x', s' and this layer's sequence summaries.
+        """
+        x_sum_BnD = self.gate(self.summary(x_BnD))
+        h_sums: list[Tensor] = []
+        updated: list[Sequence] = []
+        for block, sequence, cached in zip(self.blocks, sequences, pooled, strict=True):
+            assert isinstance(block, EventBlock)
+            h_sums.append(block.summarise(sequence, cached))
+            updated.append(block(sequence, x_sum_BnD))
+        x_BnD = self.interaction(torch.cat([x_sum_BnD, *h_sums], dim=1))
+        return x_BnD, updated, list(h_sums)

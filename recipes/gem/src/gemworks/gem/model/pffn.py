@@ -1,0 +1,90 @@
+"""The per-sample feed-forward network: GDPA whose keys and values are made from the non-sequence summary.
+
+Letters: B samples, T packed events, K rows, n summary tokens, N heads, H head width, E = N * H width of the event type,
+D model width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from gemworks.gem.config import Activation, EventSizes, ModelConfig
+from gemworks.gem.model.events import Sequence
+from gemworks.gem.model.layers import TokenMap, linear, normal
+from gemworks.jagged import gdpa, layer_norm, rms_norm
+from torch import Tensor, nn
+
+
+class WeightGenerator(nn.Module):
+    """`w(x_sum) = map (x_sum W) + base`: [B, n, D] to [B, K, N, H].
+
+    A token-axis map `[K, n]` and a linear D -> E. Nothing non-linear lies between them, so the linear goes first, over
+    n <= K rows, and the map second: the same values for fewer FLOPs. `base [K, E]` is what all samples share: with it
+    the PFFN starts as an ordinary feed-forward network that samples then bend.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        num_summary: int,
+        dim: int,
+        sizes: EventSizes,
+        *,
+        gain: float,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = sizes.num_heads, sizes.head_dim
+        self.linear = linear(dim, sizes.dim, bias=False, device=device)
+        self.map = TokenMap(num_summary, rows, gain=gain, device=device)
+        self.base_KE = normal(rows, sizes.dim, std=gain, device=device)
+
+    def forward(self, x_sum_BnD: Tensor) -> Tensor:
+        if self.map.weight.shape[0] < self.map.weight.shape[1]:
+            w_BKE = self.linear(self.map(x_sum_BnD)) + self.base_KE
+        else:
+            w_BKE = self.map(self.linear(x_sum_BnD)) + self.base_KE
+        return w_BKE.unflatten(-1, (self.num_heads, self.head_dim))
+
+
+class Pffn(nn.Module):
+    """`out = RMSNorm(act(scale * LN(s) K^T) V + LN(s)) + s` with `K = w1(x_sum)`, `V = w2(x_sum)`.
+
+    Source: Kunlun, arXiv 2602.10016, and Meta's norm-fusion post of 2026-07; norms have no affine and run across heads.
+
+    Args:
+        scale: constant of the activation; never taken from the batch.
+    """
+
+    def __init__(
+        self, sizes: EventSizes, config: ModelConfig, *, scale: float, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = sizes.num_heads, sizes.head_dim
+        self.scale = scale
+        self.activation: Activation = config.pffn_activation
+        rows, num_summary = config.pffn_rows, config.num_summary_tokens
+        self.keys = WeightGenerator(rows, num_summary, config.dim, sizes, gain=1.0, device=device)
+        # About a third of a sum of K activations is uncorrelated: V starts at the size that keeps o near LN(s).
+        self.values = WeightGenerator(
+            rows, num_summary, config.dim, sizes, gain=0.5 / math.sqrt(config.pffn_rows), device=device
+        )
+
+    def forward(self, sequence: Sequence, x_sum_BnD: Tensor) -> Tensor:
+        s_TE = sequence.s_TD
+        k_BKNH, v_BKNH = self.keys(x_sum_BnD), self.values(x_sum_BnD)
+        dtype = torch.promote_types(k_BKNH.dtype, v_BKNH.dtype)
+        q_TE = layer_norm(s_TE)
+        o_TNH = gdpa(
+            q_TE.to(dtype).unflatten(-1, (self.num_heads, self.head_dim)),
+            k_BKNH.to(dtype),
+            v_BKNH.to(dtype),
+            sequence.offsets_S,
+            max_length_q=sequence.max_length,
+            max_length_k=k_BKNH.shape[1],
+            scale=self.scale,
+            activation=self.activation,
+        )
+        o_TE = o_TNH.flatten(-2).to(s_TE.dtype) + q_TE
+        return rms_norm(o_TE, add=s_TE)

@@ -1,0 +1,163 @@
+"""What a run shows while it goes: a live progress bar on a terminal, status lines when the output is piped."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+BAR_CELLS = 20
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """The figures of the steps since the last row.
+
+    Attributes:
+        step: steps done.
+        total_steps: of the whole run.
+        loss: weighted mean of the tasks' log-losses, nats.
+        ne: of the primary task, on the rows' own rate.
+        samples_per_s, tokens_per_s: wall time of the steps, waiting for data included; a token is one event.
+        flops_per_s: model FLOPs, forward and backward.
+        mfu: share of the GPU's peak; None on a CPU.
+        step_ms: wall time per step.
+        data_wait_ms: of it, waiting for the reader.
+        lr, sparse_lr: learning rates of the last step.
+        grad_norm: of the dense part in the last step, before clipping.
+    """
+
+    step: int
+    total_steps: int
+    loss: float
+    ne: float
+    samples_per_s: float
+    tokens_per_s: float
+    flops_per_s: float
+    mfu: float | None
+    step_ms: float
+    data_wait_ms: float
+    lr: float
+    sparse_lr: float
+    grad_norm: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def si(value: float, unit: str = "") -> str:
+    """A rate with three digits and an SI prefix.
+
+    >>> si(12345.0), si(2.5e9, "FLOP/s"), si(7.0)
+    ('12.3k', '2.50 GFLOP/s', '7.00')
+    """
+    scales = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (0.0, ""))
+    factor, prefix = next((max(f, 1.0), p) for f, p in scales if abs(value) >= f)
+    short = value / factor
+    digits = 2 if abs(short) < 10 else 1 if abs(short) < 100 else 0
+    return f"{short:.{digits}f}{' ' if unit else ''}{prefix}{unit}"
+
+
+def figures(row: StepRow) -> str:
+    """The figures of a row on one line, the same in the progress bar and in status lines."""
+    work = si(row.flops_per_s, "FLOP/s") if row.mfu is None else f"MFU {100 * row.mfu:.1f}%"
+    return (
+        f"loss {row.loss:.4f}  NE {row.ne:.4f}  {si(row.samples_per_s)} samples/s  {si(row.tokens_per_s)} tokens/s  "
+        f"{work}  {row.step_ms:.0f} ms/step"
+    )
+
+
+class Display(Protocol):
+    """Where a run reports to."""
+
+    def start(self, total_steps: int) -> None: ...
+    def advance(self) -> None:
+        """One step is done."""
+        ...
+
+    def row(self, row: StepRow) -> None: ...
+    def message(self, text: str) -> None: ...
+    def stop(self) -> None: ...
+
+
+def open_display(console: Console) -> Display:
+    """A live bar where the console is a terminal, lines elsewhere."""
+    return BarDisplay(console) if console.is_terminal else LineDisplay(console)
+
+
+class LineDisplay:
+    """One plain line per row: for pipes, log files and schedulers."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def start(self, total_steps: int) -> None:
+        pass
+
+    def advance(self) -> None:
+        pass
+
+    def row(self, row: StepRow) -> None:
+        filled = round(BAR_CELLS * row.step / row.total_steps)
+        width = len(str(row.total_steps))
+        self.message(
+            f"{'█' * filled}{'░' * (BAR_CELLS - filled)} {row.step:>{width}}/{row.total_steps}  {figures(row)}"
+        )
+
+    def message(self, text: str) -> None:
+        # straight to the file: a line must not be wrapped at the width of a terminal that is not there
+        self._console.file.write(text + "\n")
+        self._console.file.flush()
+
+    def stop(self) -> None:
+        pass
+
+
+class _Figures(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(str(task.fields.get("figures", "")))
+
+
+class BarDisplay:
+    """A live progress bar with the newest figures under it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("[bold cyan]train"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed}/{task.total}"),
+            TimeElapsedColumn(),
+            TextColumn("[dim]eta"),
+            TimeRemainingColumn(),
+            console=console,
+            refresh_per_second=4,
+        )
+        self._figures = Progress(_Figures(), console=console, refresh_per_second=4)
+        self._live: Any = None
+
+    def start(self, total_steps: int) -> None:
+        from rich.console import Group
+        from rich.live import Live
+
+        self._task = self._progress.add_task("train", total=total_steps)
+        self._text = self._figures.add_task("figures", figures="")
+        self._live = Live(Group(self._progress, self._figures), console=self._console, refresh_per_second=4)
+        self._live.start()
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)
+
+    def row(self, row: StepRow) -> None:
+        self._figures.update(self._text, figures=figures(row))
+
+    def message(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False)
+
+    def stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None

@@ -1,0 +1,24 @@
+"""Shared fixtures of the recipe's tests."""
+
+import os
+from pathlib import Path
+
+import pytest
+from gemworks.gem.data.movielens import MovieLens
+from gemworks.gem.data.movielens_files import DEFAULT_CACHE, fetch
+
+
+@pytest.fixture(scope="session")
+def movielens_folder() -> Path:
+    """MovieLens-100K in the checkout's cache (downloaded once), or where GEMWORKS_MOVIELENS points."""
+    root = Path(__file__).resolve().parents[3]
+    try:
+        return fetch(os.environ.get("GEMWORKS_MOVIELENS", root / DEFAULT_CACHE))
+    except RuntimeError as error:
+        pytest.skip(f"MovieLens-100K is not in the cache and cannot be downloaded: {error}")
+
+
+@pytest.fixture(scope="session")
+def movielens(movielens_folder: Path) -> MovieLens:
+    """The prepared data set."""
+    return MovieLens.open(movielens_folder)

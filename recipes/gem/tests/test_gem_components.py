@@ -1,0 +1,68 @@
+"""The torchx component: torchx accepts it, asks a scheduler only for what was asked, and passes failure on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gemworks.gem import components
+from torchx.specs import finder
+
+pytestmark = pytest.mark.reference
+
+FILE = Path(components.__file__)
+TINY = [
+    "data.num_samples=128",
+    "data.batch_size=32",
+    "data.max_length=8",
+    "data.prefetch=0",
+    "model.dim=32",
+    "train.max_steps=2",
+    "train.log_every=1",
+]
+
+
+def torchx(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    program = "from torchx.cli.main import main; main()"
+    command = [sys.executable, "-c", program, "run", "--scheduler", "local_cwd", f"{FILE}:train", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_torchx_accepts_the_component() -> None:
+    assert finder.get_component(f"{FILE}:train").validation_errors == []
+
+
+def test_default_asks_for_nothing_and_runs_this_python() -> None:
+    role = components.train("--set", "train.seed=1").roles[0]
+    assert role.entrypoint == sys.executable
+    assert role.args == ["-m", "gemworks.gem.train", "--preset", "small", "--set", "train.seed=1"]
+    assert (role.resource.cpu, role.resource.gpu, role.resource.memMB) == (-1, 0, -1)
+
+
+def test_what_is_asked_for_is_passed_on() -> None:
+    app = components.train(
+        preset="tiny", run_dir="runs/x", image="image:1", cpus=4, gpus=1, memory_mb=512, env={"A": "b"}, max_retries=2
+    )
+    role = app.roles[0]
+    assert role.entrypoint == "python"
+    assert role.args == ["-m", "gemworks.gem.train", "--preset", "tiny", "--run-dir", "runs/x"]
+    assert (role.resource.cpu, role.resource.gpu, role.resource.memMB) == (4, 1, 512)
+    assert role.env["A"] == "b"
+    assert (role.image, role.max_retries) == ("image:1", 2)
+
+
+def test_torchx_shows_the_error_and_fails(tmp_path: Path) -> None:
+    done = torchx("--preset", "tiny", "--", "--set", "train.max_steps=x", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "error: train.max_steps: got 'x', expected an integer or 'none'" in done.stderr
+
+
+@pytest.mark.slow
+def test_torchx_trains(tmp_path: Path) -> None:
+    done = torchx("--preset", "tiny", "--run_dir", "first", "--", "--set", *TINY, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2/2  loss" in done.stderr
+    assert "calibration" in done.stderr
+    assert (tmp_path / "first" / "summary.json").exists()

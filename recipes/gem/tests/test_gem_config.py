@@ -1,0 +1,177 @@
+"""Presets, overlays, assignments, and what is said about wrong ones."""
+
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, replace
+from typing import get_args
+
+import pytest
+from gemworks.gem.config import EventConfig, GemConfig, TrainConfig
+from gemworks.gem.presets import PRESETS, get_preset, load_config, override
+from gemworks.gem.typed_config import ConfigError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.reference
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "heads", "layers", "max_length", "batch"),
+    [
+        ("tiny", 64, 2, 2, 64, 64),
+        ("small", 128, 2, 3, 256, 128),
+        ("base", 256, 4, 6, 1024, 512),
+        ("large", 512, 4, 8, 2048, 1152),
+    ],
+)
+def test_presets_have_the_documented_sizes(name: str, dim: int, heads: int, layers: int, max_length: int, batch: int):
+    config = get_preset(name)
+    assert (config.model.dim, config.model.num_heads, config.model.num_layers) == (dim, heads, layers)
+    assert (config.data.max_length, config.data.batch_size, config.preset) == (max_length, batch, name)
+
+
+def test_small_uses_all_of_the_model():
+    model = get_preset("small").model
+    assert set(model.events) == {"liked", "other"}
+    assert (model.num_event_types, model.num_experts, model.skip, model.reuse_hsp) == (2, 2, "alternate", True)
+    assert model.attention == "block"
+    assert model.kronecker_rank >= 2
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_toml_round_trips(name: str):
+    config = override(get_preset(name), {"data": {"path": 'a "quoted"\\path\n'}, "train": {"task_weights": [1, 0.25]}})
+    text = config.to_toml()
+    assert GemConfig.from_toml(text) == config
+    assert 'max_steps = "none"' in text
+
+
+@settings(max_examples=30, deadline=None)
+@given(lr=st.floats(1e-30, 1e30), steps=st.none() | st.integers(1, 1 << 40), path=st.text() | st.none())
+def test_any_value_round_trips(lr: float, steps: int | None, path: str | None):
+    if path == "none":
+        path = None
+    config = override(
+        get_preset("tiny"), {"optimizer": {"lr": lr}, "train": {"max_steps": steps}, "data": {"path": path}}
+    )
+    assert GemConfig.from_toml(config.to_toml()) == config
+
+
+def test_toml_overlay_then_assignments(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('preset = "base"\n[model]\ndim = 128\nnum_heads = 2\n[model.events.view]\nnum_layers = 2\n')
+    config = load_config(toml=file, sets=["model.events.view.dim=64", "data.batch_size=32", "train.max_steps=none"])
+    assert config.preset == "base"
+    assert (config.model.dim, config.model.num_heads, config.data.batch_size) == (128, 2, 32)
+    assert config.model.events["view"] == EventConfig(dim=64, num_layers=2)
+    assert config.model.event("view").num_heads == 2
+    assert load_config("tiny", toml=file).preset == "tiny"
+    assert load_config().preset == "small"
+
+
+def test_assignments_read_types():
+    config = load_config(
+        "tiny",
+        sets=[
+            "train.task_weights=[1, 0.5]",
+            "optimizer.lr=1",
+            "model.reuse_hsp=false",
+            "data.path=/some where/x",
+            "train.max_steps=7",
+            "model.pffn_scale=0.01",
+            "optimizer.betas=[0.8, 0.9]",
+        ],
+    )
+    assert config.train.task_weights == (1.0, 0.5)
+    assert config.optimizer.lr == 1.0
+    assert isinstance(config.optimizer.lr, float)
+    assert config.model.reuse_hsp is False
+    assert (config.data.path, config.train.max_steps) == ("/some where/x", 7)
+    assert (config.model.pffn_scale, config.optimizer.betas) == (0.01, (0.8, 0.9))
+    assert load_config("tiny", sets=["model.pffn_scale=max_length"]).model.pffn_scale == "max_length"
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("model.dmi=3", "unknown key 'model.dmi'; did you mean 'model.dim'"),
+        ("dim=3", "unknown key 'dim'; did you mean 'model.dim'"),
+        ("modl.dim=3", "unknown key 'modl'; did you mean 'model'"),
+        (
+            "model.events.liked.width=3",
+            "unknown key 'model.events.liked.width'; did you mean 'model.events.liked.window'",
+        ),
+        ("model.dim=wide", "model.dim: got 'wide', expected an integer"),
+        ("model.dim=64.0", "model.dim: got 64.0, expected an integer"),
+        ("model.num_layers=true", "model.num_layers: got True, expected an integer"),
+        ("model.reuse_hsp=1", "model.reuse_hsp: got 1, expected true or false"),
+        ("model.attention=blok", "model.attention: got 'blok', expected one of 'block'.*did you mean 'block'"),
+        ("train.max_steps=many", "train.max_steps: got 'many', expected an integer or 'none'"),
+        ("train.task_weights=[1, 'a']", "train.task_weights: got .*expected a list of numbers or 'none'"),
+        ("optimizer.betas=[1.0]", "optimizer.betas: got .*expected a list of 2 numbers"),
+        ("model=3", "model: got 3, expected a table"),
+        ("model.events=3", "model.events: got 3, expected a table"),
+        ("model.dim", "cannot read the setting 'model.dim'; expected KEY=VALUE"),
+        ("=3", "cannot read the setting"),
+        ("model.dim=100", "model.dim: got 100, expected a head width of 8 to 256"),
+        ("model.num_heads=3", "model.dim: got 64, expected heads . head width: a multiple of model.num_heads = 3"),
+        ("model.events.click.dim=65", "model.events.click.dim: got 65, expected heads"),
+        ("model.events.click.num_layers=9", "model.events.click.num_layers: got 9, expected at most"),
+        ("model.num_sequence_tokens=9", "model.num_sequence_tokens: got 9, expected at most model.num_seeds = 8"),
+        ("model.block=48", "model.block: got 48, expected 32, 64 or 128"),
+        ("model.dropout=1.0", "model.dropout: got 1.0, expected a probability"),
+        ("data.max_length=100", "data.max_length: got 100, expected a power of two"),
+        ("data.batch_size=0", "data.batch_size: got 0, expected a positive integer"),
+        ("optimizer.lr=nan", "optimizer.lr: got nan, expected a positive number"),
+        ("train.task_weights=[]", "train.task_weights: got .*expected one number per task"),
+        ("model.num_event_types=3", "data.num_event_types: got 2, expected model.num_event_types = 3; set both"),
+        ("preset=small", "preset: cannot be assigned"),
+    ],
+)
+def test_wrong_settings_name_the_key_and_the_fix(setting: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        load_config("tiny", sets=[setting])
+
+
+def test_wrong_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"configuration file '.*absent.toml' does not exist"):
+        load_config(toml=tmp_path / "absent.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("model = [")
+    with pytest.raises(ConfigError, match=r"configuration file '.*broken.toml' is not valid TOML"):
+        load_config(toml=broken)
+    broken.write_text("preset = 3")
+    with pytest.raises(ConfigError, match="preset: got 3, expected a string"):
+        load_config(toml=broken)
+    with pytest.raises(ConfigError, match=r"missing key 'model'"):
+        GemConfig.from_toml('preset = "tiny"')
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        GemConfig.from_toml("[")
+
+
+def test_too_many_event_types_are_refused():
+    events = {name: EventConfig() for name in "abc"}
+    with pytest.raises(ConfigError, match=r"model.events: got \['a', 'b', 'c'\], expected at most"):
+        get_preset("tiny").with_model(events=events)
+
+
+def test_activations_are_those_of_the_library():
+    from gemworks.gem.config import Activation
+    from gemworks.jagged.ops.gdpa import activations
+
+    assert get_args(Activation) == get_args(activations.Activation)
+
+
+def test_configs_are_frozen_and_checked_again_on_replace():
+    config = get_preset("tiny")
+    with pytest.raises(FrozenInstanceError):
+        config.preset = "other"  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ConfigError, match=r"train\.epochs"):
+        replace(config.train, epochs=0)
+    assert config.with_data(batch_size=3).data.batch_size == 3
+    assert TrainConfig() == TrainConfig()
+
+
+def test_reading_a_configuration_does_not_import_torch():
+    code = "import sys, gemworks.gem.presets as p; p.load_config('small'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,180 @@
+"""The `gemworks` command: its subcommands, and what they have in common.
+
+Nothing here may import torch: help, completion and configuration answer at once. A command imports what it needs when
+it runs.
+Exit codes: 0 fine, 1 the run failed, 2 the user's input is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from gemworks.cli.output import print_error, print_json, quiet
+from gemworks.gem.errors import WRONG_INPUT, report
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+
+app = typer.Typer(
+    name="gemworks",
+    help="Train, evaluate and diagnose recommendation models at scale.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Preset = Annotated[str | None, typer.Option(help="tiny, small, base or large; small if not given.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file laid over the preset.", metavar="FILE")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="One value; may be repeated.", metavar="KEY=VALUE")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        try:
+            found = metadata.version("gemworks-cli")
+        except metadata.PackageNotFoundError:
+            found = "source tree"
+        print(f"gemworks {found}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train, evaluate and diagnose recommendation models at scale.
+
+    Exit codes: 0 fine, 1 the run failed, 2 your input is wrong.
+    """
+
+
+@app.command()
+def train(
+    preset: Preset = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(help="New folder; runs/<preset>-<source>-<date>-<time> if not given.", metavar="DIR"),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Train a model and compare it with its baselines.
+
+    Example: gemworks train --preset tiny --set train.max_steps=50 --run-dir runs/first
+    """
+    from gemworks.gem.presets import load_config
+    from gemworks.gem.train import train as run_training
+
+    resolved = load_config(preset, toml=config, sets=sets or ())
+    with quiet():
+        summary = run_training(resolved, run_dir, console=_progress_console(json))
+    if json:
+        print_json(summary)
+
+
+@app.command(name="eval")
+def evaluate(
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a training run.", metavar="RUN_DIR")],
+    split: Annotated[str, typer.Option(help="train, valid or test.")] = "test",
+    checkpoint: Annotated[str, typer.Option(help="best (by validation NE) or last.")] = "best",
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda; the run's own setting if not given.")] = None,
+    json: Json = False,
+) -> None:
+    """Evaluate the stored model of a run.
+
+    Example: gemworks eval runs/first --json
+    """
+    from gemworks.gem.process import prepare_process
+    from gemworks.gem.run_dir import RunDir
+
+    prepare_process()
+    RunDir.open(run_dir)  # a wrong folder answers before torch is imported
+    with quiet():
+        from gemworks.gem.evaluate import evaluate_run
+
+        result = evaluate_run(run_dir, split=split, which=checkpoint, device=device)
+    if json:
+        print_json(result)
+    else:
+        from gemworks.cli.output import print_evaluation
+
+        print_evaluation(result)
+
+
+@app.command()
+def config(preset: Preset = None, config: ConfigFile = None, sets: Sets = None, json: Json = False) -> None:
+    """Print the resolved configuration, as TOML or JSON.
+
+    Example: gemworks config --preset small --set model.num_layers=4
+    """
+    from gemworks.gem.presets import load_config
+
+    resolved = load_config(preset, toml=config, sets=sets or ())
+    if json:
+        print_json(resolved.to_mapping())
+    else:
+        print(resolved.to_toml(), end="")
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Look at this machine: versions, devices, and which backend every op would use and why.
+
+    Example: gemworks doctor --json
+    """
+    with quiet():
+        from gemworks.cli.doctor import examine
+
+        findings = examine()
+    if json:
+        print_json(findings)
+    else:
+        from gemworks.cli.output import print_findings
+
+        print_findings(findings)
+
+
+def _progress_console(json: bool) -> Any:
+    """Progress goes to standard error when standard output is for JSON; None is the trainer's own choice."""
+    if not json:
+        return None
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """The whole command line; returns the exit code."""
+    try:
+        result = app(args=arguments, prog_name="gemworks", standalone_mode=False)
+    except typer.Abort:
+        print_error("interrupted")
+        return INTERRUPTED
+    except Exception as error:
+        usage = getattr(error, "format_message", None)  # how typer, and click under older ones, say it
+        if usage is None:
+            return report(error)
+        if type(error).__name__ != "NoArgsIsHelpError":
+            print_error(f"{usage()} (gemworks --help says more)")
+        return int(getattr(error, "exit_code", WRONG_INPUT))
+    if result == INTERRUPTED:  # typer turns Ctrl-C into this
+        print_error("interrupted")
+    return result if isinstance(result, int) else 0
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

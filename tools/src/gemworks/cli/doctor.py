@@ -1,0 +1,163 @@
+"""What `gemworks doctor` finds out: versions, devices, and the backend of every op.
+
+It must answer on a machine where things are broken, so every look is guarded and a failure is a finding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package worth looking at.
+
+    Attributes:
+        name: on the package index.
+        module: what to import.
+        needed_for: why one would install it; shown when it is missing.
+        required: whether training needs it.
+    """
+
+    name: str
+    module: str
+    needed_for: str
+    required: bool = False
+
+
+PACKAGES = (
+    Package("gemworks-cli", "gemworks.cli", "this command line", required=True),
+    Package("gemworks-gem", "gemworks.gem", "the model and its training", required=True),
+    Package("gemworks-jagged", "gemworks.jagged", "attention on sequences", required=True),
+    Package("gemworks-precision", "gemworks.precision", "FP8 arithmetic"),
+    Package("gemworks-parallel", "gemworks.parallel", "several GPUs"),
+    Package("gemworks-netmem", "gemworks.netmem", "activation offload"),
+    Package("torch", "torch", "everything", required=True),
+    Package("torchrec", "torchrec", "embedding tables", required=True),
+    Package("fbgemm-gpu", "fbgemm_gpu", "embedding kernels of torchrec", required=True),
+    Package("triton", "triton", "fast kernels on a GPU"),
+    Package("torchx", "torchx", "launching: pip install 'gemworks-gem[launch]'"),
+    Package("pyarrow", "pyarrow", "parquet data"),
+    Package("tensorboard", "tensorboard", "viewing a run's TensorBoard events"),
+    Package("matplotlib", "matplotlib", "learning curves"),
+    Package("torchao", "torchao", "comparing FP8 numerics with a peer"),
+    Package("transformer-engine", "transformer_engine", "a peer's FP8 layers on a GPU"),
+)
+DTYPES = ("float32", "bfloat16")
+
+
+def examine() -> dict[str, Any]:
+    """Everything, as plain values. Never raises because something on the machine is broken."""
+    problems: list[str] = []
+    packages = [look_at(package) for package in PACKAGES]
+    required = {package.name for package in PACKAGES if package.required}
+    problems += [
+        f"{item['name']} is {item['state']}: training will not work; {item['advice']}"
+        for item in packages
+        if item["name"] in required and item["state"] != "ok"
+    ]
+    devices = _guarded("devices", _devices, problems)
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": packages,
+        "devices": devices,
+        "ops": _guarded("ops", lambda: _ops([d["name"] for d in devices]), problems),
+        "problems": problems,
+    }
+
+
+def look_at(package: Package) -> dict[str, Any]:
+    """Version and state of one package: "ok", "missing", or "broken" when importing it fails."""
+    try:
+        version: str | None = metadata.version(package.name)
+    except metadata.PackageNotFoundError:
+        version = None
+    finding: dict[str, Any] = {"name": package.name, "version": version, "state": "ok", "advice": ""}
+    try:
+        with _silence():
+            importlib.import_module(package.module)
+    except KeyboardInterrupt:
+        raise
+    except ModuleNotFoundError as error:
+        if version is None and package.module.startswith(error.name or " "):
+            prefix = "" if package.required else "optional, "
+            return finding | {"state": "missing", "advice": f"{prefix}for {package.needed_for}"}
+        return finding | {"state": "broken", "advice": _cause(error)}
+    except BaseException as error:
+        return finding | {"state": "broken", "advice": _cause(error)}
+    return finding | {"version": version or "source tree"}
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """What packages print and log while they are imported is not ours to show, least of all on standard output."""
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _cause(error: BaseException) -> str:
+    """One line about an import that failed."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"importing it fails: {type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    devices: list[dict[str, Any]] = [
+        {
+            "name": "cpu",
+            "description": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads in use",
+        }
+    ]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append(
+            {
+                "name": f"cuda:{index}",
+                "description": f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
+                f"sm_{properties.major}{properties.minor}",
+            }
+        )
+    return devices
+
+
+def _ops(devices: list[str]) -> list[dict[str, Any]]:
+    """What `gemworks.jagged.explain` says for every op; one line per device and dtype."""
+    import torch
+    from gemworks import jagged
+
+    names = list(dict.fromkeys(row.op for row in jagged.support()))
+    rows: list[dict[str, Any]] = []
+    for op in names:
+        for device in devices:
+            for dtype in DTYPES:
+                row: dict[str, Any] = {"op": op, "device": device, "dtype": dtype}
+                try:
+                    chosen = jagged.explain(op, dtype=getattr(torch, dtype), device=device)
+                    rows.append(row | {"backend": chosen.backend, "config": chosen.config, "reason": chosen.reason})
+                except Exception as error:
+                    rows.append(row | {"backend": None, "config": None, "reason": " ".join(str(error).split())})
+    return rows
+
+
+def _guarded(what: str, look: Callable[[], list[dict[str, Any]]], problems: list[str]) -> list[dict[str, Any]]:
+    try:
+        return look()
+    except Exception as error:
+        problems.append(f"could not look at the {what}: {type(error).__name__}: {' '.join(str(error).split())}")
+        return []

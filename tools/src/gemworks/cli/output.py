@@ -1,0 +1,88 @@
+"""How commands print: JSON for programs, tables for people, one red line for errors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on standard output; NaN and infinity become null."""
+    from gemworks.gem.run_dir import json_ready
+
+    print(json.dumps(json_ready(value), indent=2, allow_nan=False))
+
+
+def print_error(text: str) -> None:
+    """One line on standard error, red on a terminal."""
+    line = f"error: {' '.join(text.split())}"
+    colored = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    print(f"\x1b[31m{line}\x1b[0m" if colored else line, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hides what importing other people's packages says about their own future."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        yield
+
+
+def print_evaluation(result: dict[str, Any]) -> None:
+    """The table of `gemworks eval`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{result['run_dir']}, {result['checkpoint']}, {result['split']} part", title_justify="left")
+    for name in ("task", "NE", "AUC", "calibration", "rate", "samples"):
+        table.add_column(name, justify="left" if name == "task" else "right")
+    for name, task in result["tasks"].items():
+        figures = ["-" if task[key] is None else f"{task[key]:.4f}" for key in ("ne", "auc", "calibration", "rate")]
+        table.add_row(name, *figures, f"{task['num_samples']:,}")
+    if result["equals_training"] is not None:
+        same = result["equals_training"]
+        table.caption = (
+            "the same figures as in training, bit for bit" if same else "not the figures reported in training"
+        )
+    Console().print(table)
+
+
+def print_findings(findings: dict[str, Any]) -> None:
+    """The tables of `gemworks doctor`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    versions = Table(title="packages", title_justify="left")
+    for name in ("package", "version", "state", "what to do"):
+        versions.add_column(name)
+    for item in findings["packages"]:
+        color = {"ok": "green", "missing": "yellow", "broken": "red"}[item["state"]]
+        versions.add_row(item["name"], item["version"] or "", f"[{color}]{item['state']}[/]", item["advice"])
+    console.print(versions)
+    console.print(f"python {findings['python']} on {findings['platform']}", highlight=False)
+    for device in findings["devices"]:
+        console.print(f"device {device['name']}: {device['description']}", highlight=False)
+    ops = Table(title="which backend every op would use", title_justify="left")
+    for name in ("op", "device", "backend", "dtypes"):
+        ops.add_column(name)
+    dtypes: dict[tuple[str, str, str], list[str]] = {}
+    reasons: dict[str, list[str]] = {}
+    for item in findings["ops"]:
+        backend = item["backend"] or "none"
+        dtypes.setdefault((item["op"], item["device"], backend), []).append(item["dtype"])
+        reasons.setdefault(f"{backend}: {item['reason']}", []).append(item["op"])
+    for key, names in dtypes.items():
+        ops.add_row(*key, ", ".join(names))
+    console.print(ops)
+    for reason, names in reasons.items():
+        where = "every op" if len(names) == len({key[0] for key in dtypes}) else ", ".join(names)
+        console.print(f"{reason} ({where})", highlight=False, markup=False)
+    for problem in findings["problems"]:
+        console.print(problem, style="red", highlight=False, markup=False)

@@ -1,0 +1,150 @@
+"""The gemworks command line: help texts, exit codes, errors, JSON; help is quick because torch stays out of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gemworks.cli.app import run
+from gemworks.gem.presets import get_preset
+
+pytestmark = pytest.mark.reference
+
+GOLDEN = Path(__file__).parent / "golden"
+HELP = {
+    "help": ["--help"],
+    "help_train": ["train", "--help"],
+    "help_eval": ["eval", "--help"],
+    "help_config": ["config", "--help"],
+    "help_doctor": ["doctor", "--help"],
+}
+WATCH = """
+import sys
+from gemworks.cli.app import run
+code = run(sys.argv[1:])
+loaded = [name for name in ("torch", "torchrec", "numpy", "matplotlib") if name in sys.modules]
+print("LOADED", *loaded, file=sys.stderr)
+sys.exit(code)
+"""
+TINY = (
+    "data.num_samples=128 data.batch_size=32 data.max_length=8 data.prefetch=0 model.dim=32 train.max_steps=2 "
+    "train.log_every=1"
+)
+
+
+@pytest.fixture(autouse=True)
+def _plain_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"COLUMNS": "80", "TERMINAL_WIDTH": "80", "NO_COLOR": "1", "TERM": "dumb"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("GEMWORKS_TRACEBACK", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def text_of(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert run(HELP[name]) == 0
+    return "".join(line.rstrip() + "\n" for line in capsys.readouterr().out.strip("\n").splitlines())
+
+
+@pytest.mark.parametrize("name", HELP)
+def test_help_text(name: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:
+    assert text_of(name, capsys) == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("arguments", [*HELP.values(), ["--version"], ["config", "--preset", "tiny"], ["trani"]])
+def test_torch_is_not_imported(arguments: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", WATCH, *arguments], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == "LOADED", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trani"], "error: No such command 'trani'. Did you mean 'train'?"),
+        (["train", "--presett", "x"], "error: No such option: --presett"),
+        (["eval"], "error: Missing argument 'RUN_DIR'"),
+        (["config", "--preset", "smal"], "error: preset: got 'smal', expected one of"),
+        (["config", "--set", "model.dmi=3"], "error: unknown key 'model.dmi'; did you mean 'model.dim'?"),
+        (["config", "--config", "none.toml"], "error: configuration file 'none.toml' does not exist"),
+        (["train", "--set", "train.epochs=0"], "error: train.epochs: got 0, expected a positive integer"),
+        (["eval", "nowhere"], "error: run folder 'nowhere': got no config.toml in it"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+
+
+def test_errors_are_red_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("NO_COLOR")
+    run(["trani"])
+    assert "\x1b" not in capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    run(["trani"])
+    assert capsys.readouterr().err.startswith("\x1b[31merror: ")
+    run(["config", "--preset", "smal"])
+    assert capsys.readouterr().err.startswith("\x1b[31merror: ")
+
+
+def test_a_traceback_can_be_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("GEMWORKS_TRACEBACK", "1")
+    assert run(["config", "--preset", "smal"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_failed_run_shows_its_traceback_and_exits_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("the disk is full")
+
+    monkeypatch.setattr("gemworks.gem.train.train", fail)
+    assert run(["train", "--preset", "tiny"]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.splitlines()[-1] == "the run failed: RuntimeError: the disk is full"
+
+
+def test_interrupted_run_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gemworks.gem.train.train", interrupt)
+    assert run(["train", "--preset", "tiny"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_config_prints_what_a_run_would_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["config", "--preset", "tiny"]) == 0
+    assert capsys.readouterr().out == get_preset("tiny").to_toml()
+    overlay = tmp_path / "overlay.toml"
+    overlay.write_text('preset = "tiny"\n[train]\nseed = 7\nepochs = 3\n', encoding="utf-8")
+    assert run(["config", "--config", str(overlay), "--set", "train.epochs=4", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["preset"], values["train"]["seed"], values["train"]["epochs"]) == ("tiny", 7, 4)
+
+
+def test_train_then_eval_print_json_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [argument for setting in TINY.split() for argument in ("--set", setting)]
+    assert run(["train", "--preset", "tiny", *settings, "--run-dir", "first", "--json"]) == 0
+    out, err = capsys.readouterr()
+    summary = json.loads(out)
+    assert summary == json.loads(Path("first/summary.json").read_text(encoding="utf-8"))
+    assert "2/2  loss" in err
+    assert run(["eval", "first", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["ne"], result["auc"]) == (summary["ne"], summary["auc"])
+    assert result["equals_training"] is True
+    assert run(["eval", "first", "--split", "valid"]) == 0
+    assert "the same figures as in training, bit for bit" in " ".join(capsys.readouterr().out.split())
+    assert run(["eval", "first", "--split", "tests"]) == 2
+    assert "error: split: got 'tests'" in capsys.readouterr().err
+    assert run(["train", "--preset", "tiny", "--run-dir", "first"]) == 2
+    assert "got one that holds a run" in capsys.readouterr().err
