@@ -1,32 +1,66 @@
-"""Element-wise activations of GDPA and their derivatives, as Triton device functions in float32."""
+"""Element-wise activations of GDPA and their derivatives, as Triton device functions in float32.
+
+Only additions, products, clamps, exp and division: no libdevice, so the interpreter runs the same code. The polynomials
+are those of ops/gdpa/activations.py.
+"""
 
 import triton
 import triton.language as tl
+from gemworks.jagged.ops.gdpa import activations as _definition
 
-# fast_gelu(x) = x * clamp(0.5 + x * (A0 + A1 t + A2 t^2 + A3 t^3 + A4 t^4), 0, 1), t = x^2
-A0 = tl.constexpr(3.94224158e-01)
-A1 = tl.constexpr(-5.97528453e-02)
-A2 = tl.constexpr(6.69527287e-03)
-A3 = tl.constexpr(-4.13178080e-04)
-A4 = tl.constexpr(1.04778555e-05)
+_GELU = _definition.FAST_GELU_COEFFICIENTS
+_SILU = _definition.FAST_SILU_COEFFICIENTS
+G0, G1, G2, G3, G4 = (tl.constexpr(a) for a in _GELU)
+R0, R1, R2, R3, R4 = (tl.constexpr(a) for a in _definition.FAST_GELU_SLOPE)
+S0, S1, S2, S3, S4, S5, S6, S7 = (tl.constexpr(a) for a in _SILU)
+T0, T1, T2, T3, T4, T5, T6, T7 = (tl.constexpr(a) for a in _definition.FAST_SILU_SLOPE)
+GELU_CUT_SQUARED = tl.constexpr(_definition.FAST_GELU_CUT**2)
+SILU_CUT = tl.constexpr(_definition.FAST_SILU_CUT)
+LEAKY_SLOPE = tl.constexpr(_definition.LEAKY_RELU_SLOPE)
+TANH_SLOPE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
+TANH_CUBIC = tl.constexpr(0.044715)
+INVERSE_SQRT_TWO_PI = tl.constexpr(0.3989422804014327)
 
 
 @triton.jit
-def _fast_gelu(x):
-    t = x * x
-    p = A0 + t * (A1 + t * (A2 + t * (A3 + t * A4)))
-    return x * tl.clamp(0.5 + x * p, 0.0, 1.0)
+def _fast_gelu_gate(x, t):
+    p = G0 + t * (G1 + t * (G2 + t * (G3 + t * G4)))
+    return tl.clamp(0.5 + x * p, 0.0, 1.0)
 
 
 @triton.jit
-def _fast_gelu_grad(x):
-    t = x * x
-    p = A0 + t * (A1 + t * (A2 + t * (A3 + t * A4)))
-    phi = 0.5 + x * p
-    slope = A0 + t * (3 * A1 + t * (5 * A2 + t * (7 * A3 + t * (9 * A4))))
-    inside = (phi > 0.0) & (phi < 1.0)
-    phi = tl.clamp(phi, 0.0, 1.0)
-    return x * phi, phi + tl.where(inside, x * slope, 0.0)
+def _fast_gelu_slope(x, t, gate):
+    slope = 0.5 + x * (R0 + t * (R1 + t * (R2 + t * (R3 + t * R4))))
+    return tl.where(t < GELU_CUT_SQUARED, slope, gate)
+
+
+@triton.jit
+def _fast_silu_gate(u, t):
+    """u P(t), not clamped."""
+    return u * (S0 + t * (S1 + t * (S2 + t * (S3 + t * (S4 + t * (S5 + t * (S6 + t * S7)))))))
+
+
+@triton.jit
+def _fast_silu_slope(x, u, t, gate):
+    slope = 0.5 + u * (T0 + t * (T1 + t * (T2 + t * (T3 + t * (T4 + t * (T5 + t * (T6 + t * T7)))))))
+    inside = (tl.abs(x) <= SILU_CUT) & (tl.abs(gate) <= 0.5)
+    return tl.where(inside, slope, 0.5 + tl.clamp(gate, -0.5, 0.5))
+
+
+@triton.jit
+def _normal_cdf(x):
+    """(Phi(x), exp(-x^2 / 2)); erf by Abramowitz and Stegun 7.1.26, absolute error 1.5e-7."""
+    z = tl.abs(x) * 0.7071067811865476
+    t = 1.0 / (1.0 + 0.3275911 * z)
+    e = tl.exp(-0.5 * x * x)
+    poly = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    half = 0.5 * poly * e  # Phi(-|x|)
+    return tl.where(x < 0.0, half, 1.0 - half), e
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -35,25 +69,68 @@ def activate(x, ACT: tl.constexpr):
         return x
     elif ACT == "relu":
         return tl.maximum(x, 0.0)
-    elif ACT == "fast_gelu":
-        return _fast_gelu(x)
+    elif ACT == "squared_relu":
+        y = tl.maximum(x, 0.0)
+        return y * y
+    elif ACT == "leaky_relu":
+        return tl.where(x > 0.0, x, x * LEAKY_SLOPE)
     elif ACT == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        phi, _ = _normal_cdf(x)
+        return x * phi
+    elif ACT == "gelu_tanh":
+        return x * _sigmoid(2.0 * TANH_SLOPE * x * (1.0 + TANH_CUBIC * x * x))
+    elif ACT == "fast_gelu":
+        return x * _fast_gelu_gate(x, x * x)
     elif ACT == "silu":
-        return x * tl.sigmoid(x)
+        return x * _sigmoid(x)
+    elif ACT == "fast_silu":
+        u = tl.clamp(x, -SILU_CUT, SILU_CUT)
+        return x * (0.5 + tl.clamp(_fast_silu_gate(u, u * u), -0.5, 0.5))
+    elif ACT == "hardswish":
+        return x * tl.clamp(x * 0.16666666666666666 + 0.5, 0.0, 1.0)
+    else:
+        tl.static_assert(ACT == "tanh")
+        return 2.0 * _sigmoid(2.0 * x) - 1.0
 
 
 @triton.jit
 def activate_with_grad(x, ACT: tl.constexpr):
+    """(act(x), act'(x))."""
     if ACT == "identity":
         return x, tl.full(x.shape, 1.0, x.dtype)
     elif ACT == "relu":
         return tl.maximum(x, 0.0), tl.where(x > 0.0, 1.0, 0.0)
-    elif ACT == "fast_gelu":
-        return _fast_gelu_grad(x)
+    elif ACT == "squared_relu":
+        y = tl.maximum(x, 0.0)
+        return y * y, 2.0 * y
+    elif ACT == "leaky_relu":
+        slope = tl.where(x > 0.0, 1.0, LEAKY_SLOPE)
+        return x * slope, slope
     elif ACT == "gelu":
-        phi = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-        return x * phi, phi + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        phi, e = _normal_cdf(x)
+        return x * phi, phi + x * INVERSE_SQRT_TWO_PI * e
+    elif ACT == "gelu_tanh":
+        u = tl.clamp(x, -20.0, 20.0)  # long saturated; keeps 0 * inf out
+        s = _sigmoid(2.0 * TANH_SLOPE * u * (1.0 + TANH_CUBIC * u * u))
+        slope = s + u * s * (1.0 - s) * (2.0 * TANH_SLOPE) * (1.0 + 3.0 * TANH_CUBIC * u * u)
+        return x * s, slope
+    elif ACT == "fast_gelu":
+        t = x * x
+        gate = _fast_gelu_gate(x, t)
+        return x * gate, _fast_gelu_slope(x, t, gate)
     elif ACT == "silu":
-        s = tl.sigmoid(x)
-        return x * s, s + x * s * (1.0 - s)
+        s = _sigmoid(x)
+        y = x * s
+        return y, s + y * (1.0 - s)
+    elif ACT == "fast_silu":
+        u = tl.clamp(x, -SILU_CUT, SILU_CUT)
+        t = u * u
+        gate = _fast_silu_gate(u, t)
+        return x * (0.5 + tl.clamp(gate, -0.5, 0.5)), _fast_silu_slope(x, u, t, gate)
+    elif ACT == "hardswish":
+        gate = tl.clamp(x * 0.16666666666666666 + 0.5, 0.0, 1.0)
+        return x * gate, tl.where(tl.abs(x) < 3.0, x * 0.3333333333333333 + 0.5, gate)
+    else:
+        tl.static_assert(ACT == "tanh")
+        y = 2.0 * _sigmoid(2.0 * x) - 1.0
+        return y, 1.0 - y * y
