@@ -16,33 +16,35 @@ S0, S1, S2, S3, S4, S5, S6, S7 = (tl.constexpr(a) for a in _SILU)
 T0, T1, T2, T3, T4, T5, T6, T7 = (tl.constexpr(a) for a in _definition.FAST_SILU_SLOPE)
 GELU_CUT_SQUARED = tl.constexpr(_definition.FAST_GELU_CUT**2)
 SILU_CUT = tl.constexpr(_definition.FAST_SILU_CUT)
+MINUS_SILU_CUT = tl.constexpr(-_definition.FAST_SILU_CUT)
 LEAKY_SLOPE = tl.constexpr(_definition.LEAKY_RELU_SLOPE)
-TANH_SLOPE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
+TANH_SLOPE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi): (1 + tanh(y)) / 2 = sigmoid(2 y)
 TANH_CUBIC = tl.constexpr(0.044715)
+THREE_CUBIC = tl.constexpr(0.134145)
 INVERSE_SQRT_TWO_PI = tl.constexpr(0.3989422804014327)
 
 
 @triton.jit
 def _fast_gelu_gate(x, t):
-    p = G0 + t * (G1 + t * (G2 + t * (G3 + t * G4)))
-    return tl.clamp(0.5 + x * p, 0.0, 1.0)
+    p = (((t * G4 + G3) * t + G2) * t + G1) * t + G0
+    return tl.clamp(x * p + 0.5, 0.0, 1.0)
 
 
 @triton.jit
 def _fast_gelu_slope(x, t, gate):
-    slope = 0.5 + x * (R0 + t * (R1 + t * (R2 + t * (R3 + t * R4))))
+    slope = x * ((((t * R4 + R3) * t + R2) * t + R1) * t + R0) + 0.5
     return tl.where(t < GELU_CUT_SQUARED, slope, gate)
 
 
 @triton.jit
 def _fast_silu_gate(u, t):
     """u P(t), not clamped."""
-    return u * (S0 + t * (S1 + t * (S2 + t * (S3 + t * (S4 + t * (S5 + t * (S6 + t * S7)))))))
+    return u * (((((((t * S7 + S6) * t + S5) * t + S4) * t + S3) * t + S2) * t + S1) * t + S0)
 
 
 @triton.jit
 def _fast_silu_slope(x, u, t, gate):
-    slope = 0.5 + u * (T0 + t * (T1 + t * (T2 + t * (T3 + t * (T4 + t * (T5 + t * (T6 + t * T7)))))))
+    slope = u * (((((((t * T7 + T6) * t + T5) * t + T4) * t + T3) * t + T2) * t + T1) * t + T0) + 0.5
     inside = (tl.abs(x) <= SILU_CUT) & (tl.abs(gate) <= 0.5)
     return tl.where(inside, slope, 0.5 + tl.clamp(gate, -0.5, 0.5))
 
@@ -78,13 +80,13 @@ def activate(x, ACT: tl.constexpr):
         phi, _ = _normal_cdf(x)
         return x * phi
     elif ACT == "gelu_tanh":
-        return x * _sigmoid(2.0 * TANH_SLOPE * x * (1.0 + TANH_CUBIC * x * x))
+        return x * _sigmoid(x * (x * x * TANH_CUBIC + 1.0) * TANH_SLOPE)
     elif ACT == "fast_gelu":
         return x * _fast_gelu_gate(x, x * x)
     elif ACT == "silu":
         return x * _sigmoid(x)
     elif ACT == "fast_silu":
-        u = tl.clamp(x, -SILU_CUT, SILU_CUT)
+        u = tl.clamp(x, MINUS_SILU_CUT, SILU_CUT)
         return x * (0.5 + tl.clamp(_fast_silu_gate(u, u * u), -0.5, 0.5))
     elif ACT == "hardswish":
         return x * tl.clamp(x * 0.16666666666666666 + 0.5, 0.0, 1.0)
@@ -111,8 +113,8 @@ def activate_with_grad(x, ACT: tl.constexpr):
         return x * phi, phi + x * INVERSE_SQRT_TWO_PI * e
     elif ACT == "gelu_tanh":
         u = tl.clamp(x, -20.0, 20.0)  # long saturated; keeps 0 * inf out
-        s = _sigmoid(2.0 * TANH_SLOPE * u * (1.0 + TANH_CUBIC * u * u))
-        slope = s + u * s * (1.0 - s) * (2.0 * TANH_SLOPE) * (1.0 + 3.0 * TANH_CUBIC * u * u)
+        s = _sigmoid(u * (u * u * TANH_CUBIC + 1.0) * TANH_SLOPE)
+        slope = s + u * s * (1.0 - s) * TANH_SLOPE * (u * u * THREE_CUBIC + 1.0)
         return x * s, slope
     elif ACT == "fast_gelu":
         t = x * x
@@ -123,7 +125,7 @@ def activate_with_grad(x, ACT: tl.constexpr):
         y = x * s
         return y, s + y * (1.0 - s)
     elif ACT == "fast_silu":
-        u = tl.clamp(x, -SILU_CUT, SILU_CUT)
+        u = tl.clamp(x, MINUS_SILU_CUT, SILU_CUT)
         t = u * u
         gate = _fast_silu_gate(u, t)
         return x * (0.5 + tl.clamp(gate, -0.5, 0.5)), _fast_silu_slope(x, u, t, gate)
