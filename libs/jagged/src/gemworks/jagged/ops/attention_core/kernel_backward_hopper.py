@@ -17,17 +17,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_common import activate_with_grad, tile_of, zigzag
+from gemworks.jagged._triton.hopper_common import activate_with_grad, slope_only, tile_of, zigzag
 
 G = gl.constexpr
 
 
 @gluon.jit
 def _producer(
-    a_desc, b_desc, c_ptr, d_ptr, offsets_r, offsets_c, tile_sample, tile_row, total,
+    a_desc, b_desc, c_ptr, d_ptr, bounds_r, bounds_c, tile_sample, tile_row, total,
     c_stride_t, c_stride_n, d_stride_t, d_stride_n,
     a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
-    HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr,
+    HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -37,15 +37,20 @@ def _producer(
     for i in range(rounds):
         t = zigzag(i, pid, programs)
         if t < total:
-            head, row, end, c_begin, c_len = tile_of(t, tile_sample, tile_row, offsets_r, offsets_c, HEADS)
+            head, row, r_begin, end, c_begin, c_len = tile_of(t, tile_sample, tile_row, bounds_r, bounds_c, HEADS)
+            # A shared query is the same rows for every sequence: resident for dQ (a), streamed for dK and dV (c).
+            a_row = row if SHARED and not KV else r_begin + row
+            q_begin = 0 if SHARED and KV else c_begin
             mbarrier.wait(r_free.index(0), (ri & 1) ^ 1)
             mbarrier.expect(r_full.index(0), 4 * 64 * H * 2)
             for g in gl.static_range(2):
-                tma.async_copy_global_to_shared(a_desc, [row + g * 64, head * H], r_full.index(0), a_smem.index(g))
-                tma.async_copy_global_to_shared(b_desc, [row + g * 64, head * H], r_full.index(0), b_smem.index(g))
+                tma.async_copy_global_to_shared(a_desc, [a_row + g * 64, head * H], r_full.index(0), a_smem.index(g))
+                tma.async_copy_global_to_shared(
+                    b_desc, [r_begin + row + g * 64, head * H], r_full.index(0), b_smem.index(g)
+                )
             ri += 1
-            c_base = c_ptr + c_begin.to(gl.int64) * c_stride_t + head * c_stride_n
-            d_base = d_ptr + c_begin.to(gl.int64) * d_stride_t + head * d_stride_n
+            c_base = c_ptr + q_begin.to(gl.int64) * c_stride_t + head.to(gl.int64) * c_stride_n
+            d_base = d_ptr + c_begin.to(gl.int64) * d_stride_t + head.to(gl.int64) * d_stride_n
             c_desc = tma.make_tensor_descriptor(c_base, [c_len, H], [c_stride_t, 1], [BC, H], c_smem.layout)
             d_desc = tma.make_tensor_descriptor(d_base, [c_len, H], [d_stride_t, 1], [BC, H], d_smem.layout)
             for j in range(0, c_len, BC):
@@ -62,9 +67,18 @@ def _p_and_slope(s, lse, scale, ACT: gl.constexpr):
     """(P, what dP is multiplied by to give dS); lse broadcasts against s."""
     if ACT == "softmax":
         p = gl.exp2(s * (scale * 1.4426950408889634) - lse)
-        return p, p * scale
-    p, slope = activate_with_grad(s * scale, ACT)
-    return p, slope * scale
+        return p, p
+    else:
+        return activate_with_grad(s * scale, ACT)
+
+
+@gluon.jit
+def _slope(s, lse, scale, ACT: gl.constexpr):
+    """What dP is multiplied by to give dS."""
+    if ACT == "softmax":
+        return gl.exp2(s * (scale * 1.4426950408889634) - lse)
+    else:
+        return slope_only(s * scale, ACT)
 
 
 @gluon.jit
@@ -76,10 +90,11 @@ def _ds(slope, dp, delta, ACT: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    GROUP: gl.constexpr, KV: gl.constexpr, OVERLAP: gl.constexpr, x_ptr, y_ptr, lse_ptr, delta_ptr, offsets_r, offsets_c, tile_sample, tile_row,
+    GROUP: gl.constexpr, KV: gl.constexpr, OVERLAP: gl.constexpr, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row,
     total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
     a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):  # fmt: skip
     """KV: x is dV and y is dK, scores are transposed (rows are keys). Otherwise y is dQ and x is unused."""
     pid = gl.program_id(0)
@@ -96,13 +111,13 @@ def _consumer(
     for i in range(rounds):
         t = zigzag(i, pid, programs)
         if t < total:
-            head, row, end, c_begin, c_len = tile_of(t, tile_sample, tile_row, offsets_r, offsets_c, HEADS)
+            head, row, r_begin, end, c_begin, c_len = tile_of(t, tile_sample, tile_row, bounds_r, bounds_c, HEADS)
             mbarrier.wait(r_full.index(0), ri & 1)
             ri += 1
             trips = (c_len + BC - 1) // BC
             x = gl.zeros([64, H], gl.float32, O_LAYOUT)
             y = gl.zeros([64, H], gl.float32, O_LAYOUT)
-            first = row + GROUP * 64
+            first = r_begin + row + GROUP * 64
             own = first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
             if first < end and trips > 0 and KV:
                 a = a_smem.index(GROUP)
@@ -115,22 +130,22 @@ def _consumer(
                     lse = zero
                     delta = zero
                     if ACT == "softmax":
-                        at = head * lse_stride_n + c_begin + j * BC + column
+                        at = head.to(gl.int64) * lse_stride_n + c_begin + j * BC + column
                         inside = column < c_len - j * BC
                         lse = gl.load(lse_ptr + at, mask=inside, other=float("inf"))[None, :]
                         delta = gl.load(delta_ptr + at, mask=inside, other=0.0)[None, :]
                     if OVERLAP:
                         s = warpgroup_mma_wait(1, [s_acc])
                         p32, slope = _p_and_slope(s, lse, scale, ACT)
-                        p = gl.convert_layout(p32.to(gl.bfloat16), P_LAYOUT)
+                        p = gl.convert_layout(p32.to(DTYPE), P_LAYOUT)
                         x_acc = warpgroup_mma(p, d_smem.index(sv), x, is_async=True)
                         dp = warpgroup_mma_wait(1, [dp_acc])
-                        ds = gl.convert_layout(_ds(slope, dp, delta, ACT).to(gl.bfloat16), P_LAYOUT)
+                        ds = gl.convert_layout(_ds(slope, dp, delta, ACT).to(DTYPE), P_LAYOUT)
                     else:
                         s, dp = warpgroup_mma_wait(0, [s_acc, dp_acc])
                         p32, slope = _p_and_slope(s, lse, scale, ACT)
-                        p = gl.convert_layout(p32.to(gl.bfloat16), P_LAYOUT)
-                        ds = gl.convert_layout(_ds(slope, dp, delta, ACT).to(gl.bfloat16), P_LAYOUT)
+                        p = gl.convert_layout(p32.to(DTYPE), P_LAYOUT)
+                        ds = gl.convert_layout(_ds(slope, dp, delta, ACT).to(DTYPE), P_LAYOUT)
                         x_acc = warpgroup_mma(p, d_smem.index(sv), x, is_async=True)
                     y_acc = warpgroup_mma(ds, c_smem.index(sv), y, is_async=True)
                     x, y, p, ds = warpgroup_mma_wait(0, [x_acc, y_acc, p, ds])
@@ -143,15 +158,19 @@ def _consumer(
                 lse = zero
                 delta = zero
                 if ACT == "softmax":
-                    lse = gl.load(lse_ptr + head * lse_stride_n + own, mask=own < end, other=float("inf"))[:, None]
-                    delta = gl.load(delta_ptr + head * lse_stride_n + own, mask=own < end, other=0.0)[:, None]
+                    lse = gl.load(lse_ptr + head.to(gl.int64) * lse_stride_n + own, mask=own < end, other=float("inf"))[:, None]
+                    delta = gl.load(delta_ptr + head.to(gl.int64) * lse_stride_n + own, mask=own < end, other=0.0)[:, None]
                 s0 = fill % STAGES
                 mbarrier.wait(c_full.index(s0), (fill // STAGES) & 1)
                 s_acc = warpgroup_mma(a, c_smem.index(s0).permute((1, 0)), zero, use_acc=False, is_async=True)
                 dp_acc = warpgroup_mma(b, d_smem.index(s0).permute((1, 0)), zero, use_acc=False, is_async=True)
                 s, dp = warpgroup_mma_wait(0, [s_acc, dp_acc])
-                p32, slope = _p_and_slope(s, lse, scale, ACT)
-                ds = gl.convert_layout(_ds(slope, dp, delta, ACT).to(gl.bfloat16), P_LAYOUT)
+                # A surplus key has logit 0, far above a row of very negative ones: its weight could overflow.
+                if ACT == "softmax":
+                    if c_len < BC:
+                        s = gl.where((column < c_len)[None, :], s, float("-inf"))
+                slope = _slope(s, lse, scale, ACT)
+                ds = gl.convert_layout(_ds(slope, dp, delta, ACT).to(DTYPE), P_LAYOUT)
                 for j in range(1, trips):
                     sv = fill % STAGES
                     s1 = (fill + 1) % STAGES
@@ -161,9 +180,12 @@ def _consumer(
                     dp_acc = warpgroup_mma(b, d_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
                     y_acc = warpgroup_mma(ds, c_smem.index(sv), y, is_async=True)
                     s = warpgroup_mma_wait(2, [s_acc])
-                    p32, slope = _p_and_slope(s, lse, scale, ACT)
+                    if ACT == "softmax":
+                        if j == trips - 1:
+                            s = gl.where((column < c_len - j * BC)[None, :], s, float("-inf"))
+                    slope = _slope(s, lse, scale, ACT)
                     dp = warpgroup_mma_wait(1, [dp_acc])
-                    ds_next = gl.convert_layout(_ds(slope, dp, delta, ACT).to(gl.bfloat16), P_LAYOUT)
+                    ds_next = gl.convert_layout(_ds(slope, dp, delta, ACT).to(DTYPE), P_LAYOUT)
                     # already complete: keeps the assembler from hoisting the wait below over the work that it hides
                     mbarrier.wait(c_full.index(s1), phase1)
                     y, ds, ds_next = warpgroup_mma_wait(0, [y_acc, ds, ds_next])
@@ -186,26 +208,28 @@ def _consumer(
                 rows = first + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
                 cols = gl.arange(0, H, layout=gl.SliceLayout(0, STORE))
                 mask = (rows < end)[:, None]
-                y_at = y_ptr + (rows.to(gl.int64) * y_stride_t)[:, None] + head * y_stride_n + cols[None, :]
-                gl.store(y_at, gl.convert_layout(y.to(gl.bfloat16), STORE), mask=mask)
+                y = y * scale
+                y_at = y_ptr + (rows.to(gl.int64) * y_stride_t)[:, None] + head.to(gl.int64) * y_stride_n + cols[None, :]
+                gl.store(y_at, gl.convert_layout(y.to(y_ptr.dtype.element_ty), STORE), mask=mask)
                 if KV:
-                    x_at = x_ptr + (rows.to(gl.int64) * x_stride_t)[:, None] + head * x_stride_n + cols[None, :]
-                    gl.store(x_at, gl.convert_layout(x.to(gl.bfloat16), STORE), mask=mask)
+                    x_at = x_ptr + (rows.to(gl.int64) * x_stride_t)[:, None] + head.to(gl.int64) * x_stride_n + cols[None, :]
+                    gl.store(x_at, gl.convert_layout(x.to(DTYPE), STORE), mask=mask)
 
 
 @gluon.jit
-def bwd_hopper_kernel(
-    a_desc, b_desc, c_ptr, d_ptr, x_ptr, y_ptr, lse_ptr, delta_ptr, offsets_r, offsets_c, tile_sample, tile_row, num_tiles,
+def backward_hopper_kernel(
+    a_desc, b_desc, c_ptr, d_ptr, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row, num_tiles,
     scale, c_stride_t, c_stride_n, d_stride_t, d_stride_n, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
     KV: gl.constexpr, OVERLAP: gl.constexpr, ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr = 240,
+    STAGES: gl.constexpr, SHARED: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
-    C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BC, H], gl.bfloat16)
+    DTYPE: gl.constexpr = a_desc.dtype
+    C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BC, H], DTYPE)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    a_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, H], a_desc.layout)
-    b_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, H], b_desc.layout)
-    c_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BC, H], C_LAYOUT)
-    d_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BC, H], C_LAYOUT)
+    a_smem = gl.allocate_shared_memory(DTYPE, [2, 64, H], a_desc.layout)
+    b_smem = gl.allocate_shared_memory(DTYPE, [2, 64, H], b_desc.layout)
+    c_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BC, H], C_LAYOUT)
+    d_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BC, H], C_LAYOUT)
     r_full = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
     r_free = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
     c_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
@@ -219,15 +243,15 @@ def bwd_hopper_kernel(
     total = gl.load(num_tiles) * HEADS
     gl.warp_specialize(
         [
-            (_consumer, (G(0), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, offsets_r, offsets_c, tile_sample, tile_row, total,
+            (_consumer, (G(0), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row, total,
                          scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
-                         a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free, ACT, HEADS, H, BC, STAGES)),
-            (_consumer, (G(1), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, offsets_r, offsets_c, tile_sample, tile_row, total,
+                         a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free, ACT, HEADS, H, BC, STAGES, DTYPE)),
+            (_consumer, (G(1), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row, total,
                          scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
-                         a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free, ACT, HEADS, H, BC, STAGES)),
-            (_producer, (a_desc, b_desc, c_ptr, d_ptr, offsets_r, offsets_c, tile_sample, tile_row, total,
+                         a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free, ACT, HEADS, H, BC, STAGES, DTYPE)),
+            (_producer, (a_desc, b_desc, c_ptr, d_ptr, bounds_r, bounds_c, tile_sample, tile_row, total,
                          c_stride_t, c_stride_n, d_stride_t, d_stride_n,
-                         a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free, HEADS, H, BC, STAGES)),
+                         a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free, HEADS, H, BC, STAGES, KV, SHARED)),
         ],
         [4, 1], [CONSUMER_REGS, 24],
     )  # fmt: skip

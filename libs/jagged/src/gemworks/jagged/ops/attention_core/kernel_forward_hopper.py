@@ -18,18 +18,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_common import activate, tile_of, zigzag
+from gemworks.jagged._triton.hopper_common import fold, tile_of, weigh, zigzag
 
 G = gl.constexpr
 
 
 @gluon.jit
 def _producer(
-    q_desc, k_ptr, v_ptr, offsets_q, offsets_k, tile_sample, tile_row, total,
+    q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
     k_stride_t, k_stride_n, v_stride_t, v_stride_n,
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-    HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr,
-    GROUPS: gl.constexpr,
+    HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
+    STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -39,10 +39,11 @@ def _producer(
     for i in range(rounds):
         t = zigzag(i, pid, programs)
         if t < total:
-            head, q_row, q_end, k_begin, k_len = tile_of(t, tile_sample, tile_row, offsets_q, offsets_k, HEADS)
+            head, row, q_begin, q_end, k_begin, k_len = tile_of(t, tile_sample, tile_row, bounds_q, bounds_k, HEADS)
             head_k = head // GROUP_HEADS
-            k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head_k * k_stride_n
-            v_base = v_ptr + k_begin.to(gl.int64) * v_stride_t + head_k * v_stride_n
+            q_row = row if SHARED else q_begin + row
+            k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head_k.to(gl.int64) * k_stride_n
+            v_base = v_ptr + k_begin.to(gl.int64) * v_stride_t + head_k.to(gl.int64) * v_stride_n
             k_desc = tma.make_tensor_descriptor(k_base, [k_len, H], [k_stride_t, 1], [BN, H], k_smem.layout)
             v_desc = tma.make_tensor_descriptor(v_base, [k_len, HV], [v_stride_t, 1], [BN, HV], v_smem.layout)
             qs = qi % QSTAGES
@@ -67,11 +68,11 @@ def _producer(
 
 @gluon.jit
 def _consumer(
-    GROUP: gl.constexpr, out_ptr, lse_ptr, offsets_q, offsets_k, tile_sample, tile_row, total, scale,
+    GROUP: gl.constexpr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
     out_stride_t, out_stride_n, lse_stride_n,
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr,
-    GROUPS: gl.constexpr,
+    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
+    STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -82,13 +83,15 @@ def _consumer(
     column = gl.arange(0, BN, layout=gl.SliceLayout(0, S_LAYOUT))
     zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
     scale2 = scale * 1.4426950408889634
+    b0, b1, b2, b3, b4 = fold(scale, ACT, FOLD)
     fill = 0
     qi = 0
     rounds = (total + programs - 1) // programs
     for i in range(rounds):
         t = zigzag(i, pid, programs)
         if t < total:
-            head, q_row, q_end, k_begin, k_len = tile_of(t, tile_sample, tile_row, offsets_q, offsets_k, HEADS)
+            head, row, q_begin, q_end, k_begin, k_len = tile_of(t, tile_sample, tile_row, bounds_q, bounds_k, HEADS)
+            q_row = q_begin + row
             qs = qi % QSTAGES
             mbarrier.wait(q_full.index(qs), (qi // QSTAGES) & 1)
             qi += 1
@@ -111,8 +114,8 @@ def _consumer(
                     probs = gl.exp2(scores * scale2 - peak[:, None])
                     total_p = gl.sum(probs, 1)
                 else:
-                    probs = activate(scores * scale, ACT)
-                p = gl.convert_layout(probs.to(gl.bfloat16), P_LAYOUT)
+                    probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
+                p = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                 mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
                 for j in range(1, trips):
                     s1 = (fill + 1) % STAGES
@@ -131,8 +134,8 @@ def _consumer(
                         total_p = total_p * fix + gl.sum(probs, 1)
                         peak = new_peak
                     else:
-                        probs = activate(scores * scale, ACT)
-                    p_next = gl.convert_layout(probs.to(gl.bfloat16), P_LAYOUT)
+                        probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
+                    p_next = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                     # The barrier also keeps the assembler from hoisting the wait below over the work that it hides.
                     mbarrier.wait(v_full.index(s1), phase1)
                     o, p, p_next = warpgroup_mma_wait(0, [acc, p, p_next])
@@ -160,27 +163,31 @@ def _consumer(
                     safe = gl.where(total_p > 0.0, total_p, 1.0)
                     lse = gl.where(total_p > 0.0, peak + gl.log2(safe), float("inf"))
                     lrow = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-                    gl.store(lse_ptr + head * lse_stride_n + lrow, lse, mask=lrow < q_end)
+                    gl.store(lse_ptr + head.to(gl.int64) * lse_stride_n + lrow, lse, mask=lrow < q_end)
                     o = o / gl.convert_layout(safe, gl.SliceLayout(1, O_LAYOUT))[:, None]
+                if FOLD:
+                    o = o * scale
                 rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
                 cols = gl.arange(0, HV, layout=gl.SliceLayout(0, STORE))
-                pointers = out_ptr + (rows.to(gl.int64) * out_stride_t)[:, None] + head * out_stride_n + cols[None, :]
-                gl.store(pointers, gl.convert_layout(o.to(gl.bfloat16), STORE), mask=(rows < q_end)[:, None])
+                pointers = out_ptr + (rows.to(gl.int64) * out_stride_t)[:, None] + head.to(gl.int64) * out_stride_n + cols[None, :]
+                gl.store(pointers, gl.convert_layout(o.to(DTYPE), STORE), mask=(rows < q_end)[:, None])
 
 
 @gluon.jit
-def fwd_hopper_kernel(
-    q_desc, k_ptr, v_ptr, out_ptr, lse_ptr, offsets_q, offsets_k, tile_sample, tile_row, num_tiles, scale,
+def forward_hopper_kernel(
+    q_desc, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale,
     k_stride_t, k_stride_n, v_stride_t, v_stride_n, out_stride_t, out_stride_n, lse_stride_n,
     ACT: gl.constexpr, HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
-    BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, CONSUMER_REGS: gl.constexpr = 232,
+    BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
+    FOLD: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
-    K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, H], gl.bfloat16)
-    V_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, HV], gl.bfloat16)
+    DTYPE: gl.constexpr = q_desc.dtype
+    K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, H], DTYPE)
+    V_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, HV], DTYPE)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_smem = gl.allocate_shared_memory(gl.bfloat16, [GROUPS * QSTAGES, 64, H], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, H], K_LAYOUT)
-    v_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, HV], V_LAYOUT)
+    q_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * QSTAGES, 64, H], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, H], K_LAYOUT)
+    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, HV], V_LAYOUT)
     q_full = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
     q_free = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
@@ -200,40 +207,40 @@ def fwd_hopper_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (G(0), out_ptr, lse_ptr, offsets_q, offsets_k, tile_sample, tile_row, total, scale,
+                (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS)),
-                (_consumer, (G(1), out_ptr, lse_ptr, offsets_q, offsets_k, tile_sample, tile_row, total, scale,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD)),
+                (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS)),
-                (_producer, (q_desc, k_ptr, v_ptr, offsets_q, offsets_k, tile_sample, tile_row, total,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD)),
+                (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
                              k_stride_t, k_stride_n, v_stride_t, v_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS)),
+                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED)),
             ],
             [4, 1], [CONSUMER_REGS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consumer, (G(0), out_ptr, lse_ptr, offsets_q, offsets_k, tile_sample, tile_row, total, scale,
+                (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS)),
-                (_consumer, (G(1), out_ptr, lse_ptr, offsets_q, offsets_k, tile_sample, tile_row, total, scale,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD)),
+                (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS)),
-                (_consumer, (G(2), out_ptr, lse_ptr, offsets_q, offsets_k, tile_sample, tile_row, total, scale,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD)),
+                (_consumer, (G(2), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS)),
-                (_producer, (q_desc, k_ptr, v_ptr, offsets_q, offsets_k, tile_sample, tile_row, total,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD)),
+                (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
                              k_stride_t, k_stride_n, v_stride_t, v_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS)),
+                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED)),
             ],
             [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, 24],
         )  # fmt: skip
