@@ -36,6 +36,7 @@ from gemworks.jagged.products import (
     jagged_jagged_matmul,
     split,
 )
+from gemworks.jagged.schedule import TileSchedule
 
 __all__ = [
     "Activation",
@@ -45,6 +46,7 @@ __all__ = [
     "Rope",
     "RopeTables",
     "SupportRow",
+    "TileSchedule",
     "apply_rope",
     "attention_flops",
     "block_attention",

@@ -6,11 +6,13 @@ that the op's own checks let through.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from gemworks.jagged._checks import DTYPES, MAX_HEAD_DIM
+from gemworks.jagged.ops.attention_core import table
 
 Direction = Literal["forward", "backward"]
 OPS = (
@@ -36,6 +38,7 @@ class Rule:
     Attributes:
         architectures: "any", or names such as "sm_90".
         max_head_dim: widest head for attention ops; None where it has no meaning.
+        head_dims: the only head widths; None for every one up to `max_head_dim`.
         config: name of the shipped configuration table, or "-".
     """
 
@@ -46,6 +49,7 @@ class Rule:
     directions: tuple[Direction, ...]
     max_head_dim: int | None
     config: str = "-"
+    head_dims: tuple[int, ...] | None = None
 
     def refusal(self, op: str, dtype: torch.dtype, architecture: str, head_dim: int | None) -> str | None:
         """Why this rule does not fit, or None if it does."""
@@ -57,10 +61,45 @@ class Rule:
             return f"runs on {', '.join(self.architectures)}, not on {architecture}"
         if head_dim is not None and op in ATTENTION_OPS and self.max_head_dim and head_dim > self.max_head_dim:
             return f"takes head widths up to {self.max_head_dim}, not {head_dim}"
+        if head_dim is not None and op in ATTENTION_OPS and self.head_dims and head_dim not in self.head_dims:
+            return f"takes head widths {', '.join(map(str, self.head_dims))}, not {head_dim}"
         return None
 
 
-RULES: tuple[Rule, ...] = (Rule("reference", OPS, DTYPES, ("any",), ("forward", "backward"), MAX_HEAD_DIM),)
+BOTH: tuple[Direction, ...] = ("forward", "backward")
+KERNEL_OPS = ("flash_attention", "gdpa", "seed_pool")
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "gluon",
+        KERNEL_OPS,
+        table.GLUON_DTYPES,
+        table.GLUON_ARCHITECTURES,
+        BOTH,
+        max(table.GLUON_HEAD_DIMS),
+        "attention_core/table.py",
+        table.GLUON_HEAD_DIMS,
+    ),
+    Rule(
+        "triton",
+        KERNEL_OPS,
+        table.TRITON_DTYPES,
+        table.TRITON_ARCHITECTURES,
+        BOTH,
+        table.TRITON_MAX_HEAD_DIM,
+        "attention_core/table.py",
+    ),
+    Rule("reference", OPS, DTYPES, ("any",), BOTH, MAX_HEAD_DIM),
+)
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """A `UserWarning`, the first time only; silent while a compiler traces."""
+    if torch.compiler.is_compiling() or message in _warned:
+        return
+    _warned.add(message)
+    warnings.warn(f"gemworks.jagged: {message}", stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -78,8 +117,8 @@ class SupportRow:
 def support() -> tuple[SupportRow, ...]:
     """The op x dtype x architecture x direction table, generated from the dispatch rules.
 
-    >>> {row.backend for row in support()}
-    {'reference'}
+    >>> sorted({row.backend for row in support()})
+    ['gluon', 'reference', 'triton']
     """
     return tuple(
         SupportRow(
@@ -103,8 +142,8 @@ class Explanation:
     """Which kernel an op would use.
 
     Attributes:
-        backend: "reference" today.
-        config: the kernel's configuration; "-" where there is nothing to choose.
+        backend: "gluon", "triton" or "reference". "gluon" may hand the backward to "triton": see `config`.
+        config: the kernel's configuration, step by step; "-" where there is nothing to choose.
         reason: in words, with the refusal of every backend that comes first.
     """
 
@@ -126,6 +165,9 @@ def architecture_of(device: torch.device | str) -> str:
     return f"sm_{major}{minor}"
 
 
+FEATURES = ("masked", "grouped", "shared_query", "bias", "qk_norm", "rope")
+
+
 def explain(
     op: str,
     *,
@@ -133,6 +175,9 @@ def explain(
     device: torch.device | str = "cpu",
     architecture: str | None = None,
     head_dim: int | None = None,
+    value_dim: int | None = None,
+    max_length_k: int = 1024,
+    features: tuple[str, ...] = (),
 ) -> Explanation:
     """Which backend and configuration `op` would use, and why.
 
@@ -142,22 +187,54 @@ def explain(
         device: where they live; asks the driver for a CUDA device's architecture.
         architecture: instead of `device`, for a machine that is not here, e.g. "sm_90".
         head_dim: H, for attention ops.
+        value_dim: width of v's heads; None for H.
+        max_length_k: the bound of the key lengths.
+        features: of an attention call: "masked" (causal or a window), "grouped" (fewer key heads), "shared_query",
+            "bias", "qk_norm", "rope".
 
     Raises:
-        ValueError: unknown op; nothing supports the request (the message says what is supported).
+        ValueError: unknown op or feature; nothing supports the request (the message says what is supported).
 
-    >>> print(explain("gdpa", dtype=torch.float32))
-    gdpa: reference (the only backend that takes float32 on cpu)
+    >>> print(explain("gdpa", dtype=torch.float64))
+    gdpa: reference (gluon does not take torch.float64; triton does not take torch.float64; takes float64 on cpu)
+    >>> explain("gdpa", architecture="sm_90", head_dim=128).backend
+    'gluon'
+    >>> explain("gdpa", architecture="sm_90", head_dim=128, features=("masked",)).backend
+    'triton'
     """
     if op not in OPS:
         raise ValueError(f"op: got {op!r}, expected one of {', '.join(OPS)}")
+    unknown = [f for f in features if f not in FEATURES]
+    if unknown:
+        raise ValueError(f"features: got {', '.join(unknown)}, expected some of {', '.join(FEATURES)}")
     place = architecture_of(device) if architecture is None else architecture
     refusals = []
     for rule in RULES:
         refusal = rule.refusal(op, dtype, place, head_dim)
+        config = rule.config
+        if refusal is None and rule.backend != "reference" and op in KERNEL_OPS:
+            width = head_dim or 128
+            shape = table.Shape(
+                table.SOFTMAX if op == "flash_attention" else "gelu",
+                dtype,
+                width,
+                value_dim or width,
+                "masked" in features,
+                "shared_query" in features or op == "seed_pool",
+                "grouped" in features,
+                max_length_k,
+            )
+            if "bias" in features:
+                refusal = "has no bias"
+            elif rule.backend == "gluon":
+                refusal = table.gluon_refusal("forward", shape, place)
+            config = "; ".join(f"{step}: {table.choose(step, shape, place)}" for step in table.STEPS)
         if refusal is None:
             name = str(dtype).removeprefix("torch.")
-            reason = f"{'; '.join(refusals)}; " if refusals else ""
-            return Explanation(op, rule.backend, rule.config, f"{reason}the only backend that takes {name} on {place}")
-        refusals.append(f"{rule.backend} {refusal}")
+            reasons = [*refusals, f"takes {name} on {place}"]
+            front = [f for f in ("qk_norm", "rope") if f in features]
+            if front and rule.backend != "reference":
+                reasons.append(f"{' and '.join(front)} run before it, in PyTorch")
+            return Explanation(op, rule.backend, config, "; ".join(reasons))
+        refusals.append(refusal if refusal.startswith(rule.backend) else f"{rule.backend} {refusal}")
     raise ValueError(f"{op}: {'; '.join(refusals)}; support() lists every op, dtype and architecture")

@@ -67,7 +67,9 @@ class TileSchedule:
         with_offsets = offsets_q if offsets_q is not None else offsets_k
         if with_offsets is None:
             raise ValueError("offsets_q, offsets_k: got neither, expected at least one; B comes from them")
-        check_offsets("offsets", with_offsets, total=total_q if offsets_q is not None else total_k or 0, max_length=None)
+        check_offsets(
+            "offsets", with_offsets, total=total_q if offsets_q is not None else total_k or 0, max_length=None
+        )
         b = with_offsets.shape[0] - 1 if num_sequences is None else num_sequences
         device = with_offsets.device
         steps = torch.arange(b + 1, device=device, dtype=torch.int32)
@@ -145,6 +147,4 @@ def _unflatten(tensors: Any, heights: str) -> TileSchedule:
     return out
 
 
-pytree.register_pytree_node(
-    TileSchedule, _flatten, _unflatten, serialized_type_name="gemworks.jagged.TileSchedule"
-)
+pytree.register_pytree_node(TileSchedule, _flatten, _unflatten, serialized_type_name="gemworks.jagged.TileSchedule")

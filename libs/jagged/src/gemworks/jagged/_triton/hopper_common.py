@@ -42,7 +42,7 @@ def zigzag(i, pid, programs):
 
 @gluon.jit
 def tile_of(t, tile_sample, tile_row, bounds_r, bounds_s, HEADS: gl.constexpr):
-    """(head, first row of the tile in its sequence, begin and end of its sequence, begin and length of the other side)."""
+    """(head, first row of the tile in its sequence, begin and end of that, begin and length of the other side)."""
     head = t % HEADS
     tile = t // HEADS
     sample = gl.load(tile_sample + tile)
@@ -106,7 +106,7 @@ def activate(x, ACT: gl.constexpr):
     elif ACT == "leaky_relu":
         return gl.where(x > 0.0, x, x * LEAKY_SLOPE)
     elif ACT == "gelu":
-        phi, e = _normal_cdf(x)
+        phi, _e = _normal_cdf(x)
         return x * phi
     elif ACT == "gelu_tanh":
         return x * _sigmoid(x * (x * x * 0.044715 + 1.0) * 1.5957691216057308)
@@ -176,7 +176,7 @@ def slope_only(x, ACT: gl.constexpr):
     if ACT == "fast_gelu":
         return _gelu_slope(x, x * x)
     else:
-        y, slope = activate_with_grad(x, ACT)
+        _y, slope = activate_with_grad(x, ACT)
         return slope
 
 

@@ -7,6 +7,7 @@ scores and dP of streamed tile j + 1 while the accumulating products of tile j r
 warpgroup and summed in a fixed order, so repeats are bit-equal.
 """
 
+from gemworks.jagged._triton.hopper_common import activate_with_grad, slope_only, tile_of, zigzag
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,8 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from gemworks.jagged._triton.hopper_common import activate_with_grad, slope_only, tile_of, zigzag
 
 G = gl.constexpr
 
@@ -158,8 +157,12 @@ def _consumer(
                 lse = zero
                 delta = zero
                 if ACT == "softmax":
-                    lse = gl.load(lse_ptr + head.to(gl.int64) * lse_stride_n + own, mask=own < end, other=float("inf"))[:, None]
-                    delta = gl.load(delta_ptr + head.to(gl.int64) * lse_stride_n + own, mask=own < end, other=0.0)[:, None]
+                    lse = gl.load(lse_ptr + head.to(gl.int64) * lse_stride_n + own, mask=own < end, other=float("inf"))[
+                        :, None
+                    ]
+                    delta = gl.load(delta_ptr + head.to(gl.int64) * lse_stride_n + own, mask=own < end, other=0.0)[
+                        :, None
+                    ]
                 s0 = fill % STAGES
                 mbarrier.wait(c_full.index(s0), (fill // STAGES) & 1)
                 s_acc = warpgroup_mma(a, c_smem.index(s0).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -209,10 +212,17 @@ def _consumer(
                 cols = gl.arange(0, H, layout=gl.SliceLayout(0, STORE))
                 mask = (rows < end)[:, None]
                 y = y * scale
-                y_at = y_ptr + (rows.to(gl.int64) * y_stride_t)[:, None] + head.to(gl.int64) * y_stride_n + cols[None, :]
+                y_at = (
+                    y_ptr + (rows.to(gl.int64) * y_stride_t)[:, None] + head.to(gl.int64) * y_stride_n + cols[None, :]
+                )
                 gl.store(y_at, gl.convert_layout(y.to(y_ptr.dtype.element_ty), STORE), mask=mask)
                 if KV:
-                    x_at = x_ptr + (rows.to(gl.int64) * x_stride_t)[:, None] + head.to(gl.int64) * x_stride_n + cols[None, :]
+                    x_at = (
+                        x_ptr
+                        + (rows.to(gl.int64) * x_stride_t)[:, None]
+                        + head.to(gl.int64) * x_stride_n
+                        + cols[None, :]
+                    )
                     gl.store(x_at, gl.convert_layout(x.to(DTYPE), STORE), mask=mask)
 
 

@@ -8,6 +8,7 @@ of the last tile only. Each consumer owns 64 query rows; while P V of tile j run
 on the scores of tile j + 1.
 """
 
+from gemworks.jagged._triton.hopper_common import fold, tile_of, weigh, zigzag
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,8 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from gemworks.jagged._triton.hopper_common import fold, tile_of, weigh, zigzag
 
 G = gl.constexpr
 
@@ -169,7 +168,12 @@ def _consumer(
                     o = o * scale
                 rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
                 cols = gl.arange(0, HV, layout=gl.SliceLayout(0, STORE))
-                pointers = out_ptr + (rows.to(gl.int64) * out_stride_t)[:, None] + head.to(gl.int64) * out_stride_n + cols[None, :]
+                pointers = (
+                    out_ptr
+                    + (rows.to(gl.int64) * out_stride_t)[:, None]
+                    + head.to(gl.int64) * out_stride_n
+                    + cols[None, :]
+                )
                 gl.store(pointers, gl.convert_layout(o.to(DTYPE), STORE), mask=(rows < q_end)[:, None])
 
 

@@ -13,7 +13,10 @@ import torch
 from gemworks.jagged._checks import is_host
 from gemworks.jagged._dense import Align, Mask
 from gemworks.jagged._packing import Side, make_plan
+from gemworks.jagged.dispatch import architecture_of, warn_once
+from gemworks.jagged.ops.attention_core import table
 from gemworks.jagged.ops.attention_core.reference import SOFTMAX, Rule, backward_reference, forward_reference
+from gemworks.jagged.schedule import TileSchedule
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -38,14 +41,13 @@ def attention(
     side_k: Side,
     num_sequences: int,
     rule: Rule,
-    tiles: list[Tensor],
-    heights: str,
+    schedule: TileSchedule | None,
 ) -> Tensor:
     """[rows of q's side, N, V]; arguments as for `forward_reference`. Differentiable once in q, k and v.
 
     Args:
         side_q, side_k: the same object for self-attention.
-        tiles, heights: of a `TileSchedule` (`op_arguments`); an empty list and "" let the kernel build its own.
+        schedule: of this batch; None lets the kernel build its own.
     """
     out, _ = torch.ops.gemworks_jagged.attention_forward(
         q,
@@ -53,8 +55,8 @@ def attention(
         v,
         side_q.offsets,
         None if side_k is side_q else side_k.offsets,
-        tiles,
-        heights,
+        [] if schedule is None else list(schedule.tensors),
+        "" if schedule is None else schedule.heights,
         num_sequences,
         -1 if side_k.rows is None else side_k.rows,
         side_q.max_length,
@@ -127,8 +129,76 @@ attention_forward = torch.library.custom_op(
     "gemworks_jagged::attention_forward", _forward_on_host, mutates_args=(), device_types="cpu", schema=_FORWARD_SCHEMA
 )
 attention_backward = torch.library.custom_op(
-    "gemworks_jagged::attention_backward", _backward_on_host, mutates_args=(), device_types="cpu", schema=_BACKWARD_SCHEMA
+    "gemworks_jagged::attention_backward",
+    _backward_on_host,
+    mutates_args=(),
+    device_types="cpu",
+    schema=_BACKWARD_SCHEMA,
 )
+
+
+def _problem(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str) -> Any:
+    from gemworks.jagged.ops.attention_core import launch
+
+    if call.tiles:
+        schedule = TileSchedule(tuple(call.tiles), call.heights)
+    else:
+        packed_k = call.side_k.offsets if call.side_k is not call.side_q else None
+        schedule = TileSchedule.build(
+            call.side_q.offsets,
+            packed_k,
+            total_q=q.shape[0],
+            total_k=None if packed_k is None else k.shape[0],
+            rows_k=call.side_k.rows if call.side_k is not call.side_q else None,
+            num_sequences=call.num_sequences,
+            heights="",
+        )
+    bound = call.side_k.max_length if call.side_k.rows is None else call.side_k.rows
+    q, k, v = (launch.rowwise(x) for x in (q, k, v))
+    return launch.Problem(q, k, v, call.rule, schedule, bound, architecture, call.side_q.total)
+
+
+def _kernels_take(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str) -> bool:
+    """Whether some kernel covers the call; warns once where the reference has to run on a device."""
+    bound = call.side_k.max_length if call.side_k.rows is None else call.side_k.rows
+    shape = table.Shape(
+        call.rule.activation,
+        q.dtype,
+        q.shape[2],
+        v.shape[2],
+        not call.rule.mask.is_full,
+        call.rule.shared_query,
+        q.shape[1] != k.shape[1],
+        bound,
+    )
+    if table.choose("forward", shape, architecture) is not None:
+        return True
+    warn_once(
+        f"attention runs on the reference backend, padded to max_length: {table.triton_refusal(shape, architecture)}"
+    )
+    return False
+
+
+@attention_forward.register_kernel("cuda")
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    call, architecture = Call(q, k, *rest), architecture_of(q.device)
+    if not _kernels_take(q, k, v, call, architecture):
+        return _forward_on_host(q, k, v, *rest)
+    from gemworks.jagged.ops.attention_core import launch
+
+    return launch.forward(_problem(q, k, v, call, architecture))
+
+
+@attention_backward.register_kernel("cuda")
+def _(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    call, architecture = Call(q, k, *rest), architecture_of(q.device)
+    if not _kernels_take(q, k, v, call, architecture):
+        return _backward_on_host(d_out, q, k, v, out, lse, *rest)
+    from gemworks.jagged.ops.attention_core import launch
+
+    return launch.backward(_problem(q, k, v, call, architecture), d_out, out, lse)
 
 
 @attention_forward.register_fake

@@ -128,9 +128,7 @@ def backward_reference(
     return dq.to(q.dtype).contiguous(), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _parts(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, rule: Rule
-) -> list[tuple[Tensor, Tensor, Tensor, Group]]:
+def _parts(q: Tensor, k: Tensor, v: Tensor, plan: Plan, rule: Rule) -> list[tuple[Tensor, Tensor, Tensor, Group]]:
     """Of each group: q [b, M, G * L, H] (the query heads of one key head side by side), k and v [b, M, K, ...]."""
     num_heads_k = k.shape[1]
     k_parts = split_groups(pad_rows(k, plan.layout_k), plan.groups, num_heads_k, "k")
