@@ -2,12 +2,12 @@
 
 Both functions are `x * s(x)` with `s` rising from 0 to 1 and `s(x) - 1/2` odd.
 
-`fast_gelu` is `x * clamp(1/2 + x P(x^2), 0, 1)`: one clamp, free on a GPU (a modifier of the last multiply-add). P has a
-positive leading coefficient, so it saturates by itself. Above the point c where even a gate of exactly 1 is within the
-error e, overshooting costs nothing; c and e are found together, by repeating the fit.
+`fast_gelu` is `x * clamp(1/2 + x P(x^2), 0, 1)`: one clamp, free on a GPU (a modifier of the last multiply-add). The
+leading coefficient of P is positive, so it saturates by itself. Above the point c where even a gate of exactly 1 is
+within the error e, overshooting costs nothing; c and e are found together, by repeating the fit.
 
 `fast_silu` is `x * (1/2 + clamp(u P(u^2), -1/2, 1/2))`, `u = clamp(x, -c, c)`. The constraint `c P(c^2) >= 1/2 + margin`
-keeps rounding from stopping the clamp short of saturation, so the result is exactly x above c and exactly 0 below -c.
+keeps rounding from stopping the clamp short of saturation: the result is exactly x above c and exactly 0 below -c.
 
 Both minimise the largest error on a grid with a linear programme.
 
@@ -44,6 +44,7 @@ def fit_gelu(gate: Gate, degree: int) -> np.ndarray:
     target = x * (gate(x) - 0.5)
     basis = x[:, None] ** 2 * (x[:, None] ** 2 / 9.0) ** np.arange(degree + 1)
     low, high = 3.0, 4.0
+    coefficients = np.zeros(degree + 1)
     for _ in range(40):
         c = (low + high) / 2
         free, saturated = x > c, x >= c + 0.6
@@ -55,7 +56,7 @@ def fit_gelu(gate: Gate, degree: int) -> np.ndarray:
                 (-basis[saturated] / x[saturated, None], np.full(saturated.sum(), -0.5 - MARGIN), False),
             ],
         )
-        # With c too small, a gate of 1 above it is wrong by more than the fit; with c too large the fit could be better.
+        # With c too small, a gate of 1 above it is wrong by more than the fit; with c too large the fit is loose.
         low, high = (c, high) if c * (1 - gate(np.array([c])))[0] > error else (low, c)
     return coefficients / 9.0 ** np.arange(degree + 1)
 
@@ -73,7 +74,7 @@ def fit_silu(gate: Gate, c: float, degree: int) -> np.ndarray:
     power = np.polynomial.chebyshev.Chebyshev(coefficients, domain=[0.0, 1.0]).convert(
         kind=np.polynomial.Polynomial, domain=[-1, 1], window=[-1, 1]
     )
-    return power.coef / c ** (2 * np.arange(degree + 1))
+    return np.asarray(power.coef, dtype=np.float64) / c ** (2 * np.arange(degree + 1))
 
 
 def horner(coefficients: np.ndarray, t: np.ndarray) -> np.ndarray:

@@ -7,6 +7,8 @@ scores and dP of streamed tile j + 1 while the accumulating products of tile j r
 warpgroup and summed in a fixed order, so repeats are bit-equal.
 """
 
+# ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
+
 from gemworks.jagged._triton.hopper_common import activate_with_grad, slope_only, tile_of, zigzag
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,7 +28,8 @@ def _producer(
     a_desc, b_desc, c_ptr, d_ptr, bounds_r, bounds_c, tile_sample, tile_row, total,
     c_stride_t, c_stride_n, d_stride_t, d_stride_n,
     a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
-    HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr, SHARED: gl.constexpr,
+    HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr,
+    SHARED: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -36,7 +39,7 @@ def _producer(
     for i in range(rounds):
         t = zigzag(i, pid, programs)
         if t < total:
-            head, row, r_begin, end, c_begin, c_len = tile_of(t, tile_sample, tile_row, bounds_r, bounds_c, HEADS)
+            head, row, r_begin, _end, c_begin, c_len = tile_of(t, tile_sample, tile_row, bounds_r, bounds_c, HEADS)
             # A shared query is the same rows for every sequence: resident for dQ (a), streamed for dK and dV (c).
             a_row = row if SHARED and not KV else r_begin + row
             q_begin = 0 if SHARED and KV else c_begin
@@ -89,8 +92,8 @@ def _ds(slope, dp, delta, ACT: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    GROUP: gl.constexpr, KV: gl.constexpr, OVERLAP: gl.constexpr, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row,
-    total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
+    GROUP: gl.constexpr, KV: gl.constexpr, OVERLAP: gl.constexpr, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c,
+    tile_sample, tile_row, total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
     a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr,
     DTYPE: gl.constexpr,
@@ -201,7 +204,7 @@ def _consumer(
                 mbarrier.arrive(c_free.index(fill % STAGES), count=1)
                 fill += 1
             else:
-                for j in range(trips):  # nothing to do in this half: hand the stages on
+                for _j in range(trips):  # nothing to do in this half: hand the stages on
                     s0 = fill % STAGES
                     mbarrier.wait(c_full.index(s0), (fill // STAGES) & 1)
                     mbarrier.arrive(c_free.index(s0), count=1)
@@ -228,8 +231,9 @@ def _consumer(
 
 @gluon.jit
 def backward_hopper_kernel(
-    a_desc, b_desc, c_ptr, d_ptr, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row, num_tiles,
-    scale, c_stride_t, c_stride_n, d_stride_t, d_stride_n, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
+    a_desc, b_desc, c_ptr, d_ptr, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row,
+    num_tiles, scale, c_stride_t, c_stride_n, d_stride_t, d_stride_n,
+    x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
     KV: gl.constexpr, OVERLAP: gl.constexpr, ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr,
     STAGES: gl.constexpr, SHARED: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
@@ -253,15 +257,18 @@ def backward_hopper_kernel(
     total = gl.load(num_tiles) * HEADS
     gl.warp_specialize(
         [
-            (_consumer, (G(0), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row, total,
-                         scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
-                         a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free, ACT, HEADS, H, BC, STAGES, DTYPE)),
-            (_consumer, (G(1), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row, total,
-                         scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
-                         a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free, ACT, HEADS, H, BC, STAGES, DTYPE)),
+            (_consumer, (G(0), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row,
+                         total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
+                         a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
+                         ACT, HEADS, H, BC, STAGES, DTYPE)),
+            (_consumer, (G(1), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row,
+                         total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
+                         a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
+                         ACT, HEADS, H, BC, STAGES, DTYPE)),
             (_producer, (a_desc, b_desc, c_ptr, d_ptr, bounds_r, bounds_c, tile_sample, tile_row, total,
                          c_stride_t, c_stride_n, d_stride_t, d_stride_n,
-                         a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free, HEADS, H, BC, STAGES, KV, SHARED)),
+                         a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
+                         HEADS, H, BC, STAGES, KV, SHARED)),
         ],
         [4, 1], [CONSUMER_REGS, 24],
     )  # fmt: skip

@@ -2,10 +2,10 @@
 
 Letters: M query rows of a tile (2 x 64), n key rows of a tile (BN), H head width.
 
-The producer loads K and V through descriptors that it builds per sequence: rows past a sequence's end arrive as zeros,
-never as a neighbour's. An element-wise activation has act(0) = 0, so zeros need no mask at all; softmax masks the columns
-of the last tile only. Each consumer owns 64 query rows; while P V of tile j runs on the tensor cores, the consumer works
-on the scores of tile j + 1.
+The producer loads K and V through descriptors that it builds per sequence: rows past a sequence's end arrive as
+zeros, never as a neighbour's. An element-wise activation has act(0) = 0, so zeros need no mask at all; softmax masks
+the columns of the last tile only. Each consumer owns 64 query rows; while P V of tile j runs on the tensor cores, the
+consumer works on the scores of tile j + 1.
 """
 
 from gemworks.jagged._triton.hopper_common import fold, tile_of, weigh, zigzag
@@ -38,7 +38,7 @@ def _producer(
     for i in range(rounds):
         t = zigzag(i, pid, programs)
         if t < total:
-            head, row, q_begin, q_end, k_begin, k_len = tile_of(t, tile_sample, tile_row, bounds_q, bounds_k, HEADS)
+            head, row, q_begin, _q_end, k_begin, k_len = tile_of(t, tile_sample, tile_row, bounds_q, bounds_k, HEADS)
             head_k = head // GROUP_HEADS
             q_row = row if SHARED else q_begin + row
             k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head_k.to(gl.int64) * k_stride_n
@@ -89,7 +89,7 @@ def _consumer(
     for i in range(rounds):
         t = zigzag(i, pid, programs)
         if t < total:
-            head, row, q_begin, q_end, k_begin, k_len = tile_of(t, tile_sample, tile_row, bounds_q, bounds_k, HEADS)
+            head, row, q_begin, q_end, _k_begin, k_len = tile_of(t, tile_sample, tile_row, bounds_q, bounds_k, HEADS)
             q_row = q_begin + row
             qs = qi % QSTAGES
             mbarrier.wait(q_full.index(qs), (qi // QSTAGES) & 1)
@@ -149,7 +149,7 @@ def _consumer(
                 mbarrier.arrive(v_free.index(fill % STAGES), count=1)
                 fill += 1
             else:
-                for j in range(trips):  # nothing to do in this half: hand the stages on
+                for _j in range(trips):  # nothing to do in this half: hand the stages on
                     s0 = fill % STAGES
                     mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
                     mbarrier.arrive(k_free.index(s0), count=1)

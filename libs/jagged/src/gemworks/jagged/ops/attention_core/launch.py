@@ -10,13 +10,21 @@ from typing import Any
 
 import torch
 import triton
+from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core import table
-from gemworks.jagged.ops.attention_core.kernel_backward import backward_kv_kernel, backward_q_kernel, delta_kernel
-from gemworks.jagged.ops.attention_core.kernel_forward import forward_kernel
+from gemworks.jagged.ops.attention_core.kernel_backward import backward_kv_kernel as _backward_kv
+from gemworks.jagged.ops.attention_core.kernel_backward import backward_q_kernel as _backward_q
+from gemworks.jagged.ops.attention_core.kernel_backward import delta_kernel as _delta
+from gemworks.jagged.ops.attention_core.kernel_forward import forward_kernel as _forward
 from gemworks.jagged.ops.attention_core.reference import Rule
 from gemworks.jagged.schedule import TileSchedule
 from torch import Tensor
 
+# Triton's kernels are not callables to a type checker.
+forward_kernel: Any = _forward
+backward_kv_kernel: Any = _backward_kv
+backward_q_kernel: Any = _backward_q
+delta_kernel: Any = _delta
 UNBOUNDED = 1 << 30
 DELTA_ROWS = 32
 
@@ -67,7 +75,7 @@ def rowwise(x: Tensor) -> Tensor:
 
 
 def _width(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_two(head_dim))
 
 
 def _precision(x: Tensor) -> str:

@@ -1,15 +1,16 @@
-"""Starts the Gluon kernels (sm_90): descriptors, one persistent program per multiprocessor, and the allocator they need."""
+"""Starts the Gluon kernels (sm_90): descriptors, one persistent program per multiprocessor, the allocator they need."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
-from gemworks.jagged.ops.attention_core.kernel_backward_hopper import backward_hopper_kernel
-from gemworks.jagged.ops.attention_core.kernel_forward_hopper import forward_hopper_kernel
+from gemworks.jagged.ops.attention_core.kernel_backward_hopper import backward_hopper_kernel as _backward
+from gemworks.jagged.ops.attention_core.kernel_forward_hopper import forward_hopper_kernel as _forward
 from gemworks.jagged.ops.attention_core.launch import Problem
 from gemworks.jagged.ops.attention_core.table import GluonConfig
 from torch import Tensor
@@ -19,12 +20,15 @@ from triton.runtime import _allocation
 
 # Scales between which every folded coefficient is a normal float32; others are multiplied score by score.
 FOLD_RANGE = (1e-3, 1e3)
-_GL_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+# Triton's kernels are not callables to a type checker.
+forward_hopper_kernel: Any = _forward
+backward_hopper_kernel: Any = _backward
+_GL_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @contextmanager
 def _device_allocator(device: torch.device) -> Iterator[None]:
-    """Kernels that build descriptors on the device need scratch memory from the host's allocator; it is put back after."""
+    """Kernels that build descriptors need scratch memory from the host's allocator; the caller's one is put back."""
     before = _allocation._allocator.get()
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
     try:
@@ -56,7 +60,7 @@ def streamable(x: Tensor) -> Tensor:
 
 def _descriptor(x: Tensor) -> TensorDescriptor:
     total, heads, width = x.shape
-    layout = gl.NVMMASharedLayout.get_default_for([64, width], _GL_DTYPES[x.dtype])
+    layout: Any = gl.NVMMASharedLayout.get_default_for([64, width], _GL_DTYPES[x.dtype])
     flat = x.as_strided((total, heads * width), (x.stride(0), 1))
     return TensorDescriptor(flat, [total, heads * width], [x.stride(0), 1], [64, width], layout)
 

@@ -6,19 +6,18 @@ kernel is chosen by table.py and started by launch.py. No kernel reads a device 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from gemworks.jagged._checks import is_host
 from gemworks.jagged._dense import Align, Mask
-from gemworks.jagged._packing import Side, make_plan
+from gemworks.jagged._imports import when_imported
+from gemworks.jagged._packing import Plan, Side, make_plan
 from gemworks.jagged.dispatch import architecture_of, warn_once
 from gemworks.jagged.ops.attention_core import table
 from gemworks.jagged.ops.attention_core.reference import SOFTMAX, Rule, backward_reference, forward_reference
 from gemworks.jagged.schedule import TileSchedule
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 # int64 positions would overflow if an unbounded window were added to them; no sequence is this long.
 UNBOUNDED = 1 << 30
@@ -109,7 +108,7 @@ class Call:
         else:
             self.side_k = Side(k.shape[0], offsets=offsets_k, max_length=max_length_k)
 
-    def plan(self, q: Tensor, k: Tensor) -> Any:
+    def plan(self, q: Tensor, k: Tensor) -> Plan:
         return make_plan(self.side_q, self.side_k, self.num_sequences, q.shape[1], k.shape[1], q.device)
 
 
@@ -251,8 +250,8 @@ def _count_pairs(q: Tensor, k: Tensor, *rest: Any) -> int:
 
         lengths_q = lengths(offsets_q, q.shape[0])
         lengths_k = lengths_q if rows_k < 0 and offsets_k is None else lengths(offsets_k, rows_k)
-        bounds = tuple(-1 if w >= UNBOUNDED else w for w in (left, right))
-        return int(num_pairs(lengths_q, lengths_k, window=bounds, align=align))
+        bounds = [-1 if w >= UNBOUNDED else w for w in (left, right)]
+        return int(num_pairs(lengths_q, lengths_k, window=(bounds[0], bounds[1]), align=align))
     max_k = rows_k if rows_k >= 0 else (max_q if offsets_k is None else max_k)
     max_q = q.shape[0] if shared_query else max_q
     total_q = num_sequences * q.shape[0] if shared_query else q.shape[0]
@@ -266,10 +265,14 @@ def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = N
 def _backward_flops(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, *rest: Any, out_val: Any = None, **_: Any
 ) -> int:
-    """Five products: the recomputed logits, dP, dV, dQ and dK; as torch counts its own attention, not those of a split."""
+    """Five products: the recomputed logits, dP, dV, dQ and dK, as torch counts its own attention."""
     return 2 * _count_pairs(q, k, *rest) * q.shape[1] * (3 * q.shape[2] + 2 * v.shape[2])
 
 
-_count: Callable[..., Any] = register_flop_formula
-_count(torch.ops.gemworks_jagged.attention_forward, get_raw=True)(_forward_flops)
-_count(torch.ops.gemworks_jagged.attention_backward, get_raw=True)(_backward_flops)
+def _register_flops(flop_counter: Any) -> None:
+    forward, backward = torch.ops.gemworks_jagged.attention_forward, torch.ops.gemworks_jagged.attention_backward
+    flop_counter.register_flop_formula(forward, get_raw=True)(_forward_flops)
+    flop_counter.register_flop_formula(backward, get_raw=True)(_backward_flops)
+
+
+when_imported("torch.utils.flop_counter", _register_flops)

@@ -1,9 +1,9 @@
 """Attention forward and backward as explicit formulas in PyTorch: the CPU kernel of the custom ops.
 
-One family: `P V` with `P = softmax(scale * Q K^T)` or `P = act(scale * Q K^T)`, over the admitted pairs of each sequence.
-The backward recomputes P from q, k and the saved log-sum-exp and holds one group's logits at a time.
+One family: `P V` with `P = softmax(scale * Q K^T)` or `P = act(scale * Q K^T)`, over the admitted pairs of each
+sequence. The backward recomputes P from q, k and the saved log-sum-exp and holds one group's logits at a time.
 
-Letters: b sequences of a group, T packed rows, N query heads, M key heads, G = N / M, L queries, K keys, H and V widths.
+Letters: b sequences of a group, T packed rows, N query heads, M key heads, G = N / M, L queries, K keys, H, V widths.
 """
 
 from __future__ import annotations

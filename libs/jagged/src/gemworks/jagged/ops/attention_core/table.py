@@ -134,7 +134,8 @@ def gluon_refusal(step: Step, shape: Shape, architecture: str) -> str | None:
     if shape.dtype not in GLUON_DTYPES:
         return f"gluon does not take {shape.dtype}"
     if shape.head_dim not in GLUON_HEAD_DIMS or shape.value_dim != shape.head_dim:
-        return f"gluon takes equal head widths of q, k and v in {GLUON_HEAD_DIMS}, not {shape.head_dim} and {shape.value_dim}"
+        widths = f"{shape.head_dim} and {shape.value_dim}"
+        return f"gluon takes equal head widths of q, k and v in {GLUON_HEAD_DIMS}, not {widths}"
     if shape.masked:
         return "gluon has no causal or window mask"
     if shape.grouped and step != "forward":

@@ -30,8 +30,8 @@ Activation = Literal[
 
 LEAKY_RELU_SLOPE = 0.01
 
-# fast_gelu(x) = x * clamp(1/2 + x * P(x^2), 0, 1); low power first, exact in float32. The leading coefficient is positive,
-# so the gate saturates by itself: at |x| = FAST_GELU_CUT and beyond the result is exactly x or exactly 0.
+# fast_gelu(x) = x * clamp(1/2 + x * P(x^2), 0, 1); low power first, exact in float32. The leading coefficient is
+# positive, so the gate saturates by itself: at |x| = FAST_GELU_CUT and beyond the result is exactly x or exactly 0.
 FAST_GELU_COEFFICIENTS = (
     0.39411699771881104,
     -0.059641171246767044,
