@@ -6,7 +6,7 @@ Both functions are `x * s(x)` with `s` rising from 0 to 1 and `s(x) - 1/2` odd.
 leading coefficient of P is positive, so it saturates by itself. Above the point c where even a gate of exactly 1 is
 within the error e, overshooting costs nothing; c and e are found together, by repeating the fit.
 
-`fast_silu` is `x * (1/2 + clamp(u P(u^2), -1/2, 1/2))`, `u = clamp(x, -c, c)`. The constraint `c P(c^2) >= 1/2 + margin`
+`fast_silu` is `x * (1/2 + clamp(u P(u^2), -1/2, 1/2))`, `u = clamp(x, -c, c)`. Requiring `c P(c^2) >= 1/2 + margin`
 keeps rounding from stopping the clamp short of saturation: the result is exactly x above c and exactly 0 below -c.
 
 Both minimise the largest error on a grid with a linear programme.
