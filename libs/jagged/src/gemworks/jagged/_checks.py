@@ -17,7 +17,7 @@ MAX_HEAD_DIM = 256
 
 def is_host(x: Tensor) -> bool:
     """Whether the values of `x` can be read for free: a plain CPU tensor, not a fake one or a traced one."""
-    return x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
+    return not torch.compiler.is_compiling() and x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
 
 
 def check_float(name: str, x: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
