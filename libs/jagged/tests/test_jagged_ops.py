@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 pytestmark = pytest.mark.reference
@@ -61,9 +62,9 @@ def test_backward_formulas_equal_autograd_of_loops(activation: str, kind: str, m
     q, k, v = args[:3]
     out, _ = call(args)
     weigh = softmax_weights if activation == "softmax" else activation_weights(ACTIVATIONS[activation])
-    keys = (k, v) if kind != "fixed" else (x.view(5, 7, *x.shape[1:]) for x in (k, v))
+    keys, values = (x.view(5, 7, *x.shape[1:]) if kind == "fixed" else x for x in (k, v))
     truth = attention_loop(
-        q, *keys, args[3], args[4], weigh=weigh, scale=0.4, shared_query=kind == "shared", **MASKS[mask][2]
+        q, keys, values, args[3], args[4], weigh=weigh, scale=0.4, shared_query=kind == "shared", **MASKS[mask][2]
     ).reshape(out.shape)
     torch.testing.assert_close(out, truth, rtol=1e-9, atol=1e-11)
     d_out = torch.randn_like(out)
@@ -96,10 +97,11 @@ def test_float32_matches_float64_definition() -> None:
     args = arguments("cross")
     q, k, v, offsets_q, offsets_k = args[:5]
     bounds: dict[str, Any] = {"max_length_q": 32, "max_length_k": 16}
-    for function in (
+    functions: tuple[Any, ...] = (
         lambda *x: flash_attention(*x, offsets_q, offsets_k, causal=True, qk_norm=True, **bounds),
         lambda *x: gdpa(*x, offsets_q, offsets_k, scale=0.3, activation="fast_gelu", window=4, **bounds),
-    ):
+    )
+    for function in functions:
         results = []
         for dtype in (torch.float64, torch.float32):
             leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
@@ -153,7 +155,7 @@ def test_export_and_checkpointing() -> None:
     program = torch.export.export(Layer(), (x.detach(), offsets))
     assert "gemworks_jagged.attention_forward" in str(program.graph)
     torch.testing.assert_close(program.module()(x, offsets), Layer()(x, offsets))
-    kept = torch.utils.checkpoint.checkpoint(Layer(), x, offsets, use_reentrant=False)
+    kept = checkpoint(Layer(), x, offsets, use_reentrant=False)
     plain = torch.autograd.grad(Layer()(x, offsets).square().sum(), x)
     torch.testing.assert_close(torch.autograd.grad(kept.square().sum(), x), plain)
 
