@@ -106,6 +106,7 @@ def compile_gluon(
         "H": width,
         "STAGES": config.stages,
         "SHARED": False,
+        "RESIDENT": config.resident_keys,
     }
     constants["CONSUMER_REGS"] = config.registers
     kernel: Any
@@ -116,7 +117,12 @@ def compile_gluon(
     else:
         kernel, described = kernel_backward_hopper.backward_hopper_kernel, ("a_desc", "b_desc")
         overlap = True if step == "backward_q" else config.overlap
-        constants |= {"KV": step == "backward_kv", "OVERLAP": overlap, "BC": config.block}
+        constants |= {
+            "KV": step == "backward_kv",
+            "OVERLAP": overlap,
+            "BC": config.block,
+            "RSTAGES": config.resident_stages,
+        }
     constants |= options
     signature, constexprs, attributes = arguments(kernel, constants, dtype)
     layout = gl.NVMMASharedLayout.get_default_for([64, width], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])

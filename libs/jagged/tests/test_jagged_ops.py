@@ -98,8 +98,8 @@ def test_float32_matches_float64_definition() -> None:
     q, k, v, offsets_q, offsets_k = args[:5]
     bounds: dict[str, Any] = {"max_length_q": 32, "max_length_k": 16}
     functions: tuple[Any, ...] = (
-        lambda *x: flash_attention(*x, offsets_q, offsets_k, causal=True, qk_norm=True, **bounds),
-        lambda *x: gdpa(*x, offsets_q, offsets_k, scale=0.3, activation="fast_gelu", window=4, **bounds),
+        lambda q, k, v: flash_attention(q, k, v, offsets_q, offsets_k, causal=True, qk_norm=True, **bounds),
+        lambda q, k, v: gdpa(q, k, v, offsets_q, offsets_k, scale=0.3, activation="fast_gelu", window=4, **bounds),
     )
     for function in functions:
         results = []

@@ -41,17 +41,43 @@ def zigzag(i, pid, programs):
 
 
 @gluon.jit
-def tile_of(t, tile_sample, tile_row, bounds_r, bounds_s, HEADS: gl.constexpr):
-    """(head, first row of the tile in its sequence, begin and end of that, begin and length of the other side)."""
-    head = t % HEADS
-    tile = t // HEADS
+def pick(i, pid, programs, rounds, total, HEADS: gl.constexpr, RESIDENT: gl.constexpr):
+    """(number, tile, head) of the i-th piece of work of a program.
+
+    RESIDENT: a run of neighbouring tiles of one head, so that most share a sequence; all tiles must cost the same.
+    """
+    if RESIDENT:
+        t = pid * rounds + i
+        num_tiles = total // HEADS
+        return t, t % num_tiles, t // num_tiles
+    else:
+        t = zigzag(i, pid, programs)
+        return t, t // HEADS, t % HEADS
+
+
+@gluon.jit
+def is_last_of_run(i, t, rounds, total, tile_sample, HEADS: gl.constexpr, RESIDENT: gl.constexpr):
+    """Whether this program's next tile belongs to another sequence or head."""
+    if RESIDENT:
+        num_tiles = total // HEADS
+        other = (i + 1 >= rounds) | (t + 1 >= total) | ((t + 1) % num_tiles == 0)
+        here = gl.load(tile_sample + t % num_tiles)
+        following = gl.load(tile_sample + (t + 1) % num_tiles)
+        return other | (here != following)
+    else:
+        return True
+
+
+@gluon.jit
+def tile_of(tile, tile_sample, tile_row, bounds_r, bounds_s):
+    """(first row of the tile in its sequence, begin and end of that, begin and length of the other side)."""
     sample = gl.load(tile_sample + tile)
     row = gl.load(tile_row + tile)
     r_begin = gl.load(bounds_r + sample)
     r_end = gl.load(bounds_r + sample + 1)
     s_begin = gl.load(bounds_s + sample)
     s_len = gl.load(bounds_s + sample + 1) - s_begin
-    return head, row, r_begin, r_end, s_begin, s_len
+    return row, r_begin, r_end, s_begin, s_len
 
 
 @gluon.jit

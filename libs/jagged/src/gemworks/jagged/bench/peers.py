@@ -123,7 +123,7 @@ def flex_attention(x: Inputs) -> Contender:
         return admitted
 
     mask = create_block_mask(same, None, None, len(document_q), len(document_k), device=str(device), _compile=True)
-    compiled = torch.compile(partial(flex, block_mask=mask, scale=x.scale))
+    compiled: Any = torch.compile(partial(flex, block_mask=mask, scale=x.scale))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = [t.transpose(0, 1)[None] for t in _packed(x, q, k, v)]

@@ -9,7 +9,7 @@ warpgroup and summed in a fixed order, so repeats are bit-equal.
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
-from gemworks.jagged._triton.hopper_common import activate_with_grad, slope_only, tile_of, zigzag
+from gemworks.jagged._triton.hopper_common import activate_with_grad, is_last_of_run, pick, slope_only, tile_of
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,33 +29,41 @@ def _producer(
     c_stride_t, c_stride_n, d_stride_t, d_stride_n,
     a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
     HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr,
-    SHARED: gl.constexpr,
+    SHARED: gl.constexpr, RSTAGES: gl.constexpr, RESIDENT: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     fill = 0
     ri = 0
+    fresh = pid >= 0
     rounds = (total + programs - 1) // programs
     for i in range(rounds):
-        t = zigzag(i, pid, programs)
+        t, tile, head = pick(i, pid, programs, rounds, total, HEADS, RESIDENT)
         if t < total:
-            head, row, r_begin, _end, c_begin, c_len = tile_of(t, tile_sample, tile_row, bounds_r, bounds_c, HEADS)
+            row, r_begin, _end, c_begin, c_len = tile_of(tile, tile_sample, tile_row, bounds_r, bounds_c)
             # A shared query is the same rows for every sequence: resident for dQ (a), streamed for dK and dV (c).
             a_row = row if SHARED and not KV else r_begin + row
             q_begin = 0 if SHARED and KV else c_begin
-            mbarrier.wait(r_free.index(0), (ri & 1) ^ 1)
-            mbarrier.expect(r_full.index(0), 4 * 64 * H * 2)
+            rs = ri % RSTAGES
+            mbarrier.wait(r_free.index(rs), ((ri // RSTAGES) & 1) ^ 1)
+            mbarrier.expect(r_full.index(rs), 4 * 64 * H * 2)
             for g in gl.static_range(2):
-                tma.async_copy_global_to_shared(a_desc, [a_row + g * 64, head * H], r_full.index(0), a_smem.index(g))
                 tma.async_copy_global_to_shared(
-                    b_desc, [r_begin + row + g * 64, head * H], r_full.index(0), b_smem.index(g)
+                    a_desc, [a_row + g * 64, head * H], r_full.index(rs), a_smem.index(2 * rs + g)
+                )
+                tma.async_copy_global_to_shared(
+                    b_desc, [r_begin + row + g * 64, head * H], r_full.index(rs), b_smem.index(2 * rs + g)
                 )
             ri += 1
             c_base = c_ptr + q_begin.to(gl.int64) * c_stride_t + head.to(gl.int64) * c_stride_n
             d_base = d_ptr + c_begin.to(gl.int64) * d_stride_t + head.to(gl.int64) * d_stride_n
             c_desc = tma.make_tensor_descriptor(c_base, [c_len, H], [c_stride_t, 1], [BC, H], c_smem.layout)
             d_desc = tma.make_tensor_descriptor(d_base, [c_len, H], [d_stride_t, 1], [BC, H], d_smem.layout)
-            for j in range(0, c_len, BC):
+            to_load = c_len
+            if RESIDENT:  # the streamed side of this sequence and head may still be there
+                to_load = gl.where(fresh, c_len, 0)
+                fresh = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
+            for j in range(0, to_load, BC):
                 s = fill % STAGES
                 mbarrier.wait(c_free.index(s), ((fill // STAGES) & 1) ^ 1)
                 mbarrier.expect(c_full.index(s), 2 * BC * H * 2)
@@ -96,7 +104,7 @@ def _consumer(
     tile_sample, tile_row, total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
     a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr,
-    DTYPE: gl.constexpr,
+    DTYPE: gl.constexpr, RSTAGES: gl.constexpr, RESIDENT: gl.constexpr,
 ):  # fmt: skip
     """KV: x is dV and y is dK, scores are transposed (rows are keys). Otherwise y is dQ and x is unused."""
     pid = gl.program_id(0)
@@ -111,10 +119,13 @@ def _consumer(
     ri = 0
     rounds = (total + programs - 1) // programs
     for i in range(rounds):
-        t = zigzag(i, pid, programs)
+        t, tile, head = pick(i, pid, programs, rounds, total, HEADS, RESIDENT)
         if t < total:
-            head, row, r_begin, end, c_begin, c_len = tile_of(t, tile_sample, tile_row, bounds_r, bounds_c, HEADS)
-            mbarrier.wait(r_full.index(0), ri & 1)
+            row, r_begin, end, c_begin, c_len = tile_of(tile, tile_sample, tile_row, bounds_r, bounds_c)
+            last = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
+            first_fill = fill
+            rs = ri % RSTAGES
+            mbarrier.wait(r_full.index(rs), (ri // RSTAGES) & 1)
             ri += 1
             trips = (c_len + BC - 1) // BC
             x = gl.zeros([64, H], gl.float32, O_LAYOUT)
@@ -122,8 +133,8 @@ def _consumer(
             first = r_begin + row + GROUP * 64
             own = first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
             if first < end and trips > 0 and KV:
-                a = a_smem.index(GROUP)
-                b = b_smem.index(GROUP)
+                a = a_smem.index(2 * rs + GROUP)
+                b = b_smem.index(2 * rs + GROUP)
                 for j in range(trips):
                     sv = fill % STAGES
                     mbarrier.wait(c_full.index(sv), (fill // STAGES) & 1)
@@ -151,12 +162,12 @@ def _consumer(
                         x_acc = warpgroup_mma(p, d_smem.index(sv), x, is_async=True)
                     y_acc = warpgroup_mma(ds, c_smem.index(sv), y, is_async=True)
                     x, y, p, ds = warpgroup_mma_wait(0, [x_acc, y_acc, p, ds])
-                    mbarrier.arrive(c_free.index(sv), count=1)
+                    mbarrier.arrive(c_free.index(sv), count=1, pred=last)
                     fill += 1
-                mbarrier.arrive(r_free.index(0), count=1)
+                mbarrier.arrive(r_free.index(rs), count=1)
             elif first < end and trips > 0:
-                a = a_smem.index(GROUP)
-                b = b_smem.index(GROUP)
+                a = a_smem.index(2 * rs + GROUP)
+                b = b_smem.index(2 * rs + GROUP)
                 lse = zero
                 delta = zero
                 if ACT == "softmax":
@@ -195,21 +206,23 @@ def _consumer(
                     # already complete: keeps the assembler from hoisting the wait below over the work that it hides
                     mbarrier.wait(c_full.index(s1), phase1)
                     y, ds, ds_next = warpgroup_mma_wait(0, [y_acc, ds, ds_next])
-                    mbarrier.arrive(c_free.index(sv), count=1)
+                    mbarrier.arrive(c_free.index(sv), count=1, pred=last)
                     ds = ds_next
                     fill += 1
-                mbarrier.arrive(r_free.index(0), count=1)
+                mbarrier.arrive(r_free.index(rs), count=1)
                 y = warpgroup_mma(ds, c_smem.index(fill % STAGES), y, is_async=True)
                 y = warpgroup_mma_wait(0, [y])
-                mbarrier.arrive(c_free.index(fill % STAGES), count=1)
+                mbarrier.arrive(c_free.index(fill % STAGES), count=1, pred=last)
                 fill += 1
             else:
                 for _j in range(trips):  # nothing to do in this half: hand the stages on
                     s0 = fill % STAGES
                     mbarrier.wait(c_full.index(s0), (fill // STAGES) & 1)
-                    mbarrier.arrive(c_free.index(s0), count=1)
+                    mbarrier.arrive(c_free.index(s0), count=1, pred=last)
                     fill += 1
-                mbarrier.arrive(r_free.index(0), count=1)
+                mbarrier.arrive(r_free.index(rs), count=1)
+            if RESIDENT:  # the same stages again for the next tile of the run
+                fill = gl.where(last, fill, first_fill)
             if first < end:
                 rows = first + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
                 cols = gl.arange(0, H, layout=gl.SliceLayout(0, STORE))
@@ -235,21 +248,23 @@ def backward_hopper_kernel(
     num_tiles, scale, c_stride_t, c_stride_n, d_stride_t, d_stride_n,
     x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
     KV: gl.constexpr, OVERLAP: gl.constexpr, ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr,
-    STAGES: gl.constexpr, SHARED: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    STAGES: gl.constexpr, SHARED: gl.constexpr, RSTAGES: gl.constexpr, RESIDENT: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = a_desc.dtype
     C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BC, H], DTYPE)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    a_smem = gl.allocate_shared_memory(DTYPE, [2, 64, H], a_desc.layout)
-    b_smem = gl.allocate_shared_memory(DTYPE, [2, 64, H], b_desc.layout)
+    a_smem = gl.allocate_shared_memory(DTYPE, [2 * RSTAGES, 64, H], a_desc.layout)
+    b_smem = gl.allocate_shared_memory(DTYPE, [2 * RSTAGES, 64, H], b_desc.layout)
     c_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BC, H], C_LAYOUT)
     d_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BC, H], C_LAYOUT)
-    r_full = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
-    r_free = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
+    r_full = gl.allocate_shared_memory(gl.int64, [RSTAGES, 1], BAR)
+    r_free = gl.allocate_shared_memory(gl.int64, [RSTAGES, 1], BAR)
     c_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     c_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    mbarrier.init(r_full.index(0), count=1)
-    mbarrier.init(r_free.index(0), count=2)
+    for s in gl.static_range(RSTAGES):
+        mbarrier.init(r_full.index(s), count=1)
+        mbarrier.init(r_free.index(s), count=2)
     for s in gl.static_range(STAGES):
         mbarrier.init(c_full.index(s), count=1)
         mbarrier.init(c_free.index(s), count=2)
@@ -260,15 +275,15 @@ def backward_hopper_kernel(
             (_consumer, (G(0), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row,
                          total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
                          a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
-                         ACT, HEADS, H, BC, STAGES, DTYPE)),
+                         ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, RESIDENT)),
             (_consumer, (G(1), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row,
                          total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
                          a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
-                         ACT, HEADS, H, BC, STAGES, DTYPE)),
+                         ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, RESIDENT)),
             (_producer, (a_desc, b_desc, c_ptr, d_ptr, bounds_r, bounds_c, tile_sample, tile_row, total,
                          c_stride_t, c_stride_n, d_stride_t, d_stride_n,
                          a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
-                         HEADS, H, BC, STAGES, KV, SHARED)),
+                         HEADS, H, BC, STAGES, KV, SHARED, RSTAGES, RESIDENT)),
         ],
         [4, 1], [CONSUMER_REGS, 24],
     )  # fmt: skip

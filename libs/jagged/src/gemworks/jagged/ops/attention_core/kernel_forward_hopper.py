@@ -6,9 +6,12 @@ The producer loads K and V through descriptors that it builds per sequence: rows
 zeros, never as a neighbour's. An element-wise activation has act(0) = 0, so zeros need no mask at all; softmax masks
 the columns of the last tile only. Each consumer owns 64 query rows; while P V of tile j runs on the tensor cores, the
 consumer works on the scores of tile j + 1.
+
+RESIDENT keeps K and V in shared memory over neighbouring tiles of one sequence and head, for short keys of one length
+(a per-sample feed-forward network): a program then takes a run of tiles, and all keys must fit into the stages.
 """
 
-from gemworks.jagged._triton.hopper_common import fold, tile_of, weigh, zigzag
+from gemworks.jagged._triton.hopper_common import fold, is_last_of_run, pick, tile_of, weigh
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,16 +32,18 @@ def _producer(
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
+    RESIDENT: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     fill = 0
     qi = 0
+    fresh = pid >= 0
     rounds = (total + programs - 1) // programs
     for i in range(rounds):
-        t = zigzag(i, pid, programs)
+        t, tile, head = pick(i, pid, programs, rounds, total, HEADS, RESIDENT)
         if t < total:
-            head, row, q_begin, _q_end, k_begin, k_len = tile_of(t, tile_sample, tile_row, bounds_q, bounds_k, HEADS)
+            row, q_begin, _q_end, k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
             head_k = head // GROUP_HEADS
             q_row = row if SHARED else q_begin + row
             k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head_k.to(gl.int64) * k_stride_n
@@ -53,7 +58,11 @@ def _producer(
                     q_desc, [q_row + g * 64, head * H], q_full.index(qs), q_smem.index(GROUPS * qs + g)
                 )
             qi += 1
-            for j in range(0, k_len, BN):
+            to_load = k_len
+            if RESIDENT:  # K and V of this sequence and head may still be there
+                to_load = gl.where(fresh, k_len, 0)
+                fresh = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
+            for j in range(0, to_load, BN):
                 s = fill % STAGES
                 phase = ((fill // STAGES) & 1) ^ 1
                 mbarrier.wait(k_free.index(s), phase)
@@ -72,6 +81,7 @@ def _consumer(
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
+    RESIDENT: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -87,9 +97,11 @@ def _consumer(
     qi = 0
     rounds = (total + programs - 1) // programs
     for i in range(rounds):
-        t = zigzag(i, pid, programs)
+        t, tile, head = pick(i, pid, programs, rounds, total, HEADS, RESIDENT)
         if t < total:
-            head, row, q_begin, q_end, _k_begin, k_len = tile_of(t, tile_sample, tile_row, bounds_q, bounds_k, HEADS)
+            row, q_begin, q_end, _k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
+            last = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
+            first_fill = fill
             q_row = q_begin + row
             qs = qi % QSTAGES
             mbarrier.wait(q_full.index(qs), (qi // QSTAGES) & 1)
@@ -105,7 +117,7 @@ def _consumer(
                 mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
                 scores = warpgroup_mma(q, k_smem.index(s0).permute((1, 0)), zero, use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(0, [scores])
-                mbarrier.arrive(k_free.index(s0), count=1)
+                mbarrier.arrive(k_free.index(s0), count=1, pred=last)
                 if ACT == "softmax":
                     if k_len < BN:
                         scores = gl.where((column < k_len)[None, :], scores, float("-inf"))
@@ -123,7 +135,7 @@ def _consumer(
                     upcoming = warpgroup_mma(q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
                     acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
                     scores = warpgroup_mma_wait(1, [upcoming])
-                    mbarrier.arrive(k_free.index(s1), count=1)
+                    mbarrier.arrive(k_free.index(s1), count=1, pred=last)
                     if ACT == "softmax":
                         if j == trips - 1:
                             scores = gl.where((column < k_len - j * BN)[None, :], scores, float("-inf"))
@@ -138,7 +150,7 @@ def _consumer(
                     # The barrier also keeps the assembler from hoisting the wait below over the work that it hides.
                     mbarrier.wait(v_full.index(s1), phase1)
                     o, p, p_next = warpgroup_mma_wait(0, [acc, p, p_next])
-                    mbarrier.arrive(v_free.index(fill % STAGES), count=1)
+                    mbarrier.arrive(v_free.index(fill % STAGES), count=1, pred=last)
                     if ACT == "softmax":
                         o = o * gl.convert_layout(fix, gl.SliceLayout(1, O_LAYOUT))[:, None]
                     p = p_next
@@ -146,17 +158,19 @@ def _consumer(
                 mbarrier.arrive(q_free.index(qs), count=1)
                 acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
                 o = warpgroup_mma_wait(0, [acc])
-                mbarrier.arrive(v_free.index(fill % STAGES), count=1)
+                mbarrier.arrive(v_free.index(fill % STAGES), count=1, pred=last)
                 fill += 1
             else:
                 for _j in range(trips):  # nothing to do in this half: hand the stages on
                     s0 = fill % STAGES
                     mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
-                    mbarrier.arrive(k_free.index(s0), count=1)
+                    mbarrier.arrive(k_free.index(s0), count=1, pred=last)
                     mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
-                    mbarrier.arrive(v_free.index(s0), count=1)
+                    mbarrier.arrive(v_free.index(s0), count=1, pred=last)
                     fill += 1
                 mbarrier.arrive(q_free.index(qs), count=1)
+            if RESIDENT:  # the same stages again for the next tile of the run
+                fill = gl.where(last, fill, first_fill)
             if first_row < q_end:
                 if ACT == "softmax":
                     safe = gl.where(total_p > 0.0, total_p, 1.0)
@@ -183,7 +197,7 @@ def forward_hopper_kernel(
     k_stride_t, k_stride_n, v_stride_t, v_stride_n, out_stride_t, out_stride_n, lse_stride_n,
     ACT: gl.constexpr, HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
-    FOLD: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    FOLD: gl.constexpr, RESIDENT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, H], DTYPE)
@@ -214,15 +228,15 @@ def forward_hopper_kernel(
                 (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
                 (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
                 (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
                              k_stride_t, k_stride_n, v_stride_t, v_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED)),
+                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
             ],
             [4, 1], [CONSUMER_REGS, 24],
         )  # fmt: skip
@@ -232,19 +246,19 @@ def forward_hopper_kernel(
                 (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
                 (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
                 (_consumer, (G(2), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
                 (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
                              k_stride_t, k_stride_n, v_stride_t, v_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED)),
+                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
             ],
             [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, 24],
         )  # fmt: skip

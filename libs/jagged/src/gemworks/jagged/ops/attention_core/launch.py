@@ -41,6 +41,7 @@ class Problem:
     max_length_k: int
     architecture: str
     rows_q: int  # of the output: those of q, or B * R with a shared query
+    rows_k: int | None  # per sequence, for a 4-D k
 
     @property
     def shape(self) -> table.Shape:

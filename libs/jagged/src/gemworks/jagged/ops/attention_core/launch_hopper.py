@@ -71,6 +71,11 @@ def folds(activation: str, scale: float, dtype: torch.dtype) -> bool:
     return activation == "fast_gelu" and dtype == torch.bfloat16 and low <= scale <= high
 
 
+def keeps_keys(p: Problem, config: GluonConfig) -> bool:
+    """Keys of one length that fit into the stages: the ring would otherwise wait for itself."""
+    return config.resident_keys and p.rows_k is not None and 0 < p.rows_k <= config.block * config.stages
+
+
 def forward(p: Problem, out: Tensor, lse: Tensor, config: GluonConfig, *, fold: bool | None = None) -> None:
     sample, row, count = p.tiles(config.height("forward"))
     q, k, v, bounds = aligned(p.q), streamable(p.k), streamable(p.v), p.schedule.bounds
@@ -82,7 +87,7 @@ def forward(p: Problem, out: Tensor, lse: Tensor, config: GluonConfig, *, fold: 
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1), lse.stride(0),
             ACT=p.rule.activation, HEADS=q.shape[1], GROUP_HEADS=q.shape[1] // k.shape[1], H=q.shape[2], HV=v.shape[2],
             BN=config.block, STAGES=config.stages, QSTAGES=config.resident_stages, GROUPS=config.groups,
-            SHARED=p.rule.shared_query, FOLD=fold, CONSUMER_REGS=config.registers, num_warps=4,
+            SHARED=p.rule.shared_query, FOLD=fold, RESIDENT=keeps_keys(p, config), CONSUMER_REGS=config.registers, num_warps=4,
         )  # fmt: skip
 
 
@@ -97,7 +102,8 @@ def backward_kv(
             p.rule.scale, q.stride(0), q.stride(1), d_out.stride(0), d_out.stride(1), dv.stride(0), dv.stride(1),
             dk.stride(0), dk.stride(1), lse.stride(0),
             KV=True, OVERLAP=config.overlap, ACT=p.rule.activation, HEADS=k.shape[1], H=q.shape[2], BC=config.block,
-            STAGES=config.stages, SHARED=p.rule.shared_query, CONSUMER_REGS=config.registers, num_warps=4,
+            STAGES=config.stages, SHARED=p.rule.shared_query, RSTAGES=config.resident_stages, RESIDENT=False,
+            CONSUMER_REGS=config.registers, num_warps=4,
         )  # fmt: skip
 
 
@@ -110,5 +116,6 @@ def backward_q(p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor
             p.rule.scale, k.stride(0), k.stride(1), v.stride(0), v.stride(1), dq.stride(0), dq.stride(1),
             dq.stride(0), dq.stride(1), lse.stride(0),
             KV=False, OVERLAP=True, ACT=p.rule.activation, HEADS=q.shape[1], H=q.shape[2], BC=config.block,
-            STAGES=config.stages, SHARED=p.rule.shared_query, CONSUMER_REGS=config.registers, num_warps=4,
+            STAGES=config.stages, SHARED=p.rule.shared_query, RSTAGES=config.resident_stages, RESIDENT=keeps_keys(p, config),
+            CONSUMER_REGS=config.registers, num_warps=4,
         )  # fmt: skip

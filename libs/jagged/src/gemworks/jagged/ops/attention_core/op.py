@@ -154,7 +154,8 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str) -> 
         )
     bound = call.side_k.max_length if call.side_k.rows is None else call.side_k.rows
     q, k, v = (launch.rowwise(x) for x in (q, k, v))
-    return launch.Problem(q, k, v, call.rule, schedule, bound, architecture, call.side_q.total)
+    rows_k = call.side_k.rows if call.side_k is not call.side_q else None
+    return launch.Problem(q, k, v, call.rule, schedule, bound, architecture, call.side_q.total, rows_k)
 
 
 def _kernels_take(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str) -> bool:

@@ -44,9 +44,11 @@ class GluonConfig:
     Attributes:
         block: rows of a streamed tile.
         stages: streamed tiles in flight, at least 2.
-        resident_stages: resident tiles in flight (forward only).
+        resident_stages: resident tiles in flight.
         registers: per thread of a consumer.
         overlap: start P^T dO before dP is there (backward_kv only).
+        resident_keys: keep K and V over neighbouring tiles of a sequence (forward and backward_q; a 4-D k whose rows
+            fit into the stages, otherwise ignored).
     """
 
     block: int
@@ -55,6 +57,7 @@ class GluonConfig:
     registers: int = 232
     resident_stages: int = 1
     overlap: bool = False
+    resident_keys: bool = False
 
     def height(self, step: Step) -> str:
         return f"{'k' if step == 'backward_kv' else 'q'}{64 * self.groups}"
