@@ -36,7 +36,19 @@ CASES = {
     "B128 max2048 seeds64": Case("flash_attention", "pool", 128, 2048, rows=64),
 }
 ACTIVATIONS = ("fast_gelu", "softmax")
-COLUMNS = ("shape", "activation", "step", "config", "fold", "ms", "ms_p20", "ms_p80", "tflops", "error", "note")
+COLUMNS: tuple[str, ...] = (
+    "shape",
+    "activation",
+    "step",
+    "config",
+    "fold",
+    "ms",
+    "ms_p20",
+    "ms_p80",
+    "tflops",
+    "error",
+    "note",
+)
 PRODUCTS = {"forward": 1.0, "backward_kv": 2.0, "backward_q": 1.5}  # in forwards, executed
 
 Variant = tuple[table.Step, Any, bool | None]  # step, configuration, fold (forward of fast_gelu)
@@ -194,7 +206,7 @@ def measure(group: str, shapes: list[str]) -> Iterator[dict[str, str]]:
 def child(group: str, shapes: list[str], out: Path) -> None:
     new = not out.exists()
     with out.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer: csv.DictWriter[str] = csv.DictWriter(file, COLUMNS, restval="")
         if new:
             writer.writeheader()
         for row in measure(group, shapes):

@@ -120,9 +120,9 @@ def append_csv(path: Path, rows: Sequence[Row]) -> None:
 
 def print_rows(rows: Sequence[Row]) -> None:
     for r in rows:
-        measured = (
-            f"{r['ms']:>9} ms {r['tflops']:>7} TF {r['gbps']:>7} GB/s roof {r['roofline_fraction']}" if r["ms"] else ""
-        )
+        measured = ""
+        if r["ms"]:
+            measured = f"{r['ms']:>9} ms {r['tflops']:>7} TF {r['gbps']:>7} GB/s roof {r['roofline_fraction']}"
         ratio = (
             f"x{r['ratio_to_best_peer']} of {r['best_peer']}" if r["ms"] and r["best_peer"] else r["ratio_to_best_peer"]
         )

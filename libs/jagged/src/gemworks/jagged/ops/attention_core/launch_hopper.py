@@ -87,7 +87,8 @@ def forward(p: Problem, out: Tensor, lse: Tensor, config: GluonConfig, *, fold: 
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1), lse.stride(0),
             ACT=p.rule.activation, HEADS=q.shape[1], GROUP_HEADS=q.shape[1] // k.shape[1], H=q.shape[2], HV=v.shape[2],
             BN=config.block, STAGES=config.stages, QSTAGES=config.resident_stages, GROUPS=config.groups,
-            SHARED=p.rule.shared_query, FOLD=fold, RESIDENT=keeps_keys(p, config), CONSUMER_REGS=config.registers, num_warps=4,
+            SHARED=p.rule.shared_query, FOLD=fold, RESIDENT=keeps_keys(p, config),
+            CONSUMER_REGS=config.registers, num_warps=4,
         )  # fmt: skip
 
 
@@ -116,6 +117,6 @@ def backward_q(p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor
             p.rule.scale, k.stride(0), k.stride(1), v.stride(0), v.stride(1), dq.stride(0), dq.stride(1),
             dq.stride(0), dq.stride(1), lse.stride(0),
             KV=False, OVERLAP=True, ACT=p.rule.activation, HEADS=q.shape[1], H=q.shape[2], BC=config.block,
-            STAGES=config.stages, SHARED=p.rule.shared_query, RSTAGES=config.resident_stages, RESIDENT=keeps_keys(p, config),
-            CONSUMER_REGS=config.registers, num_warps=4,
+            STAGES=config.stages, SHARED=p.rule.shared_query, RSTAGES=config.resident_stages,
+            RESIDENT=keeps_keys(p, config), CONSUMER_REGS=config.registers, num_warps=4,
         )  # fmt: skip
