@@ -216,6 +216,32 @@ def test_public_functions_train_under_compile_j7_t3() -> None:
     assert max(peaks[1:]) - min(peaks[1:]) < 2**22
 
 
+@pytest.mark.parametrize("activation", ["softmax", "fast_gelu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_kernel_is_compiled_twice_t1_j7(dtype: torch.dtype, activation: str) -> None:
+    """T1, J7: after two batches, fifty more of any total and any number of sequences compile nothing."""
+    from triton import knobs as triton_knobs
+
+    compiled: list[Any] = []
+    knobs: Any = triton_knobs.runtime
+    before = knobs.jit_post_compile_hook
+    generator = torch.Generator().manual_seed(2)
+
+    def batch(b: int) -> None:
+        lengths = torch.randint(0, 400, (b,), generator=generator).tolist()
+        run(arguments("self", activation, dtype=dtype, lengths=(lengths, lengths), past_end=b % 3))
+
+    for b in (7, 16):
+        batch(b)
+    knobs.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["fn"])
+    try:
+        for b in range(1, 51):
+            batch(b)
+    finally:
+        knobs.jit_post_compile_hook = before
+    assert not compiled, [f.name for f in compiled]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("activation", ["softmax", "fast_gelu"])
 def test_more_than_2_to_31_elements_j8(activation: str) -> None:

@@ -90,7 +90,8 @@ def rows_of(x: Inputs, times: dict[str, dict[str, Time]], refusals: dict[str, st
             time = by_impl.get(name)
             row = dict.fromkeys(COLUMNS, "") | common
             row |= {
-                "op": case.op, "shape": case.shape, "head_dim": str(case.head_dim), "direction": direction, "impl": name,
+                "op": case.op, "shape": case.shape, "head_dim": str(case.head_dim),
+                "direction": direction, "impl": name,
                 "law": case.law, "mean_len": f"{lengths.mean():.1f}", "max_len": str(int(lengths.max())),
                 "seed": str(case.seed), "bwd_factor": str(BWD_FACTOR), "best_peer": best,
             }  # fmt: skip

@@ -12,7 +12,7 @@ from gemworks.jagged._triton.activations import activate_with_grad
 from gemworks.jagged.ops.attention_core.kernel_forward import find_tile, load_rows, store_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "delta_sn"])
 def delta_kernel(out, d_out, delta, total, o_st, o_sn, do_st, do_sn, delta_sn,
                  V: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr):  # fmt: skip
     """delta [N, T] = rowsum(dO * O), in float32."""
@@ -24,7 +24,7 @@ def delta_kernel(out, d_out, delta, total, o_st, o_sn, do_st, do_sn, delta_sn,
     tl.store(delta + head * delta_sn + r, tl.sum(o * do, 1), mask=valid)
 
 
-@triton.jit(do_not_specialize=["left", "right"])
+@triton.jit(do_not_specialize=["left", "right", "lse_sn"])
 def backward_kv_kernel(
     q, k, v, do, lse, delta, dk, dv, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale, left, right,
     q_st, q_sn, k_st, k_sn, v_st, v_sn, do_st, do_sn, dk_st, dk_sn, dv_st, dv_sn, lse_sn,
@@ -81,7 +81,7 @@ def backward_kv_kernel(
     store_rows(dv + head_k * dv_sn, k0 + c, own, dv_st, dv_nV, V, BV)
 
 
-@triton.jit(do_not_specialize=["left", "right"])
+@triton.jit(do_not_specialize=["left", "right", "lse_sn"])
 def backward_q_kernel(
     q, k, v, do, lse, delta, dq, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale, left, right,
     q_st, q_sn, k_st, k_sn, v_st, v_sn, do_st, do_sn, dq_st, dq_sn, lse_sn,

@@ -57,8 +57,12 @@ def _producer(
             ri += 1
             c_base = c_ptr + q_begin.to(gl.int64) * c_stride_t + head.to(gl.int64) * c_stride_n
             d_base = d_ptr + c_begin.to(gl.int64) * d_stride_t + head.to(gl.int64) * d_stride_n
-            c_desc = tma.make_tensor_descriptor(c_base, [c_len, H], [c_stride_t, 1], [BC, H], c_smem.layout)
-            d_desc = tma.make_tensor_descriptor(d_base, [c_len, H], [d_stride_t, 1], [BC, H], d_smem.layout)
+            c_desc = tma.make_tensor_descriptor(
+                c_base, [gl.maximum(c_len, 1), H], [c_stride_t, 1], [BC, H], c_smem.layout
+            )
+            d_desc = tma.make_tensor_descriptor(
+                d_base, [gl.maximum(c_len, 1), H], [d_stride_t, 1], [BC, H], d_smem.layout
+            )
             to_load = c_len
             if RESIDENT:  # the streamed side of this sequence and head may still be there
                 to_load = gl.where(fresh, c_len, 0)
@@ -242,7 +246,7 @@ def _consumer(
                     gl.store(x_at, gl.convert_layout(x.to(DTYPE), STORE), mask=mask)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["lse_stride_n"])  # it is the number of rows, other in every batch
 def backward_hopper_kernel(
     a_desc, b_desc, c_ptr, d_ptr, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row,
     num_tiles, scale, c_stride_t, c_stride_n, d_stride_t, d_stride_n,

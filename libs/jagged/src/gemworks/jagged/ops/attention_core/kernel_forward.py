@@ -40,7 +40,7 @@ def find_tile(tile_sample, tile_row, bounds_r, bounds_s, tile):
     return row, r0, lr, s0, ls
 
 
-@triton.jit(do_not_specialize=["left", "right"])
+@triton.jit(do_not_specialize=["left", "right", "lse_sn"])  # else batches differ to the compiler
 def forward_kernel(
     q, k, v, out, lse, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale, left, right,
     q_st, q_sn, k_st, k_sn, v_st, v_sn, o_st, o_sn, lse_sn,

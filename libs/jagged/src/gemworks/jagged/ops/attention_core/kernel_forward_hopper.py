@@ -48,8 +48,12 @@ def _producer(
             q_row = row if SHARED else q_begin + row
             k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head_k.to(gl.int64) * k_stride_n
             v_base = v_ptr + k_begin.to(gl.int64) * v_stride_t + head_k.to(gl.int64) * v_stride_n
-            k_desc = tma.make_tensor_descriptor(k_base, [k_len, H], [k_stride_t, 1], [BN, H], k_smem.layout)
-            v_desc = tma.make_tensor_descriptor(v_base, [k_len, HV], [v_stride_t, 1], [BN, HV], v_smem.layout)
+            k_desc = tma.make_tensor_descriptor(
+                k_base, [gl.maximum(k_len, 1), H], [k_stride_t, 1], [BN, H], k_smem.layout
+            )
+            v_desc = tma.make_tensor_descriptor(
+                v_base, [gl.maximum(k_len, 1), HV], [v_stride_t, 1], [BN, HV], v_smem.layout
+            )
             qs = qi % QSTAGES
             mbarrier.wait(q_free.index(qs), ((qi // QSTAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(qs), GROUPS * 64 * H * 2)
@@ -191,7 +195,7 @@ def _consumer(
                 gl.store(pointers, gl.convert_layout(o.to(DTYPE), STORE), mask=(rows < q_end)[:, None])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["lse_stride_n"])  # it is the number of rows, other in every batch
 def forward_hopper_kernel(
     q_desc, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale,
     k_stride_t, k_stride_n, v_stride_t, v_stride_n, out_stride_t, out_stride_n, lse_stride_n,
