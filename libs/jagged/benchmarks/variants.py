@@ -94,6 +94,16 @@ GROUPS: dict[str, list[Variant]] = {
         ("backward_q", backward(64, 2, resident=2), None),
         ("backward_q", backward(32, 4, resident=2), None),
     ],
+    # Two programs a multiprocessor, tiles of 64 rows: for a short shared query.
+    "one consumer group": [
+        ("forward", GluonConfig(64, 2, 1), True),
+        ("forward", GluonConfig(64, 3, 1), True),
+        ("forward", GluonConfig(128, 2, 1), True),
+        ("backward_q", GluonConfig(64, 2, 1), None),
+        ("backward_q", GluonConfig(32, 4, 1), None),
+        ("backward_kv", GluonConfig(64, 2, 1), None),
+        ("backward_kv", GluonConfig(32, 4, 1), None),
+    ],
     # Keys kept over the tiles of a sequence: shapes with short keys only.
     "keep keys forward": [
         ("forward", two_groups(128, 2, 2, keep=True), True),
@@ -232,6 +242,8 @@ def main() -> None:
         shapes = args.shape or list(CASES)
         if group.startswith("keep keys"):
             shapes = [s for s in shapes if CASES[s].kind == "pffn"]
+        if group == "one consumer group":
+            shapes = [s for s in shapes if CASES[s].kind != "self" or s == "B256 max1024"]
         left = args.budget_s - (time.monotonic() - begin)
         print(f"== {group} ({left:.0f} s left)", flush=True)
         if left < 20 or not shapes:

@@ -122,6 +122,7 @@ def compile_gluon(
             "OVERLAP": overlap,
             "BC": config.block,
             "RSTAGES": config.resident_stages,
+            "GROUPS": config.groups,
         }
     constants |= options
     signature, constexprs, attributes = arguments(kernel, constants, dtype)
@@ -130,7 +131,9 @@ def compile_gluon(
         signature[name] = f"tensordesc<{dtype}[64,{width}],{layout!r}>"
         attributes.pop((kernel.arg_names.index(name),), None)
     source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": config.max_registers}
+    )
     report(f"{step} {activation} {config}", compiled)
 
 

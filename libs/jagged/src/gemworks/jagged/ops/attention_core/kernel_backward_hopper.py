@@ -1,6 +1,6 @@
 """Backward of jagged attention for Hopper in Gluon: a dQ kernel and a dK/dV kernel of one shape, no atomics.
 
-Letters: R resident rows of a tile (2 x 64), C streamed rows of a tile (BC), H head width.
+Letters: R resident rows of a tile (GROUPS x 64), C streamed rows of a tile (BC), H head width.
 
 Both kernels keep two resident tiles (dQ: Q and dO; dK/dV: K and V), stream the other pair through a ring, and compute
 scores and dP of streamed tile j + 1 while the accumulating products of tile j run. Each row of a result is owned by one
@@ -29,7 +29,7 @@ def _producer(
     c_stride_t, c_stride_n, d_stride_t, d_stride_n,
     a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
     HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr,
-    SHARED: gl.constexpr, RSTAGES: gl.constexpr, RESIDENT: gl.constexpr,
+    SHARED: gl.constexpr, RSTAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -46,13 +46,13 @@ def _producer(
             q_begin = 0 if SHARED and KV else c_begin
             rs = ri % RSTAGES
             mbarrier.wait(r_free.index(rs), ((ri // RSTAGES) & 1) ^ 1)
-            mbarrier.expect(r_full.index(rs), 4 * 64 * H * 2)
-            for g in gl.static_range(2):
+            mbarrier.expect(r_full.index(rs), 2 * GROUPS * 64 * H * 2)
+            for g in gl.static_range(GROUPS):
                 tma.async_copy_global_to_shared(
-                    a_desc, [a_row + g * 64, head * H], r_full.index(rs), a_smem.index(2 * rs + g)
+                    a_desc, [a_row + g * 64, head * H], r_full.index(rs), a_smem.index(GROUPS * rs + g)
                 )
                 tma.async_copy_global_to_shared(
-                    b_desc, [r_begin + row + g * 64, head * H], r_full.index(rs), b_smem.index(2 * rs + g)
+                    b_desc, [r_begin + row + g * 64, head * H], r_full.index(rs), b_smem.index(GROUPS * rs + g)
                 )
             ri += 1
             c_base = c_ptr + q_begin.to(gl.int64) * c_stride_t + head.to(gl.int64) * c_stride_n
@@ -108,7 +108,7 @@ def _consumer(
     tile_sample, tile_row, total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
     a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr,
-    DTYPE: gl.constexpr, RSTAGES: gl.constexpr, RESIDENT: gl.constexpr,
+    DTYPE: gl.constexpr, RSTAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """KV: x is dV and y is dK, scores are transposed (rows are keys). Otherwise y is dQ and x is unused."""
     pid = gl.program_id(0)
@@ -137,8 +137,8 @@ def _consumer(
             first = r_begin + row + GROUP * 64
             own = first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
             if first < end and trips > 0 and KV:
-                a = a_smem.index(2 * rs + GROUP)
-                b = b_smem.index(2 * rs + GROUP)
+                a = a_smem.index(GROUPS * rs + GROUP)
+                b = b_smem.index(GROUPS * rs + GROUP)
                 for j in range(trips):
                     sv = fill % STAGES
                     mbarrier.wait(c_full.index(sv), (fill // STAGES) & 1)
@@ -170,8 +170,8 @@ def _consumer(
                     fill += 1
                 mbarrier.arrive(r_free.index(rs), count=1)
             elif first < end and trips > 0:
-                a = a_smem.index(2 * rs + GROUP)
-                b = b_smem.index(2 * rs + GROUP)
+                a = a_smem.index(GROUPS * rs + GROUP)
+                b = b_smem.index(GROUPS * rs + GROUP)
                 lse = zero
                 delta = zero
                 if ACT == "softmax":
@@ -252,14 +252,14 @@ def backward_hopper_kernel(
     num_tiles, scale, c_stride_t, c_stride_n, d_stride_t, d_stride_n,
     x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
     KV: gl.constexpr, OVERLAP: gl.constexpr, ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr,
-    STAGES: gl.constexpr, SHARED: gl.constexpr, RSTAGES: gl.constexpr, RESIDENT: gl.constexpr,
+    STAGES: gl.constexpr, SHARED: gl.constexpr, RSTAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUPS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = a_desc.dtype
     C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BC, H], DTYPE)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    a_smem = gl.allocate_shared_memory(DTYPE, [2 * RSTAGES, 64, H], a_desc.layout)
-    b_smem = gl.allocate_shared_memory(DTYPE, [2 * RSTAGES, 64, H], b_desc.layout)
+    a_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * RSTAGES, 64, H], a_desc.layout)
+    b_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * RSTAGES, 64, H], b_desc.layout)
     c_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BC, H], C_LAYOUT)
     d_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BC, H], C_LAYOUT)
     r_full = gl.allocate_shared_memory(gl.int64, [RSTAGES, 1], BAR)
@@ -268,26 +268,41 @@ def backward_hopper_kernel(
     c_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     for s in gl.static_range(RSTAGES):
         mbarrier.init(r_full.index(s), count=1)
-        mbarrier.init(r_free.index(s), count=2)
+        mbarrier.init(r_free.index(s), count=GROUPS)
     for s in gl.static_range(STAGES):
         mbarrier.init(c_full.index(s), count=1)
-        mbarrier.init(c_free.index(s), count=2)
+        mbarrier.init(c_free.index(s), count=GROUPS)
     fence_async_shared()
     total = gl.load(num_tiles) * HEADS
-    gl.warp_specialize(
-        [
-            (_consumer, (G(0), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row,
-                         total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
-                         a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
-                         ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, RESIDENT)),
-            (_consumer, (G(1), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row,
-                         total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
-                         a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
-                         ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, RESIDENT)),
-            (_producer, (a_desc, b_desc, c_ptr, d_ptr, bounds_r, bounds_c, tile_sample, tile_row, total,
-                         c_stride_t, c_stride_n, d_stride_t, d_stride_n,
-                         a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
-                         HEADS, H, BC, STAGES, KV, SHARED, RSTAGES, RESIDENT)),
-        ],
-        [4, 1], [CONSUMER_REGS, 24],
-    )  # fmt: skip
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (G(0), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample,
+                             tile_row, total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
+                             a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
+                             ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, RESIDENT, GROUPS)),
+                (_producer, (a_desc, b_desc, c_ptr, d_ptr, bounds_r, bounds_c, tile_sample, tile_row, total,
+                             c_stride_t, c_stride_n, d_stride_t, d_stride_n,
+                             a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
+                             HEADS, H, BC, STAGES, KV, SHARED, RSTAGES, RESIDENT, GROUPS)),
+            ],
+            [1], [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (G(0), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample,
+                             tile_row, total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
+                             a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
+                             ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, RESIDENT, GROUPS)),
+                (_consumer, (G(1), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample,
+                             tile_row, total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
+                             a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
+                             ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, RESIDENT, GROUPS)),
+                (_producer, (a_desc, b_desc, c_ptr, d_ptr, bounds_r, bounds_c, tile_sample, tile_row, total,
+                             c_stride_t, c_stride_n, d_stride_t, d_stride_n,
+                             a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
+                             HEADS, H, BC, STAGES, KV, SHARED, RSTAGES, RESIDENT, GROUPS)),
+            ],
+            [4, 1], [CONSUMER_REGS, 24],
+        )  # fmt: skip

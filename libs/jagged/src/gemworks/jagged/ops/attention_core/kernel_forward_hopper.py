@@ -226,7 +226,21 @@ def forward_hopper_kernel(
         mbarrier.init(v_free.index(s), count=GROUPS)
     fence_async_shared()
     total = gl.load(num_tiles) * HEADS
-    if GROUPS == 2:
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             out_stride_t, out_stride_n, lse_stride_n,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
+                             k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
+            ],
+            [1], [24],
+        )  # fmt: skip
+    elif GROUPS == 2:
         gl.warp_specialize(
             [
                 (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,

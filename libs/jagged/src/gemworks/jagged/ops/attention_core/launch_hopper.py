@@ -42,8 +42,8 @@ def _num_programs(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def _grid(x: Tensor) -> tuple[int]:
-    return (_num_programs(x.device.index or 0),)
+def _grid(x: Tensor, config: GluonConfig) -> tuple[int]:
+    return (_num_programs(x.device.index or 0) * config.programs,)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -82,13 +82,13 @@ def forward(p: Problem, out: Tensor, lse: Tensor, config: GluonConfig, *, fold: 
     if fold is None:
         fold = folds(p.rule.activation, p.rule.scale, q.dtype)
     with _device_allocator(q.device):
-        forward_hopper_kernel[_grid(q)](
+        forward_hopper_kernel[_grid(q, config)](
             _descriptor(q), k, v, out, lse, bounds[0], bounds[3], sample, row, count, p.rule.scale,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1), lse.stride(0),
             ACT=p.rule.activation, HEADS=q.shape[1], GROUP_HEADS=q.shape[1] // k.shape[1], H=q.shape[2], HV=v.shape[2],
             BN=config.block, STAGES=config.stages, QSTAGES=config.resident_stages, GROUPS=config.groups,
             SHARED=p.rule.shared_query, FOLD=fold, RESIDENT=keeps_keys(p, config),
-            CONSUMER_REGS=config.registers, num_warps=4,
+            CONSUMER_REGS=config.registers, num_warps=4, maxnreg=config.max_registers,
         )  # fmt: skip
 
 
@@ -98,13 +98,13 @@ def backward_kv(
     sample, row, count = p.tiles(config.height("backward_kv"))
     k, v, q, d_out, bounds = aligned(p.k), aligned(p.v), streamable(p.q), streamable(d_out), p.schedule.bounds
     with _device_allocator(q.device):
-        backward_hopper_kernel[_grid(q)](
+        backward_hopper_kernel[_grid(q, config)](
             _descriptor(k), _descriptor(v), q, d_out, dv, dk, lse, delta, bounds[2], bounds[1], sample, row, count,
             p.rule.scale, q.stride(0), q.stride(1), d_out.stride(0), d_out.stride(1), dv.stride(0), dv.stride(1),
             dk.stride(0), dk.stride(1), lse.stride(0),
             KV=True, OVERLAP=config.overlap, ACT=p.rule.activation, HEADS=k.shape[1], H=q.shape[2], BC=config.block,
             STAGES=config.stages, SHARED=p.rule.shared_query, RSTAGES=config.resident_stages, RESIDENT=False,
-            CONSUMER_REGS=config.registers, num_warps=4,
+            GROUPS=config.groups, CONSUMER_REGS=config.registers, num_warps=4, maxnreg=config.max_registers,
         )  # fmt: skip
 
 
@@ -112,11 +112,12 @@ def backward_q(p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor
     sample, row, count = p.tiles(config.height("backward_q"))
     q, d_out, k, v, bounds = aligned(p.q), aligned(d_out), streamable(p.k), streamable(p.v), p.schedule.bounds
     with _device_allocator(q.device):
-        backward_hopper_kernel[_grid(q)](
+        backward_hopper_kernel[_grid(q, config)](
             _descriptor(q), _descriptor(d_out), k, v, dq, dq, lse, delta, bounds[0], bounds[3], sample, row, count,
             p.rule.scale, k.stride(0), k.stride(1), v.stride(0), v.stride(1), dq.stride(0), dq.stride(1),
             dq.stride(0), dq.stride(1), lse.stride(0),
             KV=False, OVERLAP=True, ACT=p.rule.activation, HEADS=q.shape[1], H=q.shape[2], BC=config.block,
             STAGES=config.stages, SHARED=p.rule.shared_query, RSTAGES=config.resident_stages,
-            RESIDENT=keeps_keys(p, config), CONSUMER_REGS=config.registers, num_warps=4,
+            RESIDENT=keeps_keys(p, config), GROUPS=config.groups, CONSUMER_REGS=config.registers,
+            num_warps=4, maxnreg=config.max_registers,
         )  # fmt: skip

@@ -59,6 +59,16 @@ class GluonConfig:
     overlap: bool = False
     resident_keys: bool = False
 
+    @property
+    def programs(self) -> int:
+        """Per multiprocessor: two of one consumer group each, for tiles of 64 rows (a short shared query)."""
+        return 2 if self.groups == 1 else 1
+
+    @property
+    def max_registers(self) -> int | None:
+        """Per thread as launched: two programs of eight warps share the register file."""
+        return 128 if self.groups == 1 else None
+
     def height(self, step: Step) -> str:
         return f"{'k' if step == 'backward_kv' else 'q'}{64 * self.groups}"
 
