@@ -113,8 +113,12 @@ def test_wheel_holds_the_package_and_nothing_else(package, wheels):
     assert str(metadata.get_payload()).strip() == (package.folder / "README.md").read_text(encoding="utf-8").strip()
 
 
-def test_library_works_alone_with_torch(library, wheels, torch_environment, tmp_path):
-    """Installed by pip with its dependencies checked, imported from elsewhere, its README example run."""
+def test_j10_library_works_alone_with_torch(library, wheels, torch_environment, tmp_path):
+    """Case J10: importing it needed a package that nobody else has.
+
+    The wheel is installed by pip in a clean environment with its dependencies checked, imported from elsewhere with all
+    its modules, and its README example run.
+    """
     python = new_environment(tmp_path / "venv")
     (site_packages(python) / "torch.pth").write_text(f"{torch_environment}\n")
     before = set(json.loads(command(python, "-c", IMPORT_ALL, "json"))["distributions"])

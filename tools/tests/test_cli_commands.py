@@ -70,6 +70,9 @@ def test_torch_is_not_imported(arguments: list[str]) -> None:
         (["train", "--presett", "x"], "error: No such option: --presett"),
         (["eval"], "error: Missing argument 'RUN_DIR'"),
         (["config", "--preset", "smal"], "error: preset: got 'smal', expected one of"),
+        (["train", "--preset", "frontier"], "error: preset: got 'frontier', which is for the planner only"),
+        (["config", "--config", "."], "error: configuration file '.' is a folder; expected the path of a TOML file"),
+        (["config", "--set", "data.num_ids=9"], "error: data.num_ids: got 9, expected it unset: it has no effect"),
         (["config", "--set", "model.dmi=3"], "error: unknown key 'model.dmi'; did you mean 'model.dim'?"),
         (["config", "--config", "none.toml"], "error: configuration file 'none.toml' does not exist"),
         (["train", "--set", "train.epochs=0"], "error: train.epochs: got 0, expected a positive integer"),
@@ -134,6 +137,14 @@ def test_config_prints_what_a_run_would_use(capsys: pytest.CaptureFixture[str], 
     assert run(["config", "--config", str(overlay), "--set", "train.epochs=4", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert (values["preset"], values["train"]["seed"], values["train"]["epochs"]) == ("tiny", 7, 4)
+
+
+def test_set_takes_one_or_several_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "--set", "train.seed=7", "train.epochs=3", "--json", "--set", "model.num_layers=4"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["train"]["seed"], values["train"]["epochs"], values["model"]["num_layers"]) == (7, 3, 4)
+    assert run(["config", "--set", "train.seed=7", "first"]) == 2
+    assert "cannot read the setting 'first'; expected KEY=VALUE" in capsys.readouterr().err
 
 
 def test_train_then_eval_print_json_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,8 @@ def test_json_names_versions_devices_and_a_reason_per_op(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
-    from gemworks import jagged
+    from gemworks import jagged, precision
+    from gemworks.precision.recipe import PRESETS
 
     # the peers are slow to import, and whether they are installed is this machine's business
     monkeypatch.setattr(doctor, "PACKAGES", [p for p in doctor.PACKAGES if p.required])
@@ -28,10 +29,23 @@ def test_json_names_versions_devices_and_a_reason_per_op(
     assert versions["torch"] == torch.__version__
     assert {item["state"] for item in findings["packages"]} == {"ok"}
     assert findings["devices"][0]["name"] == "cpu"
-    assert {item["op"] for item in findings["ops"]} == {row.op for row in jagged.support()}
-    for item in findings["ops"]:
+    rows = {name: [item for item in findings["ops"] if item["library"] == name] for name in ("jagged", "precision")}
+    assert {item["op"] for item in rows["jagged"]} == {row.op for row in jagged.support()}
+    for item in rows["jagged"]:
         chosen = jagged.explain(item["op"], dtype=getattr(torch, item["dtype"]), device=item["device"])
         assert (item["backend"], item["reason"]) == (chosen.backend, chosen.reason)
+    assert {item["dtype"] for item in rows["precision"]} == set(PRESETS)
+    supported = {(op, kind, kernel) for _, op, kind, kernel in precision.support_table(("cpu",))}
+    for item in rows["precision"]:
+        if item["device"] == "cpu":
+            product_or_cast = item["op"].rsplit(" ", 1)[-1]
+            assert (product_or_cast, item["dtype"], f"{item['backend']}: {item['config']}") in supported
+    mxfp8 = precision.explain(doctor.LINEAR_SHAPE, "mxfp8", "cpu")
+    found = [
+        (i["op"], i["backend"], i["config"]) for i in rows["precision"] if (i["device"], i["dtype"]) == ("cpu", "mxfp8")
+    ]
+    assert found == [(f"linear {name} {c.op}", c.backend, c.kernel) for name, c in mxfp8.choices]
+    assert len(findings["ops"]) == len(rows["jagged"]) + len(rows["precision"])
     assert findings["problems"] == []
 
 
@@ -39,7 +53,7 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     monkeypatch.setattr(doctor, "PACKAGES", [p for p in doctor.PACKAGES if p.required])
     assert run(["doctor"]) == 0
     out = capsys.readouterr().out
-    for word in ("torchrec", "device cpu", "block_attention", "reference"):
+    for word in ("torchrec", "device cpu", "block_attention", "reference", "linear wgrad gemm", "mxfp8"):
         assert word in out
 
 

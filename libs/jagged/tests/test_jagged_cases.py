@@ -1,4 +1,4 @@
-"""The public bug reports J1 to J5, J7 and J9 as tests of the reference backend, and a sample's independence."""
+"""The public bug reports J1 to J6 and J9 as tests of the reference backend, and a sample's independence."""
 
 from __future__ import annotations
 

@@ -163,6 +163,18 @@ def test_fast_activations_are_right_for_every_finite_input(name: str) -> None:
     assert fast(torch.zeros(1)).eq(0).all()
 
 
+@pytest.mark.parametrize("name", activations.ACTIVATIONS)
+def test_derivatives_are_those_of_autograd(name: str) -> None:
+    """At every finite input away from kinks, also where the exponentials overflow."""
+    kinks = torch.tensor([0.0, 3.0, -3.0, 8.0, -8.0, activations.FAST_GELU_CUT, -activations.FAST_GELU_CUT]).double()
+    x = torch.linspace(-12.0, 12.0, 20_001, dtype=torch.float64)
+    x = x[(x[:, None] - kinks).abs().amin(dim=1) > 1e-3].requires_grad_()
+    (truth,) = torch.autograd.grad(activations.ACTIVATIONS[name](x).sum(), x)
+    torch.testing.assert_close(activations.DERIVATIVES[name](x.detach()), truth, rtol=1e-9, atol=1e-10)
+    huge = torch.tensor([1e4, 1e18, 1e38, -1e4, -1e18, -1e38])
+    assert activations.DERIVATIVES[name](huge).isfinite().all()
+
+
 def test_every_activation_maps_zero_to_zero() -> None:
     """Padding relies on it."""
     for act in activations.ACTIVATIONS.values():

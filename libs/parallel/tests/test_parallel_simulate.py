@@ -13,16 +13,11 @@ from gemworks.parallel.lengths import CostModel, LengthLaw, expected_imbalance
 from gemworks.parallel.memory import COMMUNICATOR_BYTES, InfeasiblePlan, estimate_memory
 from gemworks.parallel.placement import split_shape
 from gemworks.parallel.plan import View
+from gemworks.parallel.planner import ladder_text, ladders, search
 from gemworks.parallel.profile import LayerProfile, ModelProfile, gem_like, scaled_batch
-from gemworks.parallel.search import ladder_text, ladders, search
-from gemworks.parallel.simulate import (
-    SimulationConfig,
-    layout_of_splits,
-    num_communicators,
-    place_splits,
-    simulate,
-    with_validation,
-)
+from gemworks.parallel.simulation import simulate, with_validation
+from gemworks.parallel.splits import layout_of_splits, num_communicators, place_splits
+from gemworks.parallel.step_graph import SimulationConfig
 from gemworks.parallel.tables import TableSpec
 from gemworks.parallel.timeline import Op, run_ops
 from hypothesis import given, settings

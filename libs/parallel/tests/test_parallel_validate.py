@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gemworks.parallel import presets
-from gemworks.parallel.simulate import SimulationConfig, with_validation
+from gemworks.parallel import SimulationConfig, presets
+from gemworks.parallel.simulation import with_validation
 from gemworks.parallel.validate import Case, ErrorRow, predict_ms, validate, write_csv
 from parallel_spawn import spawn
 

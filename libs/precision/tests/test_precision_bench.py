@@ -9,9 +9,8 @@ pytestmark = pytest.mark.reference
 
 
 def test_smoke_run_writes_the_agreed_columns(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        bench_checks, "check_casts", lambda device: None
-    )  # minutes on a CPU, and the reference is itself
+    # minutes on a CPU, and the reference is itself
+    monkeypatch.setitem(bench_checks.CHECKS, "cast:bits", lambda device: None)
     assert bench.main(["--out", str(tmp_path)]) == 0
     with (tmp_path / "precision_cpu_smoke.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -21,6 +20,7 @@ def test_smoke_run_writes_the_agreed_columns(tmp_path, monkeypatch):
         "cast_both",
         "cast_square",
         "norm_cast",
+        "gelu_cast",
         "linear",
         "norm_linear",
         "gemm_wgrad",
@@ -34,8 +34,8 @@ def test_what_fails_its_check_is_not_timed(tmp_path, monkeypatch, capsys):
     def broken(device):
         raise AssertionError("3 codes differ")
 
-    monkeypatch.setattr(bench_checks, "check_casts", lambda device: None)
-    monkeypatch.setattr(bench_checks, "check_norm", broken)
+    monkeypatch.setitem(bench_checks.CHECKS, "cast:bits", lambda device: None)
+    monkeypatch.setitem(bench_checks.CHECKS, "norm", broken)
     assert bench.main(["--out", str(tmp_path), "--only", "checks,casts,norms"]) == 1
     text = capsys.readouterr().out
     assert "CHECK FAILED norm: AssertionError: 3 codes differ" in text

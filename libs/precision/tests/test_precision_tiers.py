@@ -17,14 +17,17 @@ def test_interpreted_kernels_equal_the_reference():
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     files = [str(file) for file in sorted(HERE.glob("test_precision_*_interpreted.py"))]
-    assert files
+    assert len(files) >= 4
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, cwd=HERE.parents[2])
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout
 
 
-FAST = r"^(cast_rows mxfp8|cast_both (mxfp8|block128|regroup128)|cast_square block128|norm_cast mxfp8|dequantise rows)$"
+FAST = (
+    r"^(cast_tile (mxfp8|regroup128) both|cast_tile block128 columns|norm_tile mxfp8 512"
+    r"|cast_rows mxfp8|cast_both mxfp8|cast_square block128|dequantise rows)$"
+)
 
 
 @pytest.mark.compile
@@ -44,9 +47,14 @@ def test_kernels_compile_without_spilling(architecture, which, tmp_path):
     command = [sys.executable, "-m", "gemworks.precision.compile_kernels", architecture, which]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    spilled = [line for line in lines if line["spill_bytes"] > 0]
+    # Norm + cast of wide blocks is held to 128 registers, so that two programs fit a processor.
+    spilled = [line for line in lines if line["spill_bytes"] > (256 if line["kernel"] == "norm_tile" else 0)]
     assert not spilled, spilled
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = {line["kernel"] for line in lines}
-    assert {"cast_rows", "cast_both", "cast_square", "dequantise"} <= kernels
-    assert all(line["hardware_cast"] for line in lines if line["variant"] in ("mxfp8", "block128", "regroup128"))
+    assert {"cast_tile", "norm_tile", "cast_rows", "cast_both", "cast_square", "dequantise"} <= kernels
+    assert all(
+        line["hardware_cast"]
+        for line in lines
+        if line["kernel"].startswith(("cast", "norm")) and "stochastic" not in line["variant"]
+    )

@@ -76,7 +76,7 @@ def test_one_direction(kind, dim, noise):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("noise", [None, Stochastic(1, 2)])
-@pytest.mark.parametrize("shape", [(150, 161), (1, 1), (33, 256)])
+@pytest.mark.parametrize("shape", [(150, 161), (1, 1)])
 def test_both_directions_in_one_read(kind, noise, shape):
     x = uneven(*shape, seed=1)
     spec = CastSpec(kind, stochastic=noise)
@@ -90,7 +90,7 @@ def test_both_directions_in_one_read(kind, noise, shape):
 @pytest.mark.parametrize("mode", list(ScaleMode))
 @pytest.mark.parametrize("format", [Format.E4M3, Format.E5M2])
 def test_modes_and_formats(mode, format):
-    x = uneven(40, 96, seed=2)
+    x = uneven(40, 97, seed=2)  # not for the tile kernel, which has its own file
     spec = CastSpec(GemmKind.MXFP8, format, mode)
     for a, b in zip(cast_both(x, spec, "triton")[:2], cast_both(x, spec, "reference")[:2], strict=True):
         same(a, b)

@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import get_args
 
 import pytest
-from gemworks.gem.config import EventConfig, GemConfig, TrainConfig
-from gemworks.gem.presets import PRESETS, get_preset, load_config, override
+from gemworks.gem.config import EventConfig, GemConfig
+from gemworks.gem.presets import PRESETS, RUN_PRESETS, get_preset, load_config, override
 from gemworks.gem.typed_config import ConfigError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,6 +76,7 @@ def test_assignments_read_types():
             "train.task_weights=[1, 0.5]",
             "optimizer.lr=1",
             "model.reuse_hsp=false",
+            "data.source=parquet",
             "data.path=/some where/x",
             "train.max_steps=7",
             "model.pffn_scale=0.01",
@@ -119,10 +120,17 @@ def test_assignments_read_types():
         ("model.events.click.num_layers=9", "model.events.click.num_layers: got 9, expected at most"),
         ("model.num_sequence_tokens=9", "model.num_sequence_tokens: got 9, expected at most model.num_seeds = 8"),
         ("model.block=48", "model.block: got 48, expected 32, 64 or 128"),
+        ("model.time_fraction=1.5", "model.time_fraction: got 1.5, expected a share in"),
         ("model.dropout=1.0", "model.dropout: got 1.0, expected a probability"),
         ("data.max_length=100", "data.max_length: got 100, expected a power of two"),
         ("data.batch_size=0", "data.batch_size: got 0, expected a positive integer"),
         ("optimizer.lr=nan", "optimizer.lr: got nan, expected a positive number"),
+        ("optimizer.lr=inf", "optimizer.lr: got inf, expected a finite number"),
+        ("optimizer.weight_decay=inf", "optimizer.weight_decay: got inf, expected a finite number"),
+        ("model.time_scale_seconds=inf", "model.time_scale_seconds: got inf, expected a finite number"),
+        ("model.pffn_scale=inf", "model.pffn_scale: got inf, expected a finite number"),
+        ("train.task_weights=[1.0, inf]", "train.task_weights: got .*expected a finite number"),
+        ("data.num_samples=4", "data.num_samples: got 4, expected at least 8: the validation and test parts"),
         ("train.task_weights=[]", "train.task_weights: got .*expected one number per task"),
         ("model.num_event_types=3", "data.num_event_types: got 2, expected model.num_event_types = 3; set both"),
         ("preset=small", "preset: cannot be assigned"),
@@ -136,6 +144,8 @@ def test_wrong_settings_name_the_key_and_the_fix(setting: str, message: str):
 def test_wrong_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"configuration file '.*absent.toml' does not exist"):
         load_config(toml=tmp_path / "absent.toml")
+    with pytest.raises(ConfigError, match=r"configuration file '.*' is a folder; expected the path of a TOML file"):
+        load_config(toml=tmp_path)
     broken = tmp_path / "broken.toml"
     broken.write_text("model = [")
     with pytest.raises(ConfigError, match=r"configuration file '.*broken.toml' is not valid TOML"):
@@ -147,6 +157,68 @@ def test_wrong_files_are_named(tmp_path):
         GemConfig.from_toml('preset = "tiny"')
     with pytest.raises(ConfigError, match="not valid TOML"):
         GemConfig.from_toml("[")
+
+
+def test_planner_presets_start_no_run(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('preset = "frontier"')
+    for arguments in ({"preset": "frontier"}, {"toml": file}):
+        with pytest.raises(
+            ConfigError, match=r"'frontier', which is for the planner only.*one of tiny, small, base, large"
+        ):
+            load_config(**arguments)
+    with pytest.raises(ConfigError, match=r"got 'medium', expected one of tiny, small, base, large$"):
+        load_config("medium")
+    assert set(PRESETS) - set(RUN_PRESETS) == {"frontier"}
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "message"),
+    [
+        ("small", ["data.num_samples=100"], "data.num_samples: got 100.*no effect.*'movielens', only 'synthetic'"),
+        ("small", ["data.length_law=zipf"], "data.length_law: got 'zipf'.*no effect"),
+        ("small", ["data.num_ids=7"], "data.num_ids: got 7.*no effect.*sizes of its own schema"),
+        ("small", ["data.id_policy=hash"], "data.id_policy: got 'hash'.*no effect"),
+        ("small", ["data.seed=1"], "data.seed: got 1.*no effect.*data.shuffle_window is 0"),
+        ("tiny", ["data.path=x"], "data.path: got 'x'.*no effect.*set data.source too"),
+        ("tiny", ["model.window=7"], "model.window: got 7.*no effect.*set model.attention=window too"),
+        ("tiny", ["model.attention=full", "model.block=32"], "model.block: got 32.*no effect"),
+        ("tiny", ["model.num_time_buckets=8"], "model.num_time_buckets: got 8.*no effect.*time_encoding=buckets too"),
+        (
+            "tiny",
+            ["model.time_encoding=buckets", "model.time_fraction=0.25"],
+            "model.time_fraction: got 0.25.*no effect",
+        ),
+        ("small", ["model.events.liked.window=7"], "model.events.liked.window: got 7.*events.liked.attention=window"),
+    ],
+)
+def test_settings_without_effect_are_refused(preset: str, settings: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        load_config(preset, sets=settings)
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings"),
+    [
+        ("tiny", ["data.num_samples=64", "data.num_ids=7", "data.seed=1"]),
+        ("small", ["data.seed=1", "data.shuffle_window=64"]),
+        ("small", ["data.source=synthetic", "data.num_samples=64"]),
+        ("tiny", ["data.source=parquet", "data.path=x", "data.id_policy=hash"]),
+        ("tiny", ["model.attention=window", "model.window=7"]),
+        ("small", ["model.events.liked.attention=window", "model.window=7", "model.events.liked.window=9"]),
+        ("tiny", ["model.time_encoding=buckets", "model.num_time_buckets=8"]),
+    ],
+)
+def test_the_same_settings_pass_where_they_have_an_effect(preset: str, settings: list[str]):
+    load_config(preset, sets=settings)
+
+
+@pytest.mark.parametrize("preset", RUN_PRESETS)
+def test_a_stored_configuration_is_an_overlay(preset: str, tmp_path):
+    """It names every key, those without effect too, with the values that they have anyway."""
+    file = tmp_path / "config.toml"
+    file.write_text(get_preset(preset).to_toml())
+    assert load_config(toml=file) == get_preset(preset)
 
 
 def test_too_many_event_types_are_refused():
@@ -164,12 +236,16 @@ def test_activations_are_those_of_the_library():
 
 def test_configs_are_frozen_and_checked_again_on_replace():
     config = get_preset("tiny")
-    with pytest.raises(FrozenInstanceError):
-        config.preset = "other"  # pyright: ignore[reportAttributeAccessIssue]
+    for part in (config, config.model, config.data, config.optimizer, config.train, EventConfig()):
+        name = fields(part)[0].name
+        with pytest.raises(FrozenInstanceError):
+            setattr(part, name, getattr(part, name))
     with pytest.raises(ConfigError, match=r"train\.epochs"):
         replace(config.train, epochs=0)
+    with pytest.raises(ConfigError, match=r"data\.batch_size"):
+        config.with_data(batch_size=0)
     assert config.with_data(batch_size=3).data.batch_size == 3
-    assert TrainConfig() == TrainConfig()
+    assert config.data.batch_size == 64
 
 
 def test_reading_a_configuration_does_not_import_torch():

@@ -1,5 +1,6 @@
 """What must hold for the whole model: gradients, independence of samples, empty inputs, determinism, bf16."""
 
+import contextlib
 import dataclasses
 import math
 
@@ -39,6 +40,7 @@ VARIANTS: dict[str, dict] = {
     "no_reuse": {"reuse_hsp": False},
     "buckets": {"time_encoding": "buckets"},
     "buckets_full_skip": {"time_encoding": "buckets", "attention": "full", "skip": "alternate", "num_layers": 3},
+    "position_only": {"time_fraction": 0.0},
     "scale": {"pffn_scale": "max_length", "pffn_activation": "silu"},
     "deep_experts": {"expert_layers": 2, "num_experts": 3, "num_fmb_tokens": 3},
     "wide_summary": {"num_summary_tokens": 24},
@@ -150,6 +152,25 @@ def test_empty_batch(variant: str):
     assert logits.shape == (0, 2)
     logits.sum().backward()
     assert all(p.grad is None or float(p.grad.abs().max()) == 0.0 for p in model.parameters())
+
+
+def test_an_empty_batch_reaches_collections_that_want_it():
+    """What is put into `rows` and `bags` from outside may need every batch: one attribute, no look at their types."""
+    embeddings = build(tiny()).embeddings
+    assert embeddings.rows is not None
+    assert embeddings.bags is not None
+    embeddings.skips_empty = False
+    calls: list[str] = []
+    for name in ("rows", "bags"):
+        getattr(embeddings, name).register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+    with contextlib.suppress(Exception):  # torchrec's own, which fail at it
+        embeddings(random_batch(SCHEMA, {"click": [], "view": []}))
+    assert calls
+    calls.clear()
+    embeddings.skips_empty = True
+    sample_BnW, _ = embeddings(random_batch(SCHEMA, {"click": [], "view": []}))
+    assert sample_BnW.shape == (0, 4, embeddings.dim)
+    assert calls == []
 
 
 @pytest.mark.parametrize("variant", ["default", "event_sizes"])

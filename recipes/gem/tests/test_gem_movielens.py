@@ -1,6 +1,9 @@
 """MovieLens: nothing of the present or future reaches a sample; files are checked; baselines get their arrays."""
 
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -259,3 +262,20 @@ def test_a_damaged_wheel_in_the_cache_is_refused(tmp_path: Path):
 def test_features_of_an_empty_past_are_finite(movielens_folder: Path):
     features = causal_features(shrink(read_log(movielens_folder), slice(0, 3)))
     assert np.isfinite(features.values_NC).all()
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("true", "1 error"), ("", "1 skipped")])
+def test_tests_without_the_data_fail_in_ci_and_are_skipped_elsewhere(ci: str, outcome: str, tmp_path: Path):
+    """A network that is away must not turn the tests against leakage green."""
+    offline = {"CI": ci, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "GEMWORKS_MOVIELENS": str(tmp_path)}
+    test = f"{Path(__file__)}::test_order_split_and_labels"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
+        cwd=Path(__file__).parents[3],
+        env=os.environ | offline,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, outcome in done.stdout) == (1 if ci else 0, True), done.stdout
+    assert "cannot be downloaded" in done.stdout

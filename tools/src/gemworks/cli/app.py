@@ -190,10 +190,30 @@ def _progress_console(json: bool) -> Any:
     return Console(stderr=True)
 
 
+def _one_value_per_set(arguments: Sequence[str]) -> list[str]:
+    """`--set a=1 b=2` as `--set a=1 --set b=2`: an option of typer takes a fixed number of values.
+
+    >>> _one_value_per_set(["train", "--set", "a=1", "b=2", "--json"])
+    ['train', '--set', 'a=1', '--set', 'b=2', '--json']
+    """
+    spread: list[str] = []
+    inside = False
+    for word in arguments:
+        inside = word == "--set" or (inside and not word.startswith("-"))
+        if inside and word != "--set" and spread[-1] != "--set":
+            spread.append("--set")
+        spread.append(word)
+    return spread
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """The whole command line; returns the exit code."""
     try:
-        result = app(args=arguments, prog_name="gemworks", standalone_mode=False)
+        result = app(
+            args=_one_value_per_set(sys.argv[1:] if arguments is None else arguments),
+            prog_name="gemworks",
+            standalone_mode=False,
+        )
     except typer.Abort:
         print_error("interrupted")
         return INTERRUPTED

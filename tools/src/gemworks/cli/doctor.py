@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import logging
 import os
 import platform
@@ -53,6 +54,7 @@ PACKAGES = (
     Package("transformer-engine", "transformer_engine", "a peer's FP8 layers on a GPU"),
 )
 DTYPES = ("float32", "bfloat16")
+LINEAR_SHAPE = (4096, 4096, 4096)  # rows, in and out features of the layer that stands for all linear layers
 
 
 def examine() -> dict[str, Any]:
@@ -66,12 +68,16 @@ def examine() -> dict[str, Any]:
         if item["name"] in required and item["state"] != "ok"
     ]
     devices = _guarded("devices", _devices, problems)
+    names = [device["name"] for device in devices]
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": packages,
         "devices": devices,
-        "ops": _guarded("ops", lambda: _ops([d["name"] for d in devices]), problems),
+        "ops": [
+            *_guarded("ops of gemworks.jagged", lambda: _jagged_ops(names), problems),
+            *_guarded("ops of gemworks.precision", lambda: _precision_ops(names), problems),
+        ],
         "problems": problems,
     }
 
@@ -136,8 +142,8 @@ def _devices() -> list[dict[str, Any]]:
     return devices
 
 
-def _ops(devices: list[str]) -> list[dict[str, Any]]:
-    """What `gemworks.jagged.explain` says for every op; one line per device and dtype."""
+def _jagged_ops(devices: list[str]) -> list[dict[str, Any]]:
+    """What `gemworks.jagged.explain` says for every op; one row per device and dtype."""
     import torch
     from gemworks import jagged
 
@@ -146,12 +152,46 @@ def _ops(devices: list[str]) -> list[dict[str, Any]]:
     for op in names:
         for device in devices:
             for dtype in DTYPES:
-                row: dict[str, Any] = {"op": op, "device": device, "dtype": dtype}
+                row: dict[str, Any] = {"library": "jagged", "op": op, "device": device, "dtype": dtype}
                 try:
                     chosen = jagged.explain(op, dtype=getattr(torch, dtype), device=device)
                     rows.append(row | {"backend": chosen.backend, "config": chosen.config, "reason": chosen.reason})
                 except Exception as error:
                     rows.append(row | {"backend": None, "config": None, "reason": " ".join(str(error).split())})
+    return rows
+
+
+def _precision_ops(devices: list[str]) -> list[dict[str, Any]]:
+    """What `gemworks.precision.explain` says for a linear layer under every preset recipe; one row per product or cast.
+
+    `dtype` is the recipe's name. The layer has a shape that every recipe's blocks divide.
+    """
+    if importlib.util.find_spec("gemworks.precision") is None:  # optional; the list of packages says that it is missing
+        return []
+    from gemworks import precision
+    from gemworks.precision.recipe import PRESETS
+
+    rows: list[dict[str, Any]] = []
+    for device in devices:
+        for recipe in PRESETS:
+            row: dict[str, Any] = {"library": "precision", "device": device, "dtype": recipe}
+            try:
+                explained = precision.explain(LINEAR_SHAPE, recipe, device)
+            except Exception as error:
+                reason = " ".join(str(error).split())
+                rows.append(row | {"op": "linear", "backend": None, "config": None, "reason": reason})
+                continue
+            for product, choice in explained.choices:
+                refused = "; ".join(f"not {backend}: {why}" for backend, why in choice.rejected)
+                rows.append(
+                    row
+                    | {
+                        "op": f"linear {product} {choice.op}",
+                        "backend": choice.backend,
+                        "config": choice.kernel,
+                        "reason": refused or "the first choice",
+                    }
+                )
     return rows
 
 

@@ -99,14 +99,16 @@ def print_findings(findings: dict[str, Any]) -> None:
     for device in findings["devices"]:
         console.print(f"device {device['name']}: {device['description']}", highlight=False)
     ops = Table(title="which backend every op would use", title_justify="left")
-    for name in ("op", "device", "backend", "dtypes"):
+    for name in ("op", "device", "backend", "dtypes or recipes"):
         ops.add_column(name)
     dtypes: dict[tuple[str, str, str], list[str]] = {}
     reasons: dict[str, list[str]] = {}
     for item in findings["ops"]:
         backend = item["backend"] or "none"
         dtypes.setdefault((item["op"], item["device"], backend), []).append(item["dtype"])
-        reasons.setdefault(f"{backend}: {item['reason']}", []).append(item["op"])
+        named = reasons.setdefault(f"{backend}: {item['reason']}", [])
+        if item["op"] not in named:
+            named.append(item["op"])
     for key, names in dtypes.items():
         ops.add_row(*key, ", ".join(names))
     console.print(ops)

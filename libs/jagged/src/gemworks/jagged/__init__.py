@@ -37,6 +37,7 @@ from gemworks.jagged.products import (
     jagged_jagged_matmul,
     split,
 )
+from gemworks.jagged.schedule import TileSchedule
 
 __all__ = [
     "Activation",
@@ -47,6 +48,7 @@ __all__ = [
     "Rope",
     "RopeTables",
     "SupportRow",
+    "TileSchedule",
     "apply_rope",
     "attention_flops",
     "block_attention",

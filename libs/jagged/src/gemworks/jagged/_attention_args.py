@@ -138,3 +138,11 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         target = torch.get_autocast_dtype(kind)
         return tuple(t if t.dtype == torch.float64 else t.to(target) for t in tensors)
     return tensors
+
+
+def clear_past_end(x: Tensor, offsets: Tensor | None) -> Tensor:
+    """Zero the rows that belong to no sequence, so that garbage in them can't turn a zero gradient into NaN."""
+    if offsets is None:
+        return x
+    used = torch.arange(x.shape[0], device=x.device) < offsets[-1]
+    return torch.where(used[:, None, None], x, 0)

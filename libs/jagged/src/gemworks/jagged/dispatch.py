@@ -6,12 +6,14 @@ that the op's own checks let through.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 import torch
 from gemworks.jagged._checks import DTYPES, MAX_HEAD_DIM
+from gemworks.jagged.ops.attention_core import table
 
 Direction = Literal["forward", "backward"]
 OPS = (
@@ -70,7 +72,27 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NORM_OPS = ("layer_norm", "rms_norm")
 TILE_ARCHITECTURES = ("sm_90", "sm_100")  # of norms and block_attention: where their kernels are compiled in tests
 BLOCK_HEAD_DIMS = tuple(range(16, 129, 16))  # half a head is whole 16-byte vectors
+KERNEL_OPS = ("flash_attention", "gdpa", "seed_pool")
 RULES: tuple[Rule, ...] = (
+    Rule(
+        "gluon",
+        KERNEL_OPS,
+        table.GLUON_DTYPES,
+        table.GLUON_ARCHITECTURES,
+        BOTH,
+        max(table.GLUON_HEAD_DIMS),
+        "attention_core/table.py",
+        table.GLUON_HEAD_DIMS,
+    ),
+    Rule(
+        "triton",
+        KERNEL_OPS,
+        table.TRITON_DTYPES,
+        table.TRITON_ARCHITECTURES,
+        BOTH,
+        table.TRITON_MAX_HEAD_DIM,
+        "attention_core/table.py",
+    ),
     Rule("triton", NORM_OPS, KERNEL_DTYPES, TILE_ARCHITECTURES, BOTH, None, "norms/launch.py"),
     Rule(
         "triton",
@@ -84,6 +106,16 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("reference", OPS, DTYPES, ("any",), BOTH, MAX_HEAD_DIM),
 )
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """A `UserWarning`, the first time only; silent while a compiler traces."""
+    if torch.compiler.is_compiling() or message in _warned:
+        return
+    _warned.add(message)
+    warnings.warn(f"gemworks.jagged: {message}", stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -126,8 +158,8 @@ class Explanation:
     """Which kernel an op would use.
 
     Attributes:
-        backend: "triton" or "reference".
-        config: the kernel's configuration; "-" where there is nothing to choose.
+        backend: "gluon", "triton" or "reference". "gluon" may hand the backward to "triton": see `config`.
+        config: the kernel's configuration, step by step; "-" where there is nothing to choose.
         reason: in words, with the refusal of every backend that comes first.
     """
 
@@ -149,6 +181,9 @@ def architecture_of(device: torch.device | str) -> str:
     return f"sm_{major}{minor}"
 
 
+FEATURES = ("masked", "grouped", "shared_query", "bias", "qk_norm", "rope")
+
+
 def explain(
     op: str,
     *,
@@ -156,6 +191,9 @@ def explain(
     device: torch.device | str = "cpu",
     architecture: str | None = None,
     head_dim: int | None = None,
+    value_dim: int | None = None,
+    max_length_k: int = 1024,
+    features: tuple[str, ...] = (),
 ) -> Explanation:
     """Which backend and configuration `op` would use, and why.
 
@@ -165,24 +203,58 @@ def explain(
         device: where they live; asks the driver for a CUDA device's architecture.
         architecture: instead of `device`, for a machine that is not here, e.g. "sm_90".
         head_dim: H, for attention ops.
+        value_dim: width of v's heads; None for H.
+        max_length_k: the bound of the key lengths.
+        features: of an attention call: "masked" (causal or a window), "grouped" (fewer key heads), "shared_query",
+            "bias", "qk_norm", "rope".
 
     Raises:
-        ValueError: unknown op; nothing supports the request (the message says what is supported).
+        ValueError: unknown op or feature; nothing supports the request (the message says what is supported).
 
     >>> explain("rms_norm", architecture="sm_90").backend
+    'triton'
+    >>> print(explain("gdpa", dtype=torch.float64))
+    gdpa: reference (gluon does not take torch.float64; triton does not take torch.float64; takes float64 on cpu)
+    >>> explain("gdpa", architecture="sm_90", head_dim=128).backend
+    'gluon'
+    >>> explain("gdpa", architecture="sm_90", head_dim=128, features=("masked",)).backend
     'triton'
     """
     if op not in OPS:
         raise ValueError(f"op: got {op!r}, expected one of {', '.join(OPS)}")
+    unknown = [f for f in features if f not in FEATURES]
+    if unknown:
+        raise ValueError(f"features: got {', '.join(unknown)}, expected some of {', '.join(FEATURES)}")
     place = architecture_of(device) if architecture is None else architecture
     refusals = []
     for rule in [r for r in RULES if op in r.ops]:
         refusal = rule.refusal(op, dtype, place, head_dim)
+        config = rule.config
+        if refusal is None and rule.backend != "reference" and op in KERNEL_OPS:
+            width = head_dim or 128
+            shape = table.Shape(
+                table.SOFTMAX if op == "flash_attention" else "gelu",
+                dtype,
+                width,
+                value_dim or width,
+                "masked" in features,
+                "shared_query" in features or op == "seed_pool",
+                "grouped" in features,
+                max_length_k,
+            )
+            if "bias" in features:
+                refusal = "has no bias"
+            elif rule.backend == "gluon":
+                refusal = table.gluon_refusal("forward", shape, place)
+            config = "; ".join(f"{step}: {table.choose(step, shape, place)}" for step in table.STEPS)
         if refusal is None:
             name = str(dtype).removeprefix("torch.")
             reasons = [*refusals, f"takes {name} on {place}"]
-            return Explanation(op, rule.backend, rule.config, "; ".join(reasons))
-        refusals.append(f"{rule.backend} {refusal}")
+            front = [f for f in ("qk_norm", "rope") if f in features]
+            if front and rule.backend != "reference":
+                reasons.append(f"{' and '.join(front)} run before it, in PyTorch")
+            return Explanation(op, rule.backend, config, "; ".join(reasons))
+        refusals.append(refusal if refusal.startswith(rule.backend) else f"{rule.backend} {refusal}")
     raise ValueError(f"{op}: {'; '.join(refusals)}; support() lists every op, dtype and architecture")
 
 

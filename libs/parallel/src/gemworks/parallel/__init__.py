@@ -11,8 +11,12 @@ from gemworks.parallel.lengths import CostModel, LengthLaw, fit_cost_model
 from gemworks.parallel.meshes import Meshes, build_meshes
 from gemworks.parallel.placement import PlacedView, Placement, Traffic, default_traffic, place
 from gemworks.parallel.plan import DensePlan, ExpertPlan, ParallelPlan, SparsePlan
+from gemworks.parallel.planner import SearchResult, search
+from gemworks.parallel.profile import LayerProfile, ModelProfile
 from gemworks.parallel.shuffler import BaseBatchShuffler
+from gemworks.parallel.simulation import Simulation, simulate
 from gemworks.parallel.sparse_optim import RowSGD, RowWiseAdagrad
+from gemworks.parallel.step_graph import SimulationConfig
 from gemworks.parallel.tables import TableSpec
 
 __all__ = [
@@ -32,16 +36,21 @@ __all__ = [
     "FullyShardedEmbeddings",
     "Gpu",
     "GroupShape",
+    "LayerProfile",
     "Layout",
     "LengthLaw",
     "Link",
     "Meshes",
+    "ModelProfile",
     "ParallelPlan",
     "PlacedView",
     "Placement",
     "Rate",
     "RowSGD",
     "RowWiseAdagrad",
+    "SearchResult",
+    "Simulation",
+    "SimulationConfig",
     "SparsePlan",
     "TableSpec",
     "Tier",
@@ -54,4 +63,6 @@ __all__ = [
     "edge_bytes",
     "fit_cost_model",
     "place",
+    "search",
+    "simulate",
 ]

@@ -31,8 +31,8 @@ from gemworks.parallel.measure import measure_cluster
 from gemworks.parallel.meshes import build_meshes
 from gemworks.parallel.placement import place
 from gemworks.parallel.plan import ParallelPlan
+from gemworks.parallel.planner import ladder_text, ladders, search
 from gemworks.parallel.profile import gem_like
-from gemworks.parallel.search import ladder_text, ladders, search
 from torch import nn
 
 COLUMNS = [

@@ -66,7 +66,7 @@ def measure_cluster(
         base: its shape must be the world's; its other figures are kept.
         device: where the buffers live.
         sizes: message bytes S, two or more.
-        repeats: timed runs per size, after one to warm up.
+        repeats: timed runs per size, after two to warm up.
 
     Raises:
         ValueError: no process group, or the shape is not the world's.
@@ -83,7 +83,9 @@ def measure_cluster(
         group = _tier_group(base, tier)
         tiers[tier] = {}
         for collective in COLLECTIVES:
-            samples = [(size, _time(collective, group, size, repeats, target)) for size in sizes]
+            samples = [
+                (size, slowest_seconds(_runner(collective, group, size, target), target, repeats)) for size in sizes
+            ]
             tiers[tier][collective] = fit_rate(collective, dist.get_world_size(group), samples)
         dist.destroy_process_group(group)
     # Least squares may round differently in two processes: all take rank 0's result.
@@ -114,10 +116,17 @@ def _tier_group(base: ClusterSpec, tier: Tier) -> dist.ProcessGroup:
     return group
 
 
-def _time(collective: Collective, group: dist.ProcessGroup, nbytes: int, repeats: int, device: torch.device) -> float:
-    run = _runner(collective, group, nbytes, device)
+def slowest_seconds(run: Callable[[], object], device: torch.device, repeats: int, *, num_warmup: int = 2) -> float:
+    """Median over repeats of the slowest rank's time for one call; every rank of the world calls it.
+
+    Args:
+        run: what is timed; all ranks start it together.
+        device: waited for before and after, if it is a GPU.
+        repeats: timed calls.
+        num_warmup: calls before them that do not count.
+    """
     times: list[float] = []
-    for i in range(repeats + 1):
+    for i in range(repeats + num_warmup):
         dist.barrier()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -127,7 +136,7 @@ def _time(collective: Collective, group: dist.ProcessGroup, nbytes: int, repeats
             torch.cuda.synchronize(device)
         slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        if i:
+        if i >= num_warmup:
             times.append(float(slowest))
     return statistics.median(times)
 

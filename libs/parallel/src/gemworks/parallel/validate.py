@@ -11,9 +11,7 @@ import argparse
 import csv
 import dataclasses
 import os
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,11 +23,12 @@ from gemworks.parallel.cluster import ClusterSpec
 from gemworks.parallel.experts import EnsembleExperts
 from gemworks.parallel.fsdp import FsdpPolicy, apply_fsdp
 from gemworks.parallel.lengths import LengthLaw
-from gemworks.parallel.measure import measure_cluster
+from gemworks.parallel.measure import measure_cluster, slowest_seconds
 from gemworks.parallel.meshes import build_meshes
 from gemworks.parallel.plan import ParallelPlan
 from gemworks.parallel.profile import LayerProfile, ModelProfile
-from gemworks.parallel.simulate import SimulationConfig, simulate
+from gemworks.parallel.simulation import simulate
+from gemworks.parallel.step_graph import SimulationConfig
 from torch import Tensor, nn
 
 Kind = Literal["alone", "shard", "replica", "expert"]
@@ -105,24 +104,6 @@ class ExpertStack(nn.Module):
         return x
 
 
-def measure_ms(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median over repeats of the slowest rank's time, after two runs to warm up."""
-    times: list[float] = []
-    for i in range(repeats + 2):
-        dist.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        if i >= 2:
-            times.append(float(slowest) * 1e3)
-    return statistics.median(times)
-
-
 class _LayerTimes:
     """Forward and backward of one block as lines in the number of tokens, from two measured sizes."""
 
@@ -143,7 +124,7 @@ class _LayerTimes:
             def forward(x: Tensor = x) -> None:
                 block(x)
 
-            whole, ahead = measure_ms(both, device, repeats), measure_ms(forward, device, repeats)
+            whole, ahead = 1e3 * slowest_seconds(both, device, repeats), 1e3 * slowest_seconds(forward, device, repeats)
             self.points.append((tokens, ahead / depth, (whole - ahead) / depth))
 
     def at(self, tokens: int) -> tuple[float, float]:
@@ -216,7 +197,7 @@ def measure_case(case: Case, device: torch.device, dtype: torch.dtype, repeats: 
         model(x).float().pow(2).mean().backward()
         model.zero_grad(set_to_none=True)
 
-    return measure_ms(step, device, repeats)
+    return 1e3 * slowest_seconds(step, device, repeats)
 
 
 def validate(

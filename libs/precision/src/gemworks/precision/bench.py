@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gemworks.precision.activation import activation_cast
 from gemworks.precision.backends import PrecisionCostWarning, device_spec
 from gemworks.precision.bench_checks import run_checks
 from gemworks.precision.casts import CastSpec, cast, cast_both
@@ -41,6 +42,7 @@ COMMON = (
     "command", "commit", "torch", "triton",
 )  # fmt: skip
 KINDS = tuple(kind for kind in GemmKind if kind is not GemmKind.BF16)
+KINDS_TUNED = (GemmKind.MXFP8, GemmKind.FP8_BLOCK128, GemmKind.MXFP8_REGROUP128)
 SEED = 0
 
 
@@ -214,6 +216,19 @@ def bench_norms(bench: Bench) -> None:
             time_bytes(bench, "norm_cast", (m, k), kind.value, "unfused", parts, num_bytes)
 
 
+def bench_activations(bench: Bench) -> None:
+    """GELU and both casts in one kernel, against the same in two steps."""
+    m, k = (64, 256) if bench.smoke else (262144, 1024)
+    x = bench.randn(m, k)
+    for kind in KINDS:
+        spec = CastSpec(kind)
+        num_bytes = m * k * (2 + 2 * (1 + 1 / (32 if kind is GemmKind.MXFP8 else 128)))
+        fused = lambda x=x, s=spec: activation_cast(x, s, "gelu_tanh")  # noqa: E731
+        parts = lambda x=x, s=spec: cast_both(nn.functional.gelu(x, approximate="tanh"), s)  # noqa: E731
+        time_bytes(bench, "gelu_cast", (m, k), kind.value, "gemworks", fused, num_bytes)
+        time_bytes(bench, "gelu_cast", (m, k), kind.value, "unfused", parts, num_bytes)
+
+
 def linear_run(x: Tensor, w: Tensor, dy: Tensor, forward: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], None]:
     """A closure that runs forward and backward once."""
 
@@ -362,46 +377,41 @@ def transformer_engine_rows(record: Callable[..., None], in_features: int, out_f
 
 
 def tune(bench: Bench, out: Path, which: str) -> None:
-    """Try tiles of the cast and norm kernels and write the times, best first; the shipped table is then edited by
-    hand."""
-    from gemworks.precision import norm, triton_casts
-    from gemworks.precision.triton_casts import BothConfig, CastConfig
+    """Try the tiles named in `tiles` and write the times, best first; the shipped table is then edited by hand.
+
+    About 25 kernels, two seconds each to compile and a fifth of one to time.
+    """
+    from gemworks.precision import norm, tiles, triton_casts
+    from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, TileConfig
 
     results: dict[str, list[tuple[float, str]]] = {}
     m, k = (64, 256) if bench.smoke else (262144, 1024)
-    x, w = bench.randn(m, k), bench.randn(k)
-    saved = triton_casts.both_config, triton_casts.rows_config, norm.norm_config
-    both = [
-        BothConfig(r, c, sr, sc, warps)
-        for r, c in ((128, 128), (128, 64), (64, 128), (64, 64), (32, 128), (32, 256), (128, 256))
-        for sr, sc in {(r, c), (min(r, 64), min(c, 64)), (min(r, 32), min(c, 32)), (min(r, 32), min(c, 64))}
-        for warps in (4, 8)
+    x, w, residual = bench.randn(m, k), bench.randn(k), bench.randn(m, k).neg_()
+    mx, wide, merged = (CastSpec(kind) for kind in KINDS_TUNED)
+    both = ALONG_ROWS | ALONG_COLUMNS
+    jobs: list[tuple[str, list[TileConfig], Callable[[], object]]] = [
+        ("cast_rows mxfp8", tiles.tile_candidates(32, False, ALONG_ROWS), lambda: cast(x, 1, mx)),
+        ("cast_columns mxfp8", tiles.tile_candidates(32, False, ALONG_COLUMNS), lambda: cast(x, 0, mx)),
+        ("cast_both mxfp8", tiles.tile_candidates(32, False, both), lambda: cast_both(x, mx)),
+        ("cast_both fp8_block128", tiles.tile_candidates(128, False, both), lambda: cast_both(x, wide)),
+        ("cast_both mxfp8_regroup128", tiles.tile_candidates(32, True, both), lambda: cast_both(x, merged)),
+        ("norm_cast mxfp8", tiles.norm_tile_candidates(False), lambda: norm_cast(x, w, mx, residual=residual)),
+        ("norm_cast fp8_block128", tiles.norm_tile_candidates(True), lambda: norm_cast(x, w, wide, residual=residual)),
     ]
-    rows = [
-        CastConfig(r, c, warps) for r in (1, 2, 4, 8, 16, 32, 64) for c in (128, 256, 512, 1024) for warps in (2, 4, 8)
-    ]
-    norms = [(r, c, warps) for r in (32, 64, 128) for c in (64, 128, 256, 512) for warps in (4, 8, 16)]
-    for kind in KINDS:
-        spec, width = CastSpec(kind), 32 if kind is GemmKind.MXFP8 else 128
-        jobs: list[tuple[str, list[Any], Callable[[], object]]] = [
-            ("cast_both", [c for c in both if min(c.rows, c.columns) >= width], lambda s=spec: cast_both(x, s)),
-            ("cast_rows", [c for c in rows if c.columns >= width], lambda s=spec: cast(x, 1, s)),
-            ("cast_columns", [c for c in rows if c.columns >= width], lambda s=spec: cast(x, 0, s)),
-            ("norm_cast", [c for c in norms if c[0] >= width and c[1] >= width], lambda s=spec: norm_cast(x, w, s)),
-        ]
-        for op, candidates, run in jobs:
-            if which not in f"{op} {kind.value}":
-                continue
-            times = []
-            for candidate in candidates:
-                triton_casts.both_config = lambda *_, c=candidate: c
-                triton_casts.rows_config = lambda *_, c=candidate: c
-                norm.norm_config = lambda *_, c=candidate: c
-                attempt(f"{op} {candidate}", lambda r=run, t=times, c=candidate: t.append((bench.time(r)[0], str(c))))
-            triton_casts.both_config, triton_casts.rows_config, norm.norm_config = saved
-            results[f"{op} {kind.value}"] = sorted(times)
-            print(f"tune {op} {kind.value}: {sorted(times)[:3]}", flush=True)
-            (out / "tune.json").write_text(json.dumps({key: value[:12] for key, value in results.items()}, indent=1))
+    saved = triton_casts.tile_config, norm.norm_tile_config
+    for op, candidates, run in jobs:
+        if which not in op:
+            continue
+        times: list[tuple[float, str]] = []
+        for candidate in candidates:
+            triton_casts.tile_config = lambda *_, c=candidate: c
+            norm.norm_tile_config = lambda *_, c=candidate: c
+            attempt(f"{op} {candidate}", lambda r=run, t=times, c=candidate: t.append((bench.time(r)[0], str(c))))
+        triton_casts.tile_config, norm.norm_tile_config = saved
+        results[op] = sorted(times)
+        for ms, name in sorted(times):
+            print(f"tune {op}: {ms:.4f} ms {name}", flush=True)
+        (out / "tune.json").write_text(json.dumps(results, indent=1))
 
 
 def write(bench: Bench, out: Path) -> None:
@@ -447,12 +457,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--tune", nargs="?", const="", help="also time candidate tiles (of ops whose name contains this)"
     )
-    parser.add_argument("--only", default="", help="comma-separated parts: checks,casts,norms,linear")
+    parser.add_argument("--only", default="", help="comma-separated parts: checks,casts,norms,activations,linear")
     chosen = parser.parse_args(arguments)
     chosen.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bench = Bench(device, chosen.smoke or device.type == "cpu")
-    parts = set(filter(None, chosen.only.split(","))) or {"checks", "casts", "norms", "linear"}
+    parts = set(filter(None, chosen.only.split(","))) or {"checks", "casts", "norms", "activations", "linear"}
     print(f"device {device_spec(device)}, torch {torch.__version__}, triton {triton_version() or '-'}", flush=True)
     import warnings
 
@@ -464,8 +474,11 @@ def main(arguments: list[str] | None = None) -> int:
     jobs: dict[str, tuple[Callable[[Bench], None], tuple[str, ...]]] = {
         "casts": (bench_casts, ("cast",)),
         "norms": (bench_norms, ("cast", "norm")),
+        "activations": (bench_activations, ("cast", "activation")),
         "linear": (bench_linear, ("cast", "norm", "gemm", "linear")),
     }
+    if chosen.tune is not None and device.type == "cuda" and not failures:
+        tune(bench, chosen.out, chosen.tune)
     for part, (job, needs) in jobs.items():
         if part not in parts:
             continue
@@ -475,8 +488,6 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         job(bench)
         write(bench, chosen.out)
-    if chosen.tune is not None and device.type == "cuda":
-        tune(bench, chosen.out, chosen.tune)
     return 1 if failures else 0
 
 

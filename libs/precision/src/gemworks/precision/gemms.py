@@ -3,10 +3,7 @@
 Reference: dequantise and multiply. On a CPU in fp32; on a GPU the dequantised operands are exact in bf16 (E4M3 with
 scale
 bytes 3..246, see `MXTensor.dequantize`) and the product accumulates in fp32, so it *is* the product of the planes up to
-the order of summation. Agreement between backends, entry by entry, with `S = |A| |B|^T`:
-`|difference| <= 2 K 2^-24 S + u |result|` (u the rounding of the output dtype); Hopper's FP8 units keep fewer bits of
-the
-accumulator inside one instruction, for them `2^-13 S + u |result|` is the bound we hold them to.
+the order of summation. How far a backend's product may be from the exact one: the `bounds` module.
 """
 
 from __future__ import annotations

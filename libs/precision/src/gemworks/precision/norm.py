@@ -19,6 +19,7 @@ from gemworks.precision.gemms import gemm
 from gemworks.precision.linear import linear_backward, weight_plane
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.recipe import GemmKind, Recipe, Save, recipe
+from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, norm_tile_config
 from torch import Tensor
 
 NORMS = ("rms", "layer")
@@ -124,7 +125,7 @@ def _triton_norm_cast(
 ) -> NormCast:
     import triton
     from gemworks.precision.kernel_norm import norm_cast_kernel
-    from gemworks.precision.triton_casts import cast_flags, empty_planes, seed_and_step
+    from gemworks.precision.triton_casts import cast_flags, empty_planes, fits_tiles, packs, seed_and_step
 
     x = x.contiguous()
     num_rows, num_columns = x.shape
@@ -133,11 +134,16 @@ def _triton_norm_cast(
     y = torch.empty_like(x) if return_y else x
     mean = torch.zeros(num_rows, dtype=torch.float32, device=x.device)
     rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    residual = residual.contiguous() if residual is not None else None
+    result = NormCast(planes[0], planes[1] if columns else None, hidden, mean, rstd, y if return_y else None, inexact)
+    if fits_tiles(x, spec, spec.block) and packs(x) and (residual is None or packs(residual)):
+        _norm_tiles(x, weight, bias, residual, result, y, tensors, spec, norm, eps)
+        return result
     rows_tile, columns_tile, num_warps = norm_config(num_columns, spec.block == 128 or spec.regroups)
     seed, step = seed_and_step(spec)
     norm_cast_kernel[(triton.cdiv(num_rows, rows_tile),)](
         x,
-        residual.contiguous() if residual is not None else x,
+        residual if residual is not None else x,
         weight,
         bias if bias is not None else weight,
         hidden,
@@ -162,7 +168,62 @@ def _triton_norm_cast(
         num_warps=num_warps,
         **cast_flags(spec),
     )
-    return NormCast(planes[0], planes[1] if columns else None, hidden, mean, rstd, y if return_y else None, inexact)
+    return result
+
+
+def _norm_tiles(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    result: NormCast,
+    y: Tensor,
+    tensors: tuple[Tensor, ...],
+    spec: CastSpec,
+    norm: str,
+    eps: float,
+) -> None:
+    """Fill `result` (and y, if it is asked for) by the tile kernel; `x` and `residual` are contiguous bf16."""
+    import triton
+    from gemworks.precision.kernel_norm_tile import norm_tile_kernel
+    from gemworks.precision.triton_casts import cast_flags
+
+    num_rows, num_columns = x.shape
+    codes, scales, codes_t, scales_t = tensors
+    config = norm_tile_config(num_columns, spec.block == 128 or spec.regroups)
+    flags = cast_flags(spec)
+    del flags["STOCHASTIC"]
+    limit = {} if config.max_registers is None else {"maxnreg": config.max_registers}
+    norm_tile_kernel[(triton.cdiv(num_rows, config.rows),)](
+        x.view(torch.int32),
+        (residual if residual is not None else x).view(torch.int32),
+        weight,
+        bias if bias is not None else weight,
+        result.hidden.view(torch.int32),
+        y.view(torch.int32),
+        result.mean,
+        result.rstd,
+        codes.view(torch.int32),
+        scales,
+        codes_t.view(torch.int64),
+        scales_t,
+        result.inexact,
+        num_rows,
+        num_columns,
+        eps,
+        HAS_RESIDUAL=residual is not None,
+        HAS_BIAS=bias is not None,
+        SUBTRACT_MEAN=norm == "layer",
+        WRITE_Y=result.y is not None,
+        DIRECTIONS=ALONG_ROWS | ALONG_COLUMNS if result.columns is not None else ALONG_ROWS,
+        ONCE=num_columns <= config.columns,
+        R8=config.rows // 8,
+        C=config.columns,
+        B=spec.block,
+        num_warps=config.num_warps,
+        **limit,
+        **flags,
+    )
 
 
 def norm_backward(

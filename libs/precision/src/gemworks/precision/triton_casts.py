@@ -21,9 +21,11 @@ from gemworks.precision.kernel_cast import (
     wide_scales_kernel,
 )
 from gemworks.precision.kernel_common import FORMATS, MODES
+from gemworks.precision.kernel_tile import cast_tile_kernel
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.quantization import ROW_BLOCK_SIZES, SQUARE_BLOCK_SIZES, check_input
 from gemworks.precision.rng import STREAM_COLUMNS, STREAM_ROWS
+from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, tile_config
 from torch import Tensor
 
 
@@ -87,6 +89,57 @@ def seed_and_step(spec: CastSpec) -> tuple[int, int]:
     return (spec.stochastic.seed, spec.stochastic.step) if spec.stochastic is not None else (0, 0)
 
 
+def packs(x: Tensor) -> bool:
+    """Does the tile kernel read this tensor as pairs of bf16 in int32?"""
+    return x.dtype is torch.bfloat16 and x.stride(0) % 2 == 0 and x.data_ptr() % 4 == 0
+
+
+def fits_tiles(x: Tensor, spec: CastSpec, block: int) -> bool:
+    """Can the fast kernel cast `x [M, K]`? Otherwise the general one does: odd sizes and strides, transforms, noise."""
+    num_rows, num_columns = x.shape
+    plain = spec.stochastic is None and spec.hadamard is None and spec.format is not Format.E2M1 and block in (32, 128)
+    return (
+        plain
+        and x.stride(1) == 1
+        and num_rows % 16 == 0
+        and num_columns % 16 == 0
+        # Offsets inside a tile are 32-bit.
+        and num_rows < 2**26
+        and 0 < x.stride(0) < 2**22
+    )
+
+
+def cast_tiles(x: Tensor, spec: CastSpec, block: int, tensors: tuple[Tensor, ...], directions: int) -> None:
+    """Run the tile kernel: `tensors` are codes, scales, transposed codes, transposed scales, the count of inexact
+    codes; a direction that is not asked for may have any tensor."""
+    codes, scales, codes_t, scales_t, inexact = tensors
+    num_rows, num_columns = x.shape
+    config = tile_config(block, spec.regroups, directions)
+    flags = cast_flags(spec)
+    del flags["STOCHASTIC"]
+    packed = packs(x)
+    column_tiles = triton.cdiv(num_columns, config.columns)
+    cast_tile_kernel[(triton.cdiv(num_rows, config.rows) * column_tiles,)](
+        x.view(torch.int32) if packed else x,
+        codes.view(torch.int32) if directions & ALONG_ROWS else codes,
+        scales,
+        codes_t.view(torch.int64) if directions & ALONG_COLUMNS else codes_t,
+        scales_t,
+        inexact,
+        num_rows,
+        num_columns,
+        x.stride(0) // 2 if packed else x.stride(0),
+        column_tiles,
+        R8=config.rows // 8,
+        C=config.columns,
+        B=block,
+        DIRECTIONS=directions,
+        PACKED=packed,
+        num_warps=config.num_warps,
+        **flags,
+    )
+
+
 def _width(spec: CastSpec, block: int) -> int:
     return 128 if spec.regroups else block
 
@@ -115,7 +168,12 @@ def triton_cast(x: Tensor, dim: int | None, spec: CastSpec, block: int | None = 
     packed = -(-padded // 2) if spec.format is Format.E2M1 else padded
     codes = torch.empty(num_rows, packed, dtype=torch.uint8, device=x.device)
     scales = torch.empty(num_rows, -(-padded // width), dtype=torch.uint8, device=x.device)
-    if codes.numel():
+    straight, across = fits_tiles(rows, spec, block), fits_tiles(rows.t(), spec, block)
+    if codes.numel() and straight:
+        cast_tiles(rows, spec, block, (codes, scales, codes, scales, inexact), ALONG_ROWS)
+    elif codes.numel() and across:
+        cast_tiles(rows.t(), spec, block, (codes, scales, codes, scales, inexact), ALONG_COLUMNS)
+    elif codes.numel():
         config = rows_config(block, spec.regroups, size, rows.stride(1) != 1, spec.stochastic is not None)
         signs = hadamard_signs(spec.hadamard, x.device) if spec.hadamard is not None else inexact
         seed, step = seed_and_step(spec)
@@ -160,7 +218,9 @@ def triton_cast_both(x: Tensor, spec: CastSpec) -> tuple[MXTensor, MXTensor, Ten
         )
     num_rows, num_columns = x.shape
     planes, tensors, inexact = empty_planes(x, spec)
-    if x.numel():
+    if x.numel() and fits_tiles(x, spec, spec.block):
+        cast_tiles(x, spec, spec.block, (*tensors, inexact), ALONG_ROWS | ALONG_COLUMNS)
+    elif x.numel():
         config = both_config(spec.block, spec.regroups, spec.stochastic is not None)
         seed, step = seed_and_step(spec)
         grid = (triton.cdiv(num_rows, config.rows), triton.cdiv(num_columns, config.columns))

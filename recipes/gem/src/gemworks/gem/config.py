@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from gemworks.gem.typed_config import ConfigError, build, to_mapping, to_toml
@@ -34,6 +34,15 @@ Activation = Literal[
 def _check(condition: bool, key: str, got: object, expected: str) -> None:
     if not condition:
         raise ConfigError(f"{key}: got {got!r}, expected {expected}")
+
+
+def _check_finite(config: Any, section: str) -> None:
+    """Refuses infinity and NaN in every float of a dataclass, in tuples of them too."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        numbers = value if isinstance(value, tuple) else (value,)
+        finite = all(math.isfinite(number) for number in numbers if isinstance(number, float))
+        _check(finite, f"{section}.{item.name}", value, "a finite number")
 
 
 def _is_power_of_two(value: int) -> bool:
@@ -132,6 +141,7 @@ class ModelConfig:
         reuse_hsp: odd layers reuse the seed pooling of the layer before.
         skip: "alternate": even layers skip self-attention, odd layers skip the PFFN.
         time_encoding: rotary on position and log(1 + dt / scale), or learned tables of both in buckets.
+        time_fraction: share of a head's rotary pairs that turn by time; the others turn by position.
         time_scale_seconds: the scale of that logarithm.
         num_time_buckets: rows of the time and position tables when time_encoding is "buckets".
         dropout: probability, on merged events, non-sequence tokens and hidden units of the head; 0 turns it off.
@@ -169,6 +179,7 @@ class ModelConfig:
     reuse_hsp: bool = True
     skip: Literal["none", "alternate"] = "none"
     time_encoding: Literal["rotary", "buckets"] = "rotary"
+    time_fraction: float = 0.5
     time_scale_seconds: float = 60.0
     num_time_buckets: int = 64
     dropout: float = 0.0
@@ -187,6 +198,7 @@ class ModelConfig:
         if isinstance(self.pffn_scale, float):
             _check(self.pffn_scale > 0, "model.pffn_scale", self.pffn_scale, "a positive number")
         _check(self.time_scale_seconds > 0, "model.time_scale_seconds", self.time_scale_seconds, "a positive number")
+        _check(0 <= self.time_fraction <= 1, "model.time_fraction", self.time_fraction, "a share in [0, 1]")
         _check(0 <= self.dropout < 1, "model.dropout", self.dropout, "a probability in [0, 1)")
         _check(
             len(self.events) <= self.num_event_types,
@@ -208,6 +220,7 @@ class ModelConfig:
         )
         for name in self.events:
             self._check_event(name)
+        _check_finite(self, "model")
 
     def _check_event(self, name: str) -> None:
         sizes, prefix = self.event(name), f"model.events.{name}"
@@ -308,6 +321,12 @@ class DataConfig:
         _check(_is_power_of_two(self.max_length), "data.max_length", self.max_length, "a power of two such as 256")
         for name in ("shuffle_window", "prefetch", "num_id_fields", "num_dense", "seed"):
             _check(getattr(self, name) >= 0, f"data.{name}", getattr(self, name), "an integer, 0 or more")
+        _check(
+            self.source != "synthetic" or self.num_samples >= 8,
+            "data.num_samples",
+            self.num_samples,
+            "at least 8: the validation and test parts have an eighth of it each",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,10 +354,11 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         for name in ("lr", "sparse_lr", "clip_norm"):
             value = getattr(self, name)
-            _check(value > 0 and not math.isnan(value), f"optimizer.{name}", value, "a positive number")
+            _check(value > 0, f"optimizer.{name}", value, "a positive number")
         _check(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "a number, 0 or more")
         _check(all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas, "two numbers in [0, 1)")
         _check(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "an integer, 0 or more")
+        _check_finite(self, "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,6 +426,7 @@ class TrainConfig:
             weights,
             "one number per task, 0 or more, not all 0",
         )
+        _check_finite(self, "train")
 
 
 @dataclass(frozen=True, kw_only=True)

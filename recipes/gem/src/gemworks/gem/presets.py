@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gemworks.gem.config import DataConfig, EventConfig, GemConfig, ModelConfig, OptimizerConfig, TrainConfig
 from gemworks.gem.typed_config import ConfigError, assignments, build, leaf_keys, merge, to_mapping
+from gemworks.gem.unused_keys import refuse_unused
 
 
 def tiny() -> GemConfig:
@@ -39,6 +40,7 @@ def tiny() -> GemConfig:
             window=16,
         ),
         data=DataConfig(source="synthetic", batch_size=64, max_length=64, num_samples=16384),
+        optimizer=OptimizerConfig(lr=3e-3, sparse_lr=3e-2, warmup_steps=20, decay="constant"),
     )
 
 
@@ -179,8 +181,13 @@ def frontier() -> GemConfig:
 PRESETS: Mapping[str, Callable[[], GemConfig]] = {f.__name__: f for f in (tiny, small, base, large, frontier)}
 
 
+# These describe a model for the planner; no run starts from one.
+PLANNER_PRESETS = ("frontier",)
+RUN_PRESETS = tuple(name for name in PRESETS if name not in PLANNER_PRESETS)
+
+
 def get_preset(name: str) -> GemConfig:
-    """The preset of that name.
+    """The preset of that name, of a run or for the planner.
 
     >>> get_preset("tiny").model.dim
     64
@@ -188,11 +195,15 @@ def get_preset(name: str) -> GemConfig:
     Traceback (most recent call last):
     gemworks.gem.typed_config.ConfigError: preset: got 'tinny', expected one of ...; did you mean 'tiny'?
     """
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, list(PRESETS), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"preset: got {name!r}, expected one of {', '.join(PRESETS)}{hint}")
+    _check_name(name, tuple(PRESETS))
     return PRESETS[name]()
+
+
+def _check_name(name: str, expected: Sequence[str]) -> None:
+    if name not in expected:
+        near = difflib.get_close_matches(name, expected, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"preset: got {name!r}, expected one of {', '.join(expected)}{hint}")
 
 
 def override(config: GemConfig, values: Mapping[str, Any]) -> GemConfig:
@@ -220,7 +231,8 @@ def load_config(preset: str | None = None, *, toml: str | Path | None = None, se
         sets: `a.b=c` texts, such as "model.events.liked.dim=64".
 
     Raises:
-        ConfigError: a file that is missing or not TOML, or anything that `override` refuses.
+        ConfigError: a file that is missing or not TOML, a preset that is only for the planner, a setting without effect
+            beside the others, or anything that `override` refuses.
 
     >>> config = load_config("tiny", sets=["data.batch_size=8", "train.task_weights=[1.0, 0.5]"])
     >>> config.data.batch_size, config.train.task_weights
@@ -229,6 +241,8 @@ def load_config(preset: str | None = None, *, toml: str | Path | None = None, se
     overlay: dict[str, Any] = {}
     if toml is not None:
         path = Path(toml)
+        if path.is_dir():
+            raise ConfigError(f"configuration file {str(path)!r} is a folder; expected the path of a TOML file")
         if not path.is_file():
             raise ConfigError(f"configuration file {str(path)!r} does not exist; expected the path of a TOML file")
         try:
@@ -240,6 +254,16 @@ def load_config(preset: str | None = None, *, toml: str | Path | None = None, se
         raise ConfigError("preset: cannot be assigned; expected it as the preset argument or in the TOML file")
     named = overlay.pop("preset", None)
     if named is not None and not isinstance(named, str):
-        raise ConfigError(f"preset: got {named!r}, expected a string, one of {', '.join(PRESETS)}")
-    config = get_preset(preset or named or "small")
-    return override(config, merge(overlay, assigned))
+        raise ConfigError(f"preset: got {named!r}, expected a string, one of {', '.join(RUN_PRESETS)}")
+    name = preset or named or "small"
+    if name in PLANNER_PRESETS:
+        raise ConfigError(
+            f"preset: got {name!r}, which is for the planner only (thousands of GPUs); expected one of "
+            f"{', '.join(RUN_PRESETS)}"
+        )
+    _check_name(name, RUN_PRESETS)
+    values = merge(overlay, assigned)
+    before = get_preset(name)
+    config = override(before, values)
+    refuse_unused(before, config, leaf_keys(values))
+    return config

@@ -34,6 +34,9 @@ class SparseEmbeddings(nn.Module):
     that share such a table (they are averaged per sample afterwards): this way the item of the sample and the items of
     the history have the same rows. Tables of the sample alone are read by an `EmbeddingBagCollection` that averages.
 
+    A batch of no samples is answered without asking the collections, which fail at one. Whoever puts others that can
+    take it, or that must see every batch, into `rows` and `bags` sets `skips_empty` to False.
+
     Args:
         schema: names of features and their tables.
         dim: W.
@@ -58,6 +61,7 @@ class SparseEmbeddings(nn.Module):
         self._sample_names = tuple(f.name for f in schema.ids)
         self._pooled_names = tuple(f.name for f in pooled)
         self._bagged_names = tuple(f.name for f in bagged)
+        self.skips_empty = True
         where = device or torch.device("cpu")
         self.bags: EmbeddingBagCollection | None = None
         self.rows: EmbeddingCollection | None = None
@@ -102,7 +106,7 @@ class SparseEmbeddings(nn.Module):
             `[B, n, W]` with the sample's features in schema order (an id list is averaged, an empty one is 0), and the
             packed rows `[T, W]` of every event feature by its key.
         """
-        if batch.num_samples == 0 and not self._is_sharded():
+        if batch.num_samples == 0 and self.skips_empty:
             return self._nothing(batch)
         found: dict[str, Tensor] = {}
         if self.bags is not None:
@@ -126,15 +130,8 @@ class SparseEmbeddings(nn.Module):
         sample_BnW, *rows = self.gate(sample_BnW, *event_rows.values())
         return sample_BnW, dict(zip(event_rows, rows, strict=True))
 
-    def _is_sharded(self) -> bool:
-        """Whether a collection was replaced from outside: then every rank must call it, even with an empty batch."""
-        return any(
-            module is not None and type(module) is not kind
-            for module, kind in ((self.bags, EmbeddingBagCollection), (self.rows, EmbeddingCollection))
-        )
-
     def _nothing(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The embeddings of a batch of no samples, at which torchrec's unsharded collections fail."""
+        """The embeddings of a batch of no samples."""
         rows = {key: batch.dense_BC.new_empty(0, self.dim) for key in batch.event_ids.keys()}  # noqa: SIM118
         return batch.dense_BC.new_empty(0, len(self._sample_names), self.dim), rows
 

@@ -88,7 +88,7 @@ class EventTokens(nn.Module):
         self.head_dim = sizes.head_dim
         self.rope = self.buckets = None
         if config.time_encoding == "rotary":
-            self.rope = Rope(time_fraction=0.5, time_scale=config.time_scale_seconds)
+            self.rope = Rope(time_fraction=config.time_fraction, time_scale=config.time_scale_seconds)
         else:
             self.buckets = BucketEncoding(config.num_time_buckets, sizes.dim, config.time_scale_seconds, device=device)
         self.dropout = nn.Dropout(config.dropout)

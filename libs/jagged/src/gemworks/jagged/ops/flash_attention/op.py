@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 
-from gemworks.jagged._attention_args import autocast, check_attention, make_mask
+import torch
+from gemworks.jagged._attention_args import autocast, check_attention, clear_past_end, make_mask
 from gemworks.jagged._dense import Align
 from gemworks.jagged._packing import make_plan
+from gemworks.jagged.dispatch import warn_once
+from gemworks.jagged.ops.attention_core.op import attention
+from gemworks.jagged.ops.attention_core.reference import SOFTMAX, Rule
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias
 from gemworks.jagged.ops.flash_attention.reference import flash_attention_reference
-from gemworks.jagged.ops.rope.reference import RopeTables
+from gemworks.jagged.ops.norms.reference import rms_normalize
+from gemworks.jagged.ops.rope.reference import RopeTables, apply_rope
+from gemworks.jagged.schedule import TileSchedule
 from torch import Tensor
 
 
@@ -32,6 +38,7 @@ def flash_attention(
     qk_norm_eps: float = 1e-6,
     rope: RopeTables | None = None,
     rope_k: RopeTables | None = None,
+    schedule: TileSchedule | None = None,
 ) -> Tensor:
     """Softmax attention on packed sequences: `softmax(scale * Q K^T + bias) V` in each sequence, over admitted pairs.
 
@@ -54,6 +61,7 @@ def flash_attention(
         qk_norm: divide each head of q and k by its root mean square, no affine, before rope.
         rope: rotation of q's rows, and of k's unless `rope_k` is given; see `Rope.tables`.
         rope_k: rotation of k's rows.
+        schedule: of this batch, shared by its layers; None builds one. Used by the kernels of a GPU only.
 
     Returns:
         [Tq, N, V], or [B, R, N, V] with `shared_query`, in q's dtype. Computed in float32 (float64 for float64). A
@@ -85,19 +93,40 @@ def flash_attention(
     if rope is not None:
         rope.check("rope", total=args.q.shape[0], head_dim=q.shape[-1], device=q.device)
         (rope_k or rope).check("rope_k", total=args.k.shape[0], head_dim=q.shape[-1], device=q.device)
-    plan = make_plan(args.side_q, args.side_k, args.num_sequences, q.shape[1], k.shape[-2], q.device)
-    out = flash_attention_reference(
-        args.q,
-        args.k,
-        args.v,
-        plan,
-        scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
-        mask=mask,
-        bias=bias,
-        shared_query=shared_query,
-        qk_norm=qk_norm,
-        qk_norm_eps=qk_norm_eps,
-        rope=rope,
-        rope_k=rope_k,
-    )
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if bias is None and q.dtype != torch.float64:
+        q_rows, k_rows = args.q, args.k
+        if qk_norm or rope is not None:
+            q_rows = _prepare(q_rows, args.side_q.offsets, rope, qk_norm_eps if qk_norm else None)
+            k_rows = _prepare(k_rows, args.side_k.offsets, rope_k or rope, qk_norm_eps if qk_norm else None)
+        rule = Rule(scale, SOFTMAX, mask, shared_query)
+        out = attention(q_rows, k_rows, args.v, args.side_q, args.side_k, args.num_sequences, rule, schedule)
+    else:
+        if q.device.type == "cuda":
+            warn_once("flash_attention with a bias, or in float64, runs on the reference backend, padded to max_length")
+        plan = make_plan(args.side_q, args.side_k, args.num_sequences, q.shape[1], k.shape[-2], q.device)
+        out = flash_attention_reference(
+            args.q,
+            args.k,
+            args.v,
+            plan,
+            scale=scale,
+            mask=mask,
+            bias=bias,
+            shared_query=shared_query,
+            qk_norm=qk_norm,
+            qk_norm_eps=qk_norm_eps,
+            rope=rope,
+            rope_k=rope_k,
+        )
     return out.view(args.num_sequences, q.shape[0], *out.shape[1:]) if shared_query else out
+
+
+def _prepare(x: Tensor, offsets: Tensor | None, rope: RopeTables | None, eps: float | None) -> Tensor:
+    """QK-norm, then rope, in float32, rounded to x's dtype: what the kernels do not do themselves."""
+    y = clear_past_end(x, offsets).to(torch.float32)
+    if eps is not None:
+        y = rms_normalize(y, eps)
+    if rope is not None:
+        y = apply_rope(y, rope)
+    return y.to(x.dtype)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from gemworks.jagged._attention_args import autocast, check_attention, make_mask
 from gemworks.jagged._dense import Align
 from gemworks.jagged._packing import make_plan
+from gemworks.jagged.ops.attention_core.op import attention
+from gemworks.jagged.ops.attention_core.reference import Rule
 from gemworks.jagged.ops.gdpa.activations import ACTIVATIONS, Activation
 from gemworks.jagged.ops.gdpa.reference import gdpa_reference
+from gemworks.jagged.schedule import TileSchedule
 from torch import Tensor
 
 
@@ -25,6 +29,7 @@ def gdpa(
     window: int | tuple[int, int] | None = None,
     align: Align = "bottom_right",
     shared_query: bool = False,
+    schedule: TileSchedule | None = None,
 ) -> Tensor:
     """Generalised dot-product attention: `act(scale * Q K^T) V` in each sequence, over admitted pairs.
 
@@ -38,6 +43,7 @@ def gdpa(
             sample must not depend on its neighbours.
         activation: identity, relu, squared_relu, leaky_relu (slope 0.01), gelu (erf), gelu_tanh, fast_gelu, silu,
             fast_silu, hardswish, tanh. The fast ones are polynomials, right for every finite input (see its README).
+        schedule: of this batch, shared by its layers; None builds one. Used by the kernels of a GPU only.
 
     Returns:
         [Tq, N, V], or [B, R, N, V] with `shared_query`, in q's dtype. Rows of empty sequences and rows past
@@ -60,8 +66,12 @@ def gdpa(
     args = check_attention(
         q, k, v, offsets_q, offsets_k, max_length_q=max_length_q, max_length_k=max_length_k, shared_query=shared_query
     )
-    plan = make_plan(args.side_q, args.side_k, args.num_sequences, q.shape[1], k.shape[-2], q.device)
-    out = gdpa_reference(
-        args.q, args.k, args.v, plan, scale=scale, activation=activation, mask=mask, shared_query=shared_query
-    )
+    if q.dtype == torch.float64:  # the definition: twice differentiable
+        plan = make_plan(args.side_q, args.side_k, args.num_sequences, q.shape[1], k.shape[-2], q.device)
+        out = gdpa_reference(
+            args.q, args.k, args.v, plan, scale=scale, activation=activation, mask=mask, shared_query=shared_query
+        )
+    else:
+        rule = Rule(scale, activation, mask, shared_query)
+        out = attention(args.q, args.k, args.v, args.side_q, args.side_k, args.num_sequences, rule, schedule)
     return out.view(args.num_sequences, q.shape[0], *out.shape[1:]) if shared_query else out

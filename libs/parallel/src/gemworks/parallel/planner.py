@@ -14,7 +14,9 @@ from gemworks.parallel.memory import GIB
 from gemworks.parallel.placement import Split
 from gemworks.parallel.plan import DensePlan, ExpertPlan, ParallelPlan, SparsePlan, View
 from gemworks.parallel.profile import ModelProfile
-from gemworks.parallel.simulate import Simulation, SimulationConfig, place_splits, simulate
+from gemworks.parallel.simulation import Simulation, simulate
+from gemworks.parallel.splits import place_splits
+from gemworks.parallel.step_graph import SimulationConfig
 
 
 @dataclass(frozen=True, kw_only=True)

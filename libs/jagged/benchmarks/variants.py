@@ -1,0 +1,263 @@
+"""Times every selectable variant of the attention kernels on a GPU, each checked against the plain Triton kernel first.
+
+    python libs/jagged/benchmarks/variants.py --out variants.csv --budget-s 540
+
+What wins belongs into gemworks/jagged/ops/attention_core/table.py. Each group runs in a process of its own with a time
+limit: a variant whose barriers wait for each other hangs the device until its process ends. A group that hangs is
+reported and the next one starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from gemworks.jagged._dense import Mask
+from gemworks.jagged.bench.cases import Case, Inputs, make_inputs
+from gemworks.jagged.bench.timing import Clock, Time
+from gemworks.jagged.ops.attention_core import table
+from gemworks.jagged.ops.attention_core.reference import Rule
+from gemworks.jagged.ops.attention_core.table import GluonConfig, TritonConfig
+from torch import Tensor
+
+CASES = {
+    "B256 max1024": Case("flash_attention", "self", 256, 1024),
+    "B128 max2048": Case("flash_attention", "self", 128, 2048),
+    "B256 max2048 kv256": Case("flash_attention", "pffn", 256, 2048, "full", rows=256),
+    "B128 max2048 seeds256": Case("flash_attention", "pool", 128, 2048, rows=256),
+    "B128 max2048 seeds64": Case("flash_attention", "pool", 128, 2048, rows=64),
+}
+ACTIVATIONS = ("fast_gelu", "softmax")
+COLUMNS: tuple[str, ...] = (
+    "shape",
+    "activation",
+    "step",
+    "config",
+    "fold",
+    "ms",
+    "ms_p20",
+    "ms_p80",
+    "tflops",
+    "error",
+    "note",
+)
+PRODUCTS = {"forward": 1.0, "backward_kv": 2.0, "backward_q": 1.5}  # in forwards, executed
+
+Variant = tuple[table.Step, Any, bool | None]  # step, configuration, fold (forward of fast_gelu)
+
+
+def two_groups(block: int, stages: int, resident: int, keep: bool = False) -> GluonConfig:
+    return GluonConfig(block, stages, 2, 232, resident, resident_keys=keep)
+
+
+def three_groups(block: int, stages: int, resident: int, registers: int = 160, keep: bool = False) -> GluonConfig:
+    return GluonConfig(block, stages, 3, registers, resident, resident_keys=keep)
+
+
+def backward(block: int, stages: int, *, resident: int = 1, overlap: bool = False, keep: bool = False) -> GluonConfig:
+    return GluonConfig(block, stages, 2, 240, resident, overlap, keep)
+
+
+GROUPS: dict[str, list[Variant]] = {
+    "forward": [
+        *(
+            ("forward", config, fold)
+            for config in (
+                two_groups(128, 2, 1),
+                two_groups(128, 2, 2),
+                two_groups(64, 4, 2),
+                three_groups(64, 3, 2),
+                three_groups(64, 4, 1),
+                three_groups(64, 3, 1, 152),
+            )
+            for fold in (False, True)
+        ),
+    ],
+    "backward_kv": [
+        *(("backward_kv", backward(64, n), None) for n in (2, 3)),
+        ("backward_kv", backward(64, 3, overlap=True), None),
+        *(("backward_kv", backward(32, n, overlap=o), None) for n in (4, 6) for o in (False, True)),
+        ("backward_kv", backward(64, 2, resident=2), None),
+        ("backward_kv", backward(32, 4, resident=2, overlap=True), None),
+    ],
+    "backward_q": [
+        *(("backward_q", backward(64, n), None) for n in (2, 3, 4)),
+        *(("backward_q", backward(32, n), None) for n in (4, 6)),
+        ("backward_q", backward(64, 2, resident=2), None),
+        ("backward_q", backward(32, 4, resident=2), None),
+    ],
+    # Two programs a multiprocessor, tiles of 64 rows: for a short shared query.
+    "one consumer group": [
+        ("forward", GluonConfig(64, 2, 1), True),
+        ("forward", GluonConfig(64, 3, 1), True),
+        ("forward", GluonConfig(128, 2, 1), True),
+        ("backward_q", GluonConfig(64, 2, 1), None),
+        ("backward_q", GluonConfig(32, 4, 1), None),
+        ("backward_kv", GluonConfig(64, 2, 1), None),
+        ("backward_kv", GluonConfig(32, 4, 1), None),
+    ],
+    # Keys kept over the tiles of a sequence: shapes with short keys only.
+    "keep keys forward": [
+        ("forward", two_groups(128, 2, 2, keep=True), True),
+        ("forward", two_groups(128, 2, 1, keep=True), True),
+        ("forward", two_groups(64, 4, 2, keep=True), True),
+        ("forward", three_groups(64, 4, 1, keep=True), True),
+    ],
+    "keep keys backward": [("backward_q", backward(64, 4, keep=True), None)],
+    "triton": [
+        *(("forward", TritonConfig(m, 64, w, s), None) for m, w in ((64, 4), (128, 8)) for s in (2, 3)),
+        *(("backward_kv", TritonConfig(m, 128, 8, 2), None) for m in (32, 64)),
+        *(("backward_q", TritonConfig(128, n, 8, 2), None) for n in (32, 64)),
+    ],
+}
+
+
+def run_step(
+    p: Any, variant: Variant, d_out: Tensor, lse: Tensor, delta: Tensor
+) -> tuple[Callable[[], None], list[Tensor]]:
+    """A closure that runs the variant, and the tensors that it fills."""
+    from gemworks.jagged.ops.attention_core import launch, launch_hopper
+
+    step, config, fold = variant
+    gluon = isinstance(config, GluonConfig)
+    if step == "forward":
+        out, fresh = torch.empty_like(d_out), torch.empty_like(lse)
+        if gluon:
+            return lambda: launch_hopper.forward(p, out, fresh, config, fold=bool(fold)), [out]
+        return lambda: launch.triton_forward(p, out, fresh, config), [out]
+    if step == "backward_kv":
+        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.k, p.v))
+        if gluon:
+            return lambda: launch_hopper.backward_kv(p, d_out, lse, delta, dk, dv, config), [dk, dv]
+        return lambda: launch.triton_backward_kv(p, d_out, lse, delta, dk, dv, config), [dk, dv]
+    dtype = torch.float32 if p.rule.shared_query else p.q.dtype
+    dq = torch.empty(p.rows_q, *p.q.shape[1:], dtype=dtype, device=p.q.device)
+    if gluon:
+        return lambda: launch_hopper.backward_q(p, d_out, lse, delta, dq, config), [dq]
+    return lambda: launch.triton_backward_q(p, d_out, lse, delta, dq, config), [dq]
+
+
+def problem(x: Inputs, activation: str) -> Any:
+    from gemworks.jagged.ops.attention_core import launch
+
+    q, k, v = (t.detach() for t in x.leaves)
+    rows_k = k.shape[1] if k.dim() == 4 else None
+    if rows_k is not None:
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    schedule = x.schedule
+    for height, total in (("q64", x.d_out.shape[0]), ("k64", k.shape[0])):
+        schedule = schedule.with_height(height, total)
+    rule = Rule(x.scale, activation, Mask(), x.case.kind == "pool")
+    bound = x.case.maximum if rows_k is None else rows_k
+    return launch.Problem(q, k, v, rule, schedule, bound, "sm_90", x.d_out.shape[0], rows_k)
+
+
+def measure(group: str, shapes: list[str]) -> Iterator[dict[str, str]]:
+    from gemworks.jagged.ops.attention_core import launch
+
+    device = torch.device("cuda")
+    clock = Clock(device)
+    for shape, activation in itertools.product(shapes, ACTIVATIONS):
+        x = make_inputs(CASES[shape], device, torch.bfloat16)
+        p = problem(x, activation)
+        softmax = activation == "softmax"
+        lse = torch.empty(p.q.shape[1], p.rows_q if softmax else 1, device=device)
+        out = torch.empty_like(x.d_out)
+        launch.triton_forward(p, out, lse, table.triton_config("forward", p.shape))
+        delta = launch.compute_delta(out, x.d_out) if softmax else lse
+        twins: dict[str, list[Tensor]] = {}
+        for variant in GROUPS[group]:
+            step, config, fold = variant
+            if fold and softmax:
+                if any(v[1] == config and not v[2] for v in GROUPS[group]):
+                    continue
+                variant = (step, config, False)
+            row = {
+                "shape": shape,
+                "activation": activation,
+                "step": step,
+                "config": str(config),
+                "fold": str(variant[2]),
+            }
+            try:
+                if step not in twins:
+                    run, twins[step] = run_step(
+                        p, (step, table.triton_config(step, p.shape), None), x.d_out, lse, delta
+                    )
+                    run()
+                run, filled = run_step(p, variant, x.d_out, lse, delta)
+                for t in filled:
+                    t.fill_(float("nan"))
+                run()
+                errors = [
+                    float((t.float() - exact.float()).norm() / exact.float().norm())
+                    for t, exact in zip(filled, twins[step], strict=True)
+                ]
+                row["error"] = f"{max(errors):.1e}"
+                if not max(errors) < 2e-2:
+                    row["note"] = "WRONG: not timed"
+                else:
+                    t = Time.of(clock.sample(run, 12)[2:])
+                    row |= {"ms": f"{t.ms:.4f}", "ms_p20": f"{t.ms_p20:.4f}", "ms_p80": f"{t.ms_p80:.4f}"}
+                    row["tflops"] = f"{PRODUCTS[step] * x.flops / t.ms / 1e9:.0f}"
+            except Exception as error:  # a variant that does not compile or launch is a result too
+                row["note"] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            yield row
+
+
+def child(group: str, shapes: list[str], out: Path) -> None:
+    new = not out.exists()
+    with out.open("a", newline="") as file:
+        writer: csv.DictWriter[str] = csv.DictWriter(file, COLUMNS, restval="")
+        if new:
+            writer.writeheader()
+        for row in measure(group, shapes):
+            writer.writerow(row)
+            file.flush()
+            print("  ".join(row.get(c, "") for c in COLUMNS), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("variants.csv"))
+    parser.add_argument("--budget-s", type=float, default=540.0)
+    parser.add_argument("--limit-s", type=float, default=150.0, help="of one group")
+    parser.add_argument("--group", action="append", choices=list(GROUPS), help="only these; all by default")
+    parser.add_argument("--shape", action="append", choices=list(CASES), help="only these; all by default")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    groups, begin = args.group or list(GROUPS), time.monotonic()
+    if args.child:
+        child(groups[0], args.shape, args.out)
+        return
+    for group in groups:
+        shapes = args.shape or list(CASES)
+        if group.startswith("keep keys"):
+            shapes = [s for s in shapes if CASES[s].kind == "pffn"]
+        if group == "one consumer group":
+            shapes = [s for s in shapes if CASES[s].kind != "self" or s == "B256 max1024"]
+        left = args.budget_s - (time.monotonic() - begin)
+        print(f"== {group} ({left:.0f} s left)", flush=True)
+        if left < 20 or not shapes:
+            print("not run", flush=True)
+            continue
+        command = [sys.executable, __file__, "--child", "--group", group, "--out", str(args.out)]
+        command += [w for s in shapes for w in ("--shape", s)]
+        try:
+            done = subprocess.run(command, timeout=min(left, args.limit_s))
+            if done.returncode:
+                print(f"{group}: ended with {done.returncode}", flush=True)
+        except subprocess.TimeoutExpired:
+            print(f"{group}: stopped at its limit (slow, or a variant that hangs)", flush=True)
+
+
+if __name__ == "__main__":
+    main()

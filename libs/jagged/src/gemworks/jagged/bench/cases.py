@@ -1,0 +1,163 @@
+"""What is measured: shapes, laws of lengths, inputs, FLOPs and bytes.
+
+Letters: B sequences, T packed rows, N heads, H head width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from gemworks.jagged import TileSchedule, attention_flops, num_pairs, offsets_from_lengths
+from torch import Tensor
+
+BWD_FACTOR = 2.5
+LAWS = ("uniform", "mean70", "zipf12", "full")
+
+
+def draw_lengths(law: str, batch: int, maximum: int, seed: int) -> Tensor:
+    """Lengths [B]: uniform on [1, max]; mean70: uniform on [0.4 max, max]; zipf12: P(n) ~ n^-1.2 on [1, max]; full."""
+    generator = torch.Generator().manual_seed(seed)
+    if law == "full":
+        return torch.full((batch,), maximum)
+    if law == "uniform":
+        return torch.randint(1, maximum + 1, (batch,), generator=generator)
+    if law == "mean70":
+        return torch.randint(max(1, int(0.4 * maximum)), maximum + 1, (batch,), generator=generator)
+    if law == "zipf12":
+        weights = torch.arange(1, maximum + 1, dtype=torch.float64) ** -1.2
+        return torch.multinomial(weights, batch, replacement=True, generator=generator) + 1
+    raise ValueError(f"law: got {law!r}, expected one of {', '.join(LAWS)}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of one op.
+
+    Attributes:
+        kind: self, pffn (short keys of its own for each sample) or pool (a shared query over long keys).
+        rows: keys per sample (pffn) or shared queries (pool).
+        window: 0 for none.
+        priority: 0 is measured first, where time may run out.
+    """
+
+    op: str
+    kind: str
+    batch: int
+    maximum: int
+    law: str = "uniform"
+    head_dim: int = 128
+    rows: int = 0
+    window: int = 0
+    heads: int = 4
+    seed: int = 1
+    priority: int = 1
+
+    @property
+    def shape(self) -> str:
+        extra = {"self": "", "pffn": f" kv{self.rows}", "pool": f" seeds{self.rows}"}[self.kind]
+        return f"B{self.batch} max{self.maximum}{extra}{f' window{self.window}' if self.window else ''}"
+
+    @property
+    def softmax(self) -> bool:
+        return self.op == "flash_attention"
+
+
+CASES: tuple[Case, ...] = (
+    *(Case(op, "self", b, n, priority=0) for op in ("flash_attention", "gdpa") for b, n in ((256, 1024), (128, 2048))),
+    Case("gdpa", "pffn", 256, 2048, "full", rows=256, priority=0),
+    Case("gdpa", "pool", 128, 2048, rows=256, priority=0),
+    Case("gdpa", "pool", 128, 2048, rows=64, priority=0),
+    Case("flash_attention", "pool", 128, 2048, rows=64),
+    Case("flash_attention", "self", 128, 2048, window=100, priority=0),
+    Case("gdpa", "pffn", 256, 1024, rows=256),
+    Case("gdpa", "pffn", 256, 1024, rows=128),
+    *(Case(op, "self", 16, 16384) for op in ("flash_attention", "gdpa")),
+    *(Case(op, "self", 256, n, priority=2) for op in ("flash_attention", "gdpa") for n in (256, 512)),
+    *(Case(op, "self", 64, 4096, "full", priority=2) for op in ("flash_attention", "gdpa")),
+    *(
+        Case(op, "self", 256, 1024, law, priority=2)
+        for op in ("flash_attention", "gdpa")
+        for law in ("mean70", "zipf12")
+    ),
+    *(Case(op, "self", 256, 1024, head_dim=64, priority=2) for op in ("flash_attention", "gdpa")),
+    *(Case(op, "self", 1152, 2000, "mean70", priority=3) for op in ("flash_attention", "gdpa")),
+)
+SMOKE: tuple[Case, ...] = (
+    Case("flash_attention", "self", 3, 16, heads=2, head_dim=16),
+    Case("gdpa", "pffn", 3, 16, heads=2, head_dim=16, rows=4),
+    Case("gdpa", "pool", 3, 16, heads=2, head_dim=16, rows=4),
+    Case("flash_attention", "self", 3, 16, heads=2, head_dim=16, window=3),
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Leaves and cotangent of one case on the device."""
+
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    d_out: Tensor
+    lengths_q: Tensor  # on the host
+    lengths_k: Tensor
+    offsets_q: Tensor | None
+    offsets_k: Tensor | None
+    schedule: TileSchedule
+    scale: float
+    flops: int  # forward, on admitted pairs
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.q, self.k, self.v]
+
+    def bytes_moved(self, direction: str) -> int:
+        """The least that must cross the memory bus."""
+        inputs = sum(x.numel() for x in self.leaves)
+        out = self.d_out.numel()
+        each = self.q.element_size()
+        return each * (inputs + out if direction == "fwd" else 2 * inputs + 2 * out)
+
+
+def make_inputs(case: Case, device: torch.device, dtype: torch.dtype) -> Inputs:
+    torch.manual_seed(case.seed)
+    lengths = draw_lengths(case.law, case.batch, case.maximum, case.seed)
+    offsets = offsets_from_lengths(lengths).to(torch.int32).to(device)
+    total, n, h = int(lengths.sum()), case.heads, case.head_dim
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype).requires_grad_()
+
+    offsets_q: Tensor | None = offsets
+    offsets_k: Tensor | None = None
+    lengths_q = lengths_k = lengths
+    if case.kind == "self":
+        q, k, v = randn(total, n, h), randn(total, n, h), randn(total, n, h)
+        out_rows = total
+        schedule = TileSchedule.build(offsets, total_q=total)
+    elif case.kind == "pffn":
+        q, k, v = randn(total, n, h), randn(case.batch, case.rows, n, h), randn(case.batch, case.rows, n, h)
+        lengths_k, out_rows = torch.full_like(lengths, case.rows), total
+        schedule = TileSchedule.build(offsets, total_q=total, rows_k=case.rows)
+    else:
+        q, k, v = randn(case.rows, n, h), randn(total, n, h), randn(total, n, h)
+        offsets_q, offsets_k = None, offsets
+        lengths_q, out_rows = torch.full_like(lengths, case.rows), case.batch * case.rows
+        schedule = TileSchedule.build(None, offsets, total_q=case.rows, total_k=total)
+    pairs = int(num_pairs(lengths_q, lengths_k, window=case.window or None))
+    return Inputs(
+        case,
+        q,
+        k,
+        v,
+        torch.randn(out_rows, n, h, device=device, dtype=dtype),
+        lengths_q,
+        lengths_k,
+        offsets_q,
+        offsets_k,
+        schedule,
+        1.0 / math.sqrt(h),
+        attention_flops(pairs, n, h),
+    )

@@ -1,0 +1,188 @@
+"""Ours and the peers, each as a closure that returns packed output rows [rows, N, H]; one that can't run says why."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gemworks.jagged import flash_attention, gdpa
+from gemworks.jagged.bench.cases import Inputs
+from torch import Tensor
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+ACTIVATION = "fast_gelu"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something to time.
+
+    Attributes:
+        attend: of q, k and v.
+        leaves: what it takes instead of the case's q, k and v, e.g. padded.
+        unpack: from what it returns to packed rows; None where it returns those.
+        softmax: whether it computes softmax, whatever the case asks for.
+    """
+
+    attend: Attend
+    leaves: list[Tensor] | None = None
+    unpack: Callable[[Tensor], Tensor] | None = None
+    softmax: bool = True
+
+
+def ours(x: Inputs) -> Contender:
+    bounds: dict[str, Any] = {
+        "max_length_q": None if x.offsets_q is None else x.case.maximum,
+        "max_length_k": None if x.offsets_k is None else x.case.maximum,
+        "shared_query": x.case.kind == "pool",
+        "window": x.case.window or None,
+        "schedule": x.schedule,
+    }
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if x.case.softmax:
+            out = flash_attention(q, k, v, x.offsets_q, x.offsets_k, scale=x.scale, **bounds)
+        else:
+            out = gdpa(q, k, v, x.offsets_q, x.offsets_k, scale=x.scale, activation=ACTIVATION, **bounds)
+        return out.flatten(0, 1) if out.dim() == 4 else out
+
+    return Contender(attend, softmax=x.case.softmax)
+
+
+def _cu_seqlens(x: Inputs, side: str) -> Tensor:
+    lengths = x.lengths_q if side == "q" else x.lengths_k
+    return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32).to(x.q.device)
+
+
+def _packed(x: Inputs, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q repeated for every sample where it is shared, k and v flattened: what a varlen kernel takes."""
+    if x.case.kind == "pool":
+        q = q.expand(x.case.batch, *q.shape).flatten(0, 1)
+    if k.dim() == 4:
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    return q, k, v
+
+
+def _longest(x: Inputs) -> tuple[int, int]:
+    return int(x.lengths_q.max()), int(x.lengths_k.max())
+
+
+def torch_varlen(x: Inputs) -> Contender:
+    from torch.nn.attention.varlen import varlen_attn
+
+    cu_q, cu_k, (max_q, max_k) = _cu_seqlens(x, "q"), _cu_seqlens(x, "k"), _longest(x)
+    options: dict[str, Any] = {"scale": x.scale}
+    if x.case.window:
+        options["window_size"] = (x.case.window - 1, x.case.window - 1)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = varlen_attn(*_packed(x, q, k, v), cu_q, cu_k, max_q, max_k, **options)
+        assert isinstance(out, Tensor)
+        return out
+
+    return Contender(attend)
+
+
+def flash_attn_4(x: Inputs) -> Contender:
+    from flash_attn.cute import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    cu_q, cu_k = _cu_seqlens(x, "q"), _cu_seqlens(x, "k")
+    window = (x.case.window - 1,) * 2 if x.case.window else (None, None)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_varlen_func(
+            *_packed(x, q, k, v), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, softmax_scale=x.scale, window_size=window
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+    return Contender(attend)
+
+
+def flex_attention(x: Inputs) -> Contender:
+    """FlexAttention, compiled, with a document mask over the packed rows."""
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    device = x.q.device
+    document_q, document_k = (
+        torch.repeat_interleave(torch.arange(len(n)), n).to(device) for n in (x.lengths_q, x.lengths_k)
+    )
+    start_q, start_k = _cu_seqlens(x, "q"), _cu_seqlens(x, "k")
+    window = x.case.window
+
+    def same(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        admitted = document_q[i] == document_k[j]
+        if window:
+            away = (j - start_k[document_k[j]]) - (i - start_q[document_q[i]])
+            admitted = admitted & (away < window) & (away > -window)
+        return admitted
+
+    mask = create_block_mask(same, None, None, len(document_q), len(document_k), device=str(device), _compile=True)
+    compiled: Any = torch.compile(partial(flex, block_mask=mask, scale=x.scale))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = [t.transpose(0, 1)[None] for t in _packed(x, q, k, v)]
+        return compiled(*rows)[0].transpose(0, 1)
+
+    return Contender(attend)
+
+
+def padded_sdpa(x: Inputs) -> Contender:
+    """scaled_dot_product_attention over a padded batch with a key mask; padding itself is not timed."""
+    if x.case.window:
+        raise NotImplementedError("a window on a padded batch would need a dense mask")
+    device, (max_q, max_k) = x.q.device, _longest(x)
+    need = x.case.batch * (2 * max_q + 2 * max_k) * x.case.heads * x.case.head_dim * 2 * 4
+    if device.type == "cuda" and need > 0.5 * torch.cuda.mem_get_info(device)[0]:
+        raise MemoryError(f"needs about {need / 2**30:.0f} GiB padded")
+    inside_q, inside_k = (
+        (torch.arange(n)[None] < lengths[:, None]).to(device)
+        for n, lengths in ((max_q, x.lengths_q), (max_k, x.lengths_k))
+    )
+    mask = None if bool(inside_k.all()) else inside_k[:, None, None, :]
+
+    def pad(rows: Tensor, inside: Tensor) -> Tensor:
+        out = rows.new_zeros(*inside.shape, *rows.shape[1:])
+        out[inside] = rows
+        return out.transpose(1, 2).detach().requires_grad_()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=x.scale)
+
+    rows = _packed(x, *x.leaves)
+    leaves = [pad(rows[0], inside_q), pad(rows[1], inside_k), pad(rows[2], inside_k)]
+    return Contender(attend, leaves, lambda out: out.transpose(1, 2)[inside_q])
+
+
+def from_file(spec: str) -> tuple[str, Callable[[Inputs], Contender]]:
+    """A peer of your own: NAME=FILE.py:FUNCTION, with FUNCTION(q, k, v, cu_q, cu_k, max_q, max_k, scale) -> [Tq, N, H].
+
+    Raises:
+        ValueError: not of that form.
+    """
+    name, _, place = spec.partition("=")
+    path, _, function = place.rpartition(":")
+    if not name or not path or not function:
+        raise ValueError(f"peer: got {spec!r}, expected NAME=FILE.py:FUNCTION")
+
+    def make(x: Inputs) -> Contender:
+        call = runpy.run_path(path)[function]
+        cu_q, cu_k, (max_q, max_k) = _cu_seqlens(x, "q"), _cu_seqlens(x, "k"), _longest(x)
+        if x.case.window:
+            raise NotImplementedError("peers from a file have no window")
+        return Contender(lambda q, k, v: call(*_packed(x, q, k, v), cu_q, cu_k, max_q, max_k, x.scale), softmax=False)
+
+    return name, make
+
+
+PEERS: dict[str, Callable[[Inputs], Contender]] = {
+    "torch varlen_attn": torch_varlen,
+    "flash-attn-4": flash_attn_4,
+    "FlexAttention": flex_attention,
+    "padded SDPA": padded_sdpa,
+}

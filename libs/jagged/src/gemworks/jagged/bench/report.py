@@ -1,0 +1,161 @@
+"""Rows, their CSV columns, the table on the terminal and the plot."""
+
+from __future__ import annotations
+
+import csv
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from gemworks.jagged.bench.cases import BWD_FACTOR, Inputs
+from gemworks.jagged.bench.timing import Ceilings, Time
+
+OURS = "gemworks"
+COLUMNS = (
+    *("op", "shape", "head_dim", "direction", "impl", "dtype", "law", "mean_len", "max_len", "seed"),
+    *("ms", "ms_p20", "ms_p80", "tflops", "gbps", "bwd_factor", "roofline_fraction", "best_peer", "ratio_to_best_peer"),
+    *("copy_gbps", "bf16_tflops", "gpu", "num_gpus", "clock_mhz", "command", "commit", "torch", "triton"),
+)
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every row of a run repeats."""
+
+    ceilings: Ceilings
+    device: torch.device
+    dtype: torch.dtype
+
+    def columns(self) -> Row:
+        cuda = self.device.type == "cuda"
+        mhz = self.ceilings.clock_mhz
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "copy_gbps": f"{self.ceilings.copy_gbps:.0f}",
+            "bf16_tflops": f"{self.ceilings.bf16_tflops:.4g}",
+            "gpu": torch.cuda.get_device_name(self.device) if cuda else "",
+            "num_gpus": "1" if cuda else "0",
+            "clock_mhz": "" if mhz is None else f"{mhz:.0f}",
+            "command": f"python -m gemworks.jagged.bench {shlex.join(sys.argv[1:])}".strip(),
+            "commit": _commit(),
+            "torch": torch.__version__,
+            "triton": _triton_version(),
+        }
+
+
+def _commit() -> str:
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _triton_version() -> str:
+    try:
+        import triton
+    except ImportError:
+        return ""
+    return triton.__version__
+
+
+def rows_of(x: Inputs, times: dict[str, dict[str, Time]], refusals: dict[str, str], context: Context) -> list[Row]:
+    """One row per implementation and direction; peers that did not run have the reason in `ratio_to_best_peer`.
+
+    Args:
+        times: direction -> implementation -> time.
+        refusals: implementation -> reason.
+    """
+    case, common, rows = x.case, context.columns(), []
+    lengths = (x.lengths_k if case.kind == "pool" else x.lengths_q).double()
+    for direction, by_impl in times.items():
+        flops = x.flops * (BWD_FACTOR if direction == "bwd" else 1)
+        moved = x.bytes_moved(direction)
+        ceilings = context.ceilings
+        roof_ms = max(flops / ceilings.bf16_tflops / 1e9, moved / ceilings.copy_gbps / 1e6)
+        peers = {name: t.ms for name, t in by_impl.items() if name != OURS}
+        best = min(peers, key=peers.__getitem__) if peers else ""
+        for name in [*by_impl, *refusals]:
+            time = by_impl.get(name)
+            row = dict.fromkeys(COLUMNS, "") | common
+            row |= {
+                "op": case.op, "shape": case.shape, "head_dim": str(case.head_dim),
+                "direction": direction, "impl": name,
+                "law": case.law, "mean_len": f"{lengths.mean():.1f}", "max_len": str(int(lengths.max())),
+                "seed": str(case.seed), "bwd_factor": str(BWD_FACTOR), "best_peer": best,
+            }  # fmt: skip
+            if time is None:
+                row["ratio_to_best_peer"] = refusals[name]
+            else:
+                row |= {
+                    "ms": f"{time.ms:.4f}", "ms_p20": f"{time.ms_p20:.4f}", "ms_p80": f"{time.ms_p80:.4f}",
+                    "tflops": f"{flops / time.ms / 1e9:.4g}", "gbps": f"{moved / time.ms / 1e6:.4g}",
+                    "roofline_fraction": f"{roof_ms / time.ms:.3f}",
+                    "ratio_to_best_peer": f"{peers[best] / time.ms:.3f}" if best else "",
+                }  # fmt: skip
+            rows.append(row)
+    return rows
+
+
+def append_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Written case by case, so that an interrupted run keeps what it measured."""
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    for r in rows:
+        measured = ""
+        if r["ms"]:
+            measured = f"{r['ms']:>9} ms {r['tflops']:>7} TF {r['gbps']:>7} GB/s roof {r['roofline_fraction']}"
+        ratio = (
+            f"x{r['ratio_to_best_peer']} of {r['best_peer']}" if r["ms"] and r["best_peer"] else r["ratio_to_best_peer"]
+        )
+        print(f"  {r['direction']} {r['impl']:<18} {measured} {ratio}", flush=True)
+
+
+def plot(path: Path, rows: Sequence[Row]) -> str:
+    """TFLOP/s of every row as bars, one panel per direction. Returns what was done, in words."""
+    try:
+        import matplotlib as mpl  # pyright: ignore[reportMissingImports]
+
+        mpl.use("Agg")
+        from matplotlib import pyplot as plt  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return "no plot: matplotlib is not installed"
+
+    def label_of(r: Row) -> str:
+        return f"{r['op']}\n{r['shape']}\n{r['law']} H{r['head_dim']}"
+
+    measured = [r for r in rows if r["ms"]]
+    names = list(dict.fromkeys(r["impl"] for r in measured))
+    figure, axes = plt.subplots(2, 1, figsize=(14, 9), layout="constrained")
+    for axis, direction in zip(axes, ("fwd", "bwd"), strict=True):
+        here = [r for r in measured if r["direction"] == direction]
+        labels = list(dict.fromkeys(map(label_of, here)))
+        for i, name in enumerate(names):
+            found = {label_of(r): float(r["tflops"]) for r in here if r["impl"] == name}
+            at = [j + (i - len(names) / 2) * 0.8 / len(names) for j in range(len(labels))]
+            axis.bar(at, [found.get(label, 0.0) for label in labels], 0.8 / len(names), label=name)
+        axis.set_xticks(range(len(labels)), labels, fontsize=6)
+        axis.set_ylabel(f"{direction}: useful TFLOP/s")
+    axes[0].legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return f"plot: {path}"

@@ -1,0 +1,308 @@
+"""Backward of jagged attention for Hopper in Gluon: a dQ kernel and a dK/dV kernel of one shape, no atomics.
+
+Letters: R resident rows of a tile (GROUPS x 64), C streamed rows of a tile (BC), H head width.
+
+Both kernels keep two resident tiles (dQ: Q and dO; dK/dV: K and V), stream the other pair through a ring, and compute
+scores and dP of streamed tile j + 1 while the accumulating products of tile j run. Each row of a result is owned by one
+warpgroup and summed in a fixed order, so repeats are bit-equal.
+"""
+
+# ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
+
+from gemworks.jagged._triton.hopper_common import activate_with_grad, is_last_of_run, pick, slope_only, tile_of
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+G = gl.constexpr
+
+
+@gluon.jit
+def _producer(
+    a_desc, b_desc, c_ptr, d_ptr, bounds_r, bounds_c, tile_sample, tile_row, total,
+    c_stride_t, c_stride_n, d_stride_t, d_stride_n,
+    a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
+    HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr,
+    SHARED: gl.constexpr, RSTAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    fill = 0
+    ri = 0
+    fresh = pid >= 0
+    rounds = (total + programs - 1) // programs
+    for i in range(rounds):
+        t, tile, head = pick(i, pid, programs, rounds, total, HEADS, RESIDENT)
+        if t < total:
+            row, r_begin, _end, c_begin, c_len = tile_of(tile, tile_sample, tile_row, bounds_r, bounds_c)
+            # A shared query is the same rows for every sequence: resident for dQ (a), streamed for dK and dV (c).
+            a_row = row if SHARED and not KV else r_begin + row
+            q_begin = 0 if SHARED and KV else c_begin
+            rs = ri % RSTAGES
+            mbarrier.wait(r_free.index(rs), ((ri // RSTAGES) & 1) ^ 1)
+            mbarrier.expect(r_full.index(rs), 2 * GROUPS * 64 * H * 2)
+            for g in gl.static_range(GROUPS):
+                tma.async_copy_global_to_shared(
+                    a_desc, [a_row + g * 64, head * H], r_full.index(rs), a_smem.index(GROUPS * rs + g)
+                )
+                tma.async_copy_global_to_shared(
+                    b_desc, [r_begin + row + g * 64, head * H], r_full.index(rs), b_smem.index(GROUPS * rs + g)
+                )
+            ri += 1
+            c_base = c_ptr + q_begin.to(gl.int64) * c_stride_t + head.to(gl.int64) * c_stride_n
+            d_base = d_ptr + c_begin.to(gl.int64) * d_stride_t + head.to(gl.int64) * d_stride_n
+            c_desc = tma.make_tensor_descriptor(
+                c_base, [gl.maximum(c_len, 1), H], [c_stride_t, 1], [BC, H], c_smem.layout
+            )
+            d_desc = tma.make_tensor_descriptor(
+                d_base, [gl.maximum(c_len, 1), H], [d_stride_t, 1], [BC, H], d_smem.layout
+            )
+            to_load = c_len
+            if RESIDENT:  # the streamed side of this sequence and head may still be there
+                to_load = gl.where(fresh, c_len, 0)
+                fresh = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
+            for j in range(0, to_load, BC):
+                s = fill % STAGES
+                mbarrier.wait(c_free.index(s), ((fill // STAGES) & 1) ^ 1)
+                mbarrier.expect(c_full.index(s), 2 * BC * H * 2)
+                tma.async_copy_global_to_shared(c_desc, [j, 0], c_full.index(s), c_smem.index(s))
+                tma.async_copy_global_to_shared(d_desc, [j, 0], c_full.index(s), d_smem.index(s))
+                fill += 1
+
+
+@gluon.jit
+def _p_and_slope(s, lse, scale, ACT: gl.constexpr):
+    """(P, what dP is multiplied by to give dS); lse broadcasts against s."""
+    if ACT == "softmax":
+        p = gl.exp2(s * (scale * 1.4426950408889634) - lse)
+        return p, p
+    else:
+        return activate_with_grad(s * scale, ACT)
+
+
+@gluon.jit
+def _slope(s, lse, scale, ACT: gl.constexpr):
+    """What dP is multiplied by to give dS."""
+    if ACT == "softmax":
+        return gl.exp2(s * (scale * 1.4426950408889634) - lse)
+    else:
+        return slope_only(s * scale, ACT)
+
+
+@gluon.jit
+def _ds(slope, dp, delta, ACT: gl.constexpr):
+    if ACT == "softmax":
+        return slope * (dp - delta)
+    return slope * dp
+
+
+@gluon.jit
+def _consumer(
+    GROUP: gl.constexpr, KV: gl.constexpr, OVERLAP: gl.constexpr, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c,
+    tile_sample, tile_row, total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
+    a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
+    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr,
+    DTYPE: gl.constexpr, RSTAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """KV: x is dV and y is dK, scores are transposed (rows are keys). Otherwise y is dQ and x is unused."""
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BC, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (H // 8), H // 8], [4, 1], [1, 0])
+    column = gl.arange(0, BC, layout=gl.SliceLayout(0, S_LAYOUT))
+    zero = gl.zeros([64, BC], gl.float32, S_LAYOUT)
+    fill = 0
+    ri = 0
+    rounds = (total + programs - 1) // programs
+    for i in range(rounds):
+        t, tile, head = pick(i, pid, programs, rounds, total, HEADS, RESIDENT)
+        if t < total:
+            row, r_begin, end, c_begin, c_len = tile_of(tile, tile_sample, tile_row, bounds_r, bounds_c)
+            last = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
+            first_fill = fill
+            rs = ri % RSTAGES
+            mbarrier.wait(r_full.index(rs), (ri // RSTAGES) & 1)
+            ri += 1
+            trips = (c_len + BC - 1) // BC
+            x = gl.zeros([64, H], gl.float32, O_LAYOUT)
+            y = gl.zeros([64, H], gl.float32, O_LAYOUT)
+            first = r_begin + row + GROUP * 64
+            own = first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+            if first < end and trips > 0 and KV:
+                a = a_smem.index(GROUPS * rs + GROUP)
+                b = b_smem.index(GROUPS * rs + GROUP)
+                for j in range(trips):
+                    sv = fill % STAGES
+                    mbarrier.wait(c_full.index(sv), (fill // STAGES) & 1)
+                    s_acc = warpgroup_mma(a, c_smem.index(sv).permute((1, 0)), zero, use_acc=False, is_async=True)
+                    dp_acc = warpgroup_mma(b, d_smem.index(sv).permute((1, 0)), zero, use_acc=False, is_async=True)
+                    lse = zero
+                    delta = zero
+                    if ACT == "softmax":
+                        at = head.to(gl.int64) * lse_stride_n + c_begin + j * BC + column
+                        inside = column < c_len - j * BC
+                        lse = gl.load(lse_ptr + at, mask=inside, other=float("inf"))[None, :]
+                        delta = gl.load(delta_ptr + at, mask=inside, other=0.0)[None, :]
+                    if OVERLAP:
+                        s = warpgroup_mma_wait(1, [s_acc])
+                        p32, slope = _p_and_slope(s, lse, scale, ACT)
+                        p = gl.convert_layout(p32.to(DTYPE), P_LAYOUT)
+                        x_acc = warpgroup_mma(p, d_smem.index(sv), x, is_async=True)
+                        dp = warpgroup_mma_wait(1, [dp_acc])
+                        ds = gl.convert_layout(_ds(slope, dp, delta, ACT).to(DTYPE), P_LAYOUT)
+                    else:
+                        s, dp = warpgroup_mma_wait(0, [s_acc, dp_acc])
+                        p32, slope = _p_and_slope(s, lse, scale, ACT)
+                        p = gl.convert_layout(p32.to(DTYPE), P_LAYOUT)
+                        ds = gl.convert_layout(_ds(slope, dp, delta, ACT).to(DTYPE), P_LAYOUT)
+                        x_acc = warpgroup_mma(p, d_smem.index(sv), x, is_async=True)
+                    y_acc = warpgroup_mma(ds, c_smem.index(sv), y, is_async=True)
+                    x, y, p, ds = warpgroup_mma_wait(0, [x_acc, y_acc, p, ds])
+                    mbarrier.arrive(c_free.index(sv), count=1, pred=last)
+                    fill += 1
+                mbarrier.arrive(r_free.index(rs), count=1)
+            elif first < end and trips > 0:
+                a = a_smem.index(GROUPS * rs + GROUP)
+                b = b_smem.index(GROUPS * rs + GROUP)
+                lse = zero
+                delta = zero
+                if ACT == "softmax":
+                    lse = gl.load(lse_ptr + head.to(gl.int64) * lse_stride_n + own, mask=own < end, other=float("inf"))[
+                        :, None
+                    ]
+                    delta = gl.load(delta_ptr + head.to(gl.int64) * lse_stride_n + own, mask=own < end, other=0.0)[
+                        :, None
+                    ]
+                s0 = fill % STAGES
+                mbarrier.wait(c_full.index(s0), (fill // STAGES) & 1)
+                s_acc = warpgroup_mma(a, c_smem.index(s0).permute((1, 0)), zero, use_acc=False, is_async=True)
+                dp_acc = warpgroup_mma(b, d_smem.index(s0).permute((1, 0)), zero, use_acc=False, is_async=True)
+                s, dp = warpgroup_mma_wait(0, [s_acc, dp_acc])
+                # A surplus key has logit 0, far above a row of very negative ones: its weight could overflow.
+                if ACT == "softmax":
+                    if c_len < BC:
+                        s = gl.where((column < c_len)[None, :], s, float("-inf"))
+                slope = _slope(s, lse, scale, ACT)
+                ds = gl.convert_layout(_ds(slope, dp, delta, ACT).to(DTYPE), P_LAYOUT)
+                for j in range(1, trips):
+                    sv = fill % STAGES
+                    s1 = (fill + 1) % STAGES
+                    phase1 = ((fill + 1) // STAGES) & 1
+                    mbarrier.wait(c_full.index(s1), phase1)
+                    s_acc = warpgroup_mma(a, c_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
+                    dp_acc = warpgroup_mma(b, d_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
+                    y_acc = warpgroup_mma(ds, c_smem.index(sv), y, is_async=True)
+                    s = warpgroup_mma_wait(2, [s_acc])
+                    if ACT == "softmax":
+                        if j == trips - 1:
+                            s = gl.where((column < c_len - j * BC)[None, :], s, float("-inf"))
+                    slope = _slope(s, lse, scale, ACT)
+                    dp = warpgroup_mma_wait(1, [dp_acc])
+                    ds_next = gl.convert_layout(_ds(slope, dp, delta, ACT).to(DTYPE), P_LAYOUT)
+                    # already complete: keeps the assembler from hoisting the wait below over the work that it hides
+                    mbarrier.wait(c_full.index(s1), phase1)
+                    y, ds, ds_next = warpgroup_mma_wait(0, [y_acc, ds, ds_next])
+                    mbarrier.arrive(c_free.index(sv), count=1, pred=last)
+                    ds = ds_next
+                    fill += 1
+                mbarrier.arrive(r_free.index(rs), count=1)
+                y = warpgroup_mma(ds, c_smem.index(fill % STAGES), y, is_async=True)
+                y = warpgroup_mma_wait(0, [y])
+                mbarrier.arrive(c_free.index(fill % STAGES), count=1, pred=last)
+                fill += 1
+            else:
+                for _j in range(trips):  # nothing to do in this half: hand the stages on
+                    s0 = fill % STAGES
+                    mbarrier.wait(c_full.index(s0), (fill // STAGES) & 1)
+                    mbarrier.arrive(c_free.index(s0), count=1, pred=last)
+                    fill += 1
+                mbarrier.arrive(r_free.index(rs), count=1)
+            if RESIDENT:  # the same stages again for the next tile of the run
+                fill = gl.where(last, fill, first_fill)
+            if first < end:
+                rows = first + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
+                cols = gl.arange(0, H, layout=gl.SliceLayout(0, STORE))
+                mask = (rows < end)[:, None]
+                y = y * scale
+                y_at = (
+                    y_ptr + (rows.to(gl.int64) * y_stride_t)[:, None] + head.to(gl.int64) * y_stride_n + cols[None, :]
+                )
+                gl.store(y_at, gl.convert_layout(y.to(y_ptr.dtype.element_ty), STORE), mask=mask)
+                if KV:
+                    x_at = (
+                        x_ptr
+                        + (rows.to(gl.int64) * x_stride_t)[:, None]
+                        + head.to(gl.int64) * x_stride_n
+                        + cols[None, :]
+                    )
+                    gl.store(x_at, gl.convert_layout(x.to(DTYPE), STORE), mask=mask)
+
+
+@gluon.jit(do_not_specialize=["lse_stride_n"])  # it is the number of rows, other in every batch
+def backward_hopper_kernel(
+    a_desc, b_desc, c_ptr, d_ptr, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row,
+    num_tiles, scale, c_stride_t, c_stride_n, d_stride_t, d_stride_n,
+    x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
+    KV: gl.constexpr, OVERLAP: gl.constexpr, ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr,
+    STAGES: gl.constexpr, SHARED: gl.constexpr, RSTAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUPS: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = a_desc.dtype
+    C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BC, H], DTYPE)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    a_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * RSTAGES, 64, H], a_desc.layout)
+    b_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * RSTAGES, 64, H], b_desc.layout)
+    c_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BC, H], C_LAYOUT)
+    d_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BC, H], C_LAYOUT)
+    r_full = gl.allocate_shared_memory(gl.int64, [RSTAGES, 1], BAR)
+    r_free = gl.allocate_shared_memory(gl.int64, [RSTAGES, 1], BAR)
+    c_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    c_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    for s in gl.static_range(RSTAGES):
+        mbarrier.init(r_full.index(s), count=1)
+        mbarrier.init(r_free.index(s), count=GROUPS)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(c_full.index(s), count=1)
+        mbarrier.init(c_free.index(s), count=GROUPS)
+    fence_async_shared()
+    total = gl.load(num_tiles) * HEADS
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (G(0), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample,
+                             tile_row, total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
+                             a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
+                             ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, RESIDENT, GROUPS)),
+                (_producer, (a_desc, b_desc, c_ptr, d_ptr, bounds_r, bounds_c, tile_sample, tile_row, total,
+                             c_stride_t, c_stride_n, d_stride_t, d_stride_n,
+                             a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
+                             HEADS, H, BC, STAGES, KV, SHARED, RSTAGES, RESIDENT, GROUPS)),
+            ],
+            [1], [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (G(0), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample,
+                             tile_row, total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
+                             a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
+                             ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, RESIDENT, GROUPS)),
+                (_consumer, (G(1), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample,
+                             tile_row, total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
+                             a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
+                             ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, RESIDENT, GROUPS)),
+                (_producer, (a_desc, b_desc, c_ptr, d_ptr, bounds_r, bounds_c, tile_sample, tile_row, total,
+                             c_stride_t, c_stride_n, d_stride_t, d_stride_n,
+                             a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
+                             HEADS, H, BC, STAGES, KV, SHARED, RSTAGES, RESIDENT, GROUPS)),
+            ],
+            [4, 1], [CONSUMER_REGS, 24],
+        )  # fmt: skip

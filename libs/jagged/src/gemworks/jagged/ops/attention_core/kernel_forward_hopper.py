@@ -1,0 +1,282 @@
+"""Forward of jagged attention for Hopper in Gluon: one producer warp, two consumer warpgroups, persistent.
+
+Letters: M query rows of a tile (2 x 64), n key rows of a tile (BN), H head width.
+
+The producer loads K and V through descriptors that it builds per sequence: rows past a sequence's end arrive as
+zeros, never as a neighbour's. An element-wise activation has act(0) = 0, so zeros need no mask at all; softmax masks
+the columns of the last tile only. Each consumer owns 64 query rows; while P V of tile j runs on the tensor cores, the
+consumer works on the scores of tile j + 1.
+
+RESIDENT keeps K and V in shared memory over neighbouring tiles of one sequence and head, for short keys of one length
+(a per-sample feed-forward network): a program then takes a run of tiles, and all keys must fit into the stages.
+"""
+
+from gemworks.jagged._triton.hopper_common import fold, is_last_of_run, pick, tile_of, weigh
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+G = gl.constexpr
+
+
+@gluon.jit
+def _producer(
+    q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
+    k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+    HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
+    STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
+    RESIDENT: gl.constexpr,
+):  # fmt: skip
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    fill = 0
+    qi = 0
+    fresh = pid >= 0
+    rounds = (total + programs - 1) // programs
+    for i in range(rounds):
+        t, tile, head = pick(i, pid, programs, rounds, total, HEADS, RESIDENT)
+        if t < total:
+            row, q_begin, _q_end, k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
+            head_k = head // GROUP_HEADS
+            q_row = row if SHARED else q_begin + row
+            k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head_k.to(gl.int64) * k_stride_n
+            v_base = v_ptr + k_begin.to(gl.int64) * v_stride_t + head_k.to(gl.int64) * v_stride_n
+            k_desc = tma.make_tensor_descriptor(
+                k_base, [gl.maximum(k_len, 1), H], [k_stride_t, 1], [BN, H], k_smem.layout
+            )
+            v_desc = tma.make_tensor_descriptor(
+                v_base, [gl.maximum(k_len, 1), HV], [v_stride_t, 1], [BN, HV], v_smem.layout
+            )
+            qs = qi % QSTAGES
+            mbarrier.wait(q_free.index(qs), ((qi // QSTAGES) & 1) ^ 1)
+            mbarrier.expect(q_full.index(qs), GROUPS * 64 * H * 2)
+            for g in gl.static_range(GROUPS):
+                tma.async_copy_global_to_shared(
+                    q_desc, [q_row + g * 64, head * H], q_full.index(qs), q_smem.index(GROUPS * qs + g)
+                )
+            qi += 1
+            to_load = k_len
+            if RESIDENT:  # K and V of this sequence and head may still be there
+                to_load = gl.where(fresh, k_len, 0)
+                fresh = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
+            for j in range(0, to_load, BN):
+                s = fill % STAGES
+                phase = ((fill // STAGES) & 1) ^ 1
+                mbarrier.wait(k_free.index(s), phase)
+                mbarrier.expect(k_full.index(s), BN * H * 2)
+                tma.async_copy_global_to_shared(k_desc, [j, 0], k_full.index(s), k_smem.index(s))
+                mbarrier.wait(v_free.index(s), phase)
+                mbarrier.expect(v_full.index(s), BN * HV * 2)
+                tma.async_copy_global_to_shared(v_desc, [j, 0], v_full.index(s), v_smem.index(s))
+                fill += 1
+
+
+@gluon.jit
+def _consumer(
+    GROUP: gl.constexpr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+    out_stride_t, out_stride_n, lse_stride_n,
+    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
+    STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
+    RESIDENT: gl.constexpr,
+):  # fmt: skip
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HV, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (HV // 8), HV // 8], [4, 1], [1, 0])
+    column = gl.arange(0, BN, layout=gl.SliceLayout(0, S_LAYOUT))
+    zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
+    scale2 = scale * 1.4426950408889634
+    b0, b1, b2, b3, b4 = fold(scale, ACT, FOLD)
+    fill = 0
+    qi = 0
+    rounds = (total + programs - 1) // programs
+    for i in range(rounds):
+        t, tile, head = pick(i, pid, programs, rounds, total, HEADS, RESIDENT)
+        if t < total:
+            row, q_begin, q_end, _k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
+            last = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
+            first_fill = fill
+            q_row = q_begin + row
+            qs = qi % QSTAGES
+            mbarrier.wait(q_full.index(qs), (qi // QSTAGES) & 1)
+            qi += 1
+            trips = (k_len + BN - 1) // BN
+            o = gl.zeros([64, HV], gl.float32, O_LAYOUT)
+            peak = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            total_p = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            first_row = q_row + GROUP * 64
+            if first_row < q_end and trips > 0:
+                q = q_smem.index(GROUPS * qs + GROUP)
+                s0 = fill % STAGES
+                mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
+                scores = warpgroup_mma(q, k_smem.index(s0).permute((1, 0)), zero, use_acc=False, is_async=True)
+                scores = warpgroup_mma_wait(0, [scores])
+                mbarrier.arrive(k_free.index(s0), count=1, pred=last)
+                if ACT == "softmax":
+                    if k_len < BN:
+                        scores = gl.where((column < k_len)[None, :], scores, float("-inf"))
+                    peak = gl.max(scores, 1) * scale2
+                    probs = gl.exp2(scores * scale2 - peak[:, None])
+                    total_p = gl.sum(probs, 1)
+                else:
+                    probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
+                p = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
+                mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
+                for j in range(1, trips):
+                    s1 = (fill + 1) % STAGES
+                    phase1 = ((fill + 1) // STAGES) & 1
+                    mbarrier.wait(k_full.index(s1), phase1)
+                    upcoming = warpgroup_mma(q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
+                    acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
+                    scores = warpgroup_mma_wait(1, [upcoming])
+                    mbarrier.arrive(k_free.index(s1), count=1, pred=last)
+                    if ACT == "softmax":
+                        if j == trips - 1:
+                            scores = gl.where((column < k_len - j * BN)[None, :], scores, float("-inf"))
+                        new_peak = gl.maximum(peak, gl.max(scores, 1) * scale2)
+                        probs = gl.exp2(scores * scale2 - new_peak[:, None])
+                        fix = gl.exp2(peak - new_peak)
+                        total_p = total_p * fix + gl.sum(probs, 1)
+                        peak = new_peak
+                    else:
+                        probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
+                    p_next = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
+                    # The barrier also keeps the assembler from hoisting the wait below over the work that it hides.
+                    mbarrier.wait(v_full.index(s1), phase1)
+                    o, p, p_next = warpgroup_mma_wait(0, [acc, p, p_next])
+                    mbarrier.arrive(v_free.index(fill % STAGES), count=1, pred=last)
+                    if ACT == "softmax":
+                        o = o * gl.convert_layout(fix, gl.SliceLayout(1, O_LAYOUT))[:, None]
+                    p = p_next
+                    fill += 1
+                mbarrier.arrive(q_free.index(qs), count=1)
+                acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
+                o = warpgroup_mma_wait(0, [acc])
+                mbarrier.arrive(v_free.index(fill % STAGES), count=1, pred=last)
+                fill += 1
+            else:
+                for _j in range(trips):  # nothing to do in this half: hand the stages on
+                    s0 = fill % STAGES
+                    mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
+                    mbarrier.arrive(k_free.index(s0), count=1, pred=last)
+                    mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
+                    mbarrier.arrive(v_free.index(s0), count=1, pred=last)
+                    fill += 1
+                mbarrier.arrive(q_free.index(qs), count=1)
+            if RESIDENT:  # the same stages again for the next tile of the run
+                fill = gl.where(last, fill, first_fill)
+            if first_row < q_end:
+                if ACT == "softmax":
+                    safe = gl.where(total_p > 0.0, total_p, 1.0)
+                    lse = gl.where(total_p > 0.0, peak + gl.log2(safe), float("inf"))
+                    lrow = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+                    gl.store(lse_ptr + head.to(gl.int64) * lse_stride_n + lrow, lse, mask=lrow < q_end)
+                    o = o / gl.convert_layout(safe, gl.SliceLayout(1, O_LAYOUT))[:, None]
+                if FOLD:
+                    o = o * scale
+                rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
+                cols = gl.arange(0, HV, layout=gl.SliceLayout(0, STORE))
+                pointers = (
+                    out_ptr
+                    + (rows.to(gl.int64) * out_stride_t)[:, None]
+                    + head.to(gl.int64) * out_stride_n
+                    + cols[None, :]
+                )
+                gl.store(pointers, gl.convert_layout(o.to(DTYPE), STORE), mask=(rows < q_end)[:, None])
+
+
+@gluon.jit(do_not_specialize=["lse_stride_n"])  # it is the number of rows, other in every batch
+def forward_hopper_kernel(
+    q_desc, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale,
+    k_stride_t, k_stride_n, v_stride_t, v_stride_n, out_stride_t, out_stride_n, lse_stride_n,
+    ACT: gl.constexpr, HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
+    BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
+    FOLD: gl.constexpr, RESIDENT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = q_desc.dtype
+    K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, H], DTYPE)
+    V_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, HV], DTYPE)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * QSTAGES, 64, H], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, H], K_LAYOUT)
+    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, HV], V_LAYOUT)
+    q_full = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
+    q_free = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    for s in gl.static_range(QSTAGES):
+        mbarrier.init(q_full.index(s), count=1)
+        mbarrier.init(q_free.index(s), count=GROUPS)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(k_free.index(s), count=GROUPS)
+        mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(v_free.index(s), count=GROUPS)
+    fence_async_shared()
+    total = gl.load(num_tiles) * HEADS
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             out_stride_t, out_stride_n, lse_stride_n,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
+                             k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
+            ],
+            [1], [24],
+        )  # fmt: skip
+    elif GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             out_stride_t, out_stride_n, lse_stride_n,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             out_stride_t, out_stride_n, lse_stride_n,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
+                             k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
+            ],
+            [4, 1], [CONSUMER_REGS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             out_stride_t, out_stride_n, lse_stride_n,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             out_stride_t, out_stride_n, lse_stride_n,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                (_consumer, (G(2), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             out_stride_t, out_stride_n, lse_stride_n,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
+                             k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
+            ],
+            [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, 24],
+        )  # fmt: skip

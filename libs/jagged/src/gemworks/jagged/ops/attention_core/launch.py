@@ -1,0 +1,207 @@
+"""Starts the kernels: plain Triton here, Gluon in launch_hopper.py. Everything is decided from host values.
+
+Imported on the first call on a device (or by a test of the interpreter), never with the package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from gemworks.jagged.jagged import next_power_of_two
+from gemworks.jagged.ops.attention_core import table
+from gemworks.jagged.ops.attention_core.kernel_backward import backward_kv_kernel as _backward_kv
+from gemworks.jagged.ops.attention_core.kernel_backward import backward_q_kernel as _backward_q
+from gemworks.jagged.ops.attention_core.kernel_backward import delta_kernel as _delta
+from gemworks.jagged.ops.attention_core.kernel_forward import forward_kernel as _forward
+from gemworks.jagged.ops.attention_core.reference import Rule
+from gemworks.jagged.schedule import TileSchedule
+from torch import Tensor
+
+# Triton's kernels are not callables to a type checker.
+forward_kernel: Any = _forward
+backward_kv_kernel: Any = _backward_kv
+backward_q_kernel: Any = _backward_q
+delta_kernel: Any = _delta
+UNBOUNDED = 1 << 30
+DELTA_ROWS = 32
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call: tensors whose last dim is contiguous, the rule, the schedule, and where it runs."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rule: Rule
+    schedule: TileSchedule
+    max_length_k: int
+    architecture: str
+    rows_q: int  # of the output: those of q, or B * R with a shared query
+    rows_k: int | None  # per sequence, for a 4-D k
+
+    @property
+    def shape(self) -> table.Shape:
+        return table.Shape(
+            self.rule.activation,
+            self.q.dtype,
+            self.q.shape[2],
+            self.v.shape[2],
+            not self.rule.mask.is_full,
+            self.rule.shared_query,
+            self.q.shape[1] != self.k.shape[1],
+            self.max_length_k,
+        )
+
+    def config(self, step: table.Step) -> table.Config:
+        config = table.choose(step, self.shape, self.architecture)
+        assert config is not None, "the caller asks table.choose first"
+        return config
+
+    def tiles(self, height: str) -> tuple[Tensor, Tensor, Tensor]:
+        """(sequence, first row, number of tiles); built here when the schedule lacks the height."""
+        tiles = self.schedule.tiles(height)
+        if tiles is None:
+            total = self.rows_q if height.startswith("q") else self.k.shape[0]
+            tiles = self.schedule.with_height(height, total).tensors[-1]
+        return tiles[0], tiles[1], tiles[2]
+
+
+def rowwise(x: Tensor) -> Tensor:
+    """`x`, copied only if its last dim is not contiguous."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _width(head_dim: int) -> int:
+    return max(16, next_power_of_two(head_dim))
+
+
+def _precision(x: Tensor) -> str:
+    """float32 products follow torch's setting; narrower dtypes ignore it."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" or x.dtype != torch.float32 else "tf32"
+
+
+def _constants(p: Problem, config: table.TritonConfig) -> dict[str, Any]:
+    h, v = p.q.shape[2], p.v.shape[2]
+    return {
+        "ACT": p.rule.activation,
+        "MASKED": not p.rule.mask.is_full,
+        "BOTTOM_RIGHT": p.rule.mask.align == "bottom_right",
+        "SHARED": p.rule.shared_query,
+        "GROUP": p.q.shape[1] // p.k.shape[1],
+        "H": h,
+        "V": v,
+        "BH": _width(h),
+        "BV": _width(v),
+        "BM": config.block_m,
+        "BN": config.block_n,
+        "PRECISION": _precision(p.q),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [s for x in tensors for s in (x.stride(0), x.stride(1))]
+
+
+def _limits(rule: Rule) -> tuple[float, int, int]:
+    return rule.scale, min(rule.mask.left, UNBOUNDED), min(rule.mask.right, UNBOUNDED)
+
+
+def triton_forward(p: Problem, out: Tensor, lse: Tensor, config: table.TritonConfig) -> None:
+    sample, row, count = p.tiles(config.height("forward"))
+    heads, bounds = p.q.shape[1], p.schedule.bounds
+    forward_kernel[(sample.shape[0] * heads,)](
+        p.q, p.k, p.v, out, lse, bounds[0], bounds[3], sample, row, count, *_limits(p.rule),
+        *_strides(p.q, p.k, p.v, out), lse.stride(0), HEADS=heads, **_constants(p, config),
+    )  # fmt: skip
+
+
+def triton_backward_kv(
+    p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, config: table.TritonConfig
+) -> None:
+    sample, row, count = p.tiles(config.height("backward_kv"))
+    heads, bounds = p.k.shape[1], p.schedule.bounds
+    backward_kv_kernel[(sample.shape[0] * heads,)](
+        p.q, p.k, p.v, d_out, lse, delta, dk, dv, bounds[1], bounds[2], sample, row, count, *_limits(p.rule),
+        *_strides(p.q, p.k, p.v, d_out, dk, dv), lse.stride(0), HEADS_K=heads, **_constants(p, config),
+    )  # fmt: skip
+
+
+def triton_backward_q(
+    p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, config: table.TritonConfig
+) -> None:
+    sample, row, count = p.tiles(config.height("backward_q"))
+    heads, bounds = p.q.shape[1], p.schedule.bounds
+    backward_q_kernel[(sample.shape[0] * heads,)](
+        p.q, p.k, p.v, d_out, lse, delta, dq, bounds[0], bounds[3], sample, row, count, *_limits(p.rule),
+        *_strides(p.q, p.k, p.v, d_out, dq), lse.stride(0), HEADS=heads, **_constants(p, config),
+    )  # fmt: skip
+
+
+def compute_delta(out: Tensor, d_out: Tensor) -> Tensor:
+    """rowsum(dO * O), float32 [N, T]."""
+    total, heads, width = out.shape
+    delta = torch.empty(heads, total, dtype=torch.float32, device=out.device)
+    delta_kernel[(triton.cdiv(total, DELTA_ROWS), heads)](
+        out, d_out, delta, total, *_strides(out, d_out), delta.stride(0),
+        V=width, BV=_width(width), BT=DELTA_ROWS, num_warps=4,
+    )  # fmt: skip
+    return delta
+
+
+def forward(p: Problem) -> tuple[Tensor, Tensor]:
+    """(output [rows, N, V], log-sum-exp [N, rows] or [N, 0])."""
+    heads = p.q.shape[1]
+    out = torch.empty(p.rows_q, heads, p.v.shape[2], dtype=p.q.dtype, device=p.q.device)
+    rows = p.rows_q if p.rule.is_softmax else 0
+    lse = torch.empty(heads, rows, dtype=torch.float32, device=p.q.device)
+    if p.rows_q == 0 or p.k.shape[0] == 0:
+        return out.zero_(), lse.fill_(float("inf"))
+    config = p.config("forward")
+    if isinstance(config, table.GluonConfig):
+        from gemworks.jagged.ops.attention_core import launch_hopper
+
+        launch_hopper.forward(p, out, lse, config)
+    else:
+        triton_forward(p, out, lse, config)
+    return out, lse
+
+
+def backward(p: Problem, d_out: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), shaped and typed as q, k, v, contiguous."""
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.q, p.k, p.v))
+    if p.rows_q == 0 or p.k.shape[0] == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    d_out = rowwise(d_out)
+    if p.rule.is_softmax:
+        assert out is not None
+        assert lse is not None
+        delta = compute_delta(rowwise(out), d_out)
+    else:  # not read, but a pointer has to be given
+        lse = delta = torch.empty(p.q.shape[1], 1, dtype=torch.float32, device=p.q.device)
+    # A shared query collects one share per sequence; the sum over them has a fixed order.
+    shares = dq
+    if p.rule.shared_query:
+        shares = torch.empty(p.rows_q, *p.q.shape[1:], dtype=torch.float32, device=p.q.device)
+    config = p.config("backward_kv")
+    if isinstance(config, table.GluonConfig):
+        from gemworks.jagged.ops.attention_core import launch_hopper
+
+        launch_hopper.backward_kv(p, d_out, lse, delta, dk, dv, config)
+    else:
+        triton_backward_kv(p, d_out, lse, delta, dk, dv, config)
+    config = p.config("backward_q")
+    if isinstance(config, table.GluonConfig):
+        from gemworks.jagged.ops.attention_core import launch_hopper
+
+        launch_hopper.backward_q(p, d_out, lse, delta, shares, config)
+    else:
+        triton_backward_q(p, d_out, lse, delta, shares, config)
+    if p.rule.shared_query:
+        dq = shares.view(-1, *p.q.shape).sum(0).to(p.q.dtype)
+    return dq, dk, dv

@@ -1,0 +1,123 @@
+"""Starts the Gluon kernels (sm_90): descriptors, one persistent program per multiprocessor, the allocator they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from gemworks.jagged.ops.attention_core.kernel_backward_hopper import backward_hopper_kernel as _backward
+from gemworks.jagged.ops.attention_core.kernel_forward_hopper import forward_hopper_kernel as _forward
+from gemworks.jagged.ops.attention_core.launch import Problem
+from gemworks.jagged.ops.attention_core.table import GluonConfig
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import _allocation
+
+# Scales between which every folded coefficient is a normal float32; others are multiplied score by score.
+FOLD_RANGE = (1e-3, 1e3)
+# Triton's kernels are not callables to a type checker.
+forward_hopper_kernel: Any = _forward
+backward_hopper_kernel: Any = _backward
+_GL_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@contextmanager
+def _device_allocator(device: torch.device) -> Iterator[None]:
+    """Kernels that build descriptors need scratch memory from the host's allocator; the caller's one is put back."""
+    before = _allocation._allocator.get()
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+    try:
+        yield
+    finally:
+        triton.set_allocator(before)
+
+
+@lru_cache(maxsize=16)
+def _num_programs(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _grid(x: Tensor, config: GluonConfig) -> tuple[int]:
+    return (_num_programs(x.device.index or 0) * config.programs,)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """`x` [T, N, H] as TMA can read it: heads side by side, rows on 16-byte boundaries; copied only if it is not."""
+    ok = x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return x if ok or x.shape[0] == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def streamable(x: Tensor) -> Tensor:
+    """`x` [T, N, H] with rows and heads on 16-byte boundaries; copied only if it is not."""
+    ok = x.stride(2) == 1 and x.stride(1) % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return x if ok or x.shape[0] == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _descriptor(x: Tensor) -> TensorDescriptor:
+    total, heads, width = x.shape
+    layout: Any = gl.NVMMASharedLayout.get_default_for([64, width], _GL_DTYPES[x.dtype])
+    flat = x.as_strided((total, heads * width), (x.stride(0), 1))
+    return TensorDescriptor(flat, [total, heads * width], [x.stride(0), 1], [64, width], layout)
+
+
+def folds(activation: str, scale: float, dtype: torch.dtype) -> bool:
+    """Whether the scale goes into the gate's coefficients and the output. float16 weights could overflow without it."""
+    low, high = FOLD_RANGE
+    return activation == "fast_gelu" and dtype == torch.bfloat16 and low <= scale <= high
+
+
+def keeps_keys(p: Problem, config: GluonConfig) -> bool:
+    """Keys of one length that fit into the stages: the ring would otherwise wait for itself."""
+    return config.resident_keys and p.rows_k is not None and 0 < p.rows_k <= config.block * config.stages
+
+
+def forward(p: Problem, out: Tensor, lse: Tensor, config: GluonConfig, *, fold: bool | None = None) -> None:
+    sample, row, count = p.tiles(config.height("forward"))
+    q, k, v, bounds = aligned(p.q), streamable(p.k), streamable(p.v), p.schedule.bounds
+    if fold is None:
+        fold = folds(p.rule.activation, p.rule.scale, q.dtype)
+    with _device_allocator(q.device):
+        forward_hopper_kernel[_grid(q, config)](
+            _descriptor(q), k, v, out, lse, bounds[0], bounds[3], sample, row, count, p.rule.scale,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1), lse.stride(0),
+            ACT=p.rule.activation, HEADS=q.shape[1], GROUP_HEADS=q.shape[1] // k.shape[1], H=q.shape[2], HV=v.shape[2],
+            BN=config.block, STAGES=config.stages, QSTAGES=config.resident_stages, GROUPS=config.groups,
+            SHARED=p.rule.shared_query, FOLD=fold, RESIDENT=keeps_keys(p, config),
+            CONSUMER_REGS=config.registers, num_warps=4, maxnreg=config.max_registers,
+        )  # fmt: skip
+
+
+def backward_kv(
+    p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, config: GluonConfig
+) -> None:
+    sample, row, count = p.tiles(config.height("backward_kv"))
+    k, v, q, d_out, bounds = aligned(p.k), aligned(p.v), streamable(p.q), streamable(d_out), p.schedule.bounds
+    with _device_allocator(q.device):
+        backward_hopper_kernel[_grid(q, config)](
+            _descriptor(k), _descriptor(v), q, d_out, dv, dk, lse, delta, bounds[2], bounds[1], sample, row, count,
+            p.rule.scale, q.stride(0), q.stride(1), d_out.stride(0), d_out.stride(1), dv.stride(0), dv.stride(1),
+            dk.stride(0), dk.stride(1), lse.stride(0),
+            KV=True, OVERLAP=config.overlap, ACT=p.rule.activation, HEADS=k.shape[1], H=q.shape[2], BC=config.block,
+            STAGES=config.stages, SHARED=p.rule.shared_query, RSTAGES=config.resident_stages, RESIDENT=False,
+            GROUPS=config.groups, CONSUMER_REGS=config.registers, num_warps=4, maxnreg=config.max_registers,
+        )  # fmt: skip
+
+
+def backward_q(p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, config: GluonConfig) -> None:
+    sample, row, count = p.tiles(config.height("backward_q"))
+    q, d_out, k, v, bounds = aligned(p.q), aligned(d_out), streamable(p.k), streamable(p.v), p.schedule.bounds
+    with _device_allocator(q.device):
+        backward_hopper_kernel[_grid(q, config)](
+            _descriptor(q), _descriptor(d_out), k, v, dq, dq, lse, delta, bounds[0], bounds[3], sample, row, count,
+            p.rule.scale, k.stride(0), k.stride(1), v.stride(0), v.stride(1), dq.stride(0), dq.stride(1),
+            dq.stride(0), dq.stride(1), lse.stride(0),
+            KV=False, OVERLAP=True, ACT=p.rule.activation, HEADS=q.shape[1], H=q.shape[2], BC=config.block,
+            STAGES=config.stages, SHARED=p.rule.shared_query, RSTAGES=config.resident_stages,
+            RESIDENT=keeps_keys(p, config), GROUPS=config.groups, CONSUMER_REGS=config.registers,
+            num_warps=4, maxnreg=config.max_registers,
+        )  # fmt: skip

@@ -1,0 +1,183 @@
+"""The shipped table: which kernel and which configuration an attention step takes. A pure function of host values.
+
+Measured on one H200 (sm_90) with bf16, 4 heads of 128; other entries are what compiles without spilling there. No
+length enters except the bucketed bound, so a neighbouring batch takes the same binary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Step = Literal["forward", "backward_kv", "backward_q"]
+STEPS: tuple[Step, ...] = ("forward", "backward_kv", "backward_q")
+SOFTMAX = "softmax"
+
+GLUON_ARCHITECTURES = ("sm_90",)
+GLUON_DTYPES = (torch.bfloat16, torch.float16)
+GLUON_HEAD_DIMS = (64, 128)
+TRITON_ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TRITON_MAX_HEAD_DIM = 256
+SHORT_KEYS = 256  # bound of the keys up to which a tile's K and V are a few kilobytes that the L2 cache must deliver
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+    """Plain Triton: tiles of `block_m` query rows and `block_n` key rows."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def height(self, step: Step) -> str:
+        return f"k{self.block_n}" if step == "backward_kv" else f"q{self.block_m}"
+
+
+@dataclass(frozen=True)
+class GluonConfig:
+    """Gluon on sm_90: `groups` consumer warpgroups of 64 rows each beside one warp that loads.
+
+    Attributes:
+        block: rows of a streamed tile.
+        stages: streamed tiles in flight, at least 2.
+        resident_stages: resident tiles in flight.
+        registers: per thread of a consumer.
+        overlap: start P^T dO before dP is there (backward_kv only).
+        resident_keys: keep K and V over neighbouring tiles of a sequence (forward and backward_q; a 4-D k whose rows
+            fit into the stages, otherwise ignored).
+    """
+
+    block: int
+    stages: int
+    groups: int = 2
+    registers: int = 232
+    resident_stages: int = 1
+    overlap: bool = False
+    resident_keys: bool = False
+
+    @property
+    def programs(self) -> int:
+        """Per multiprocessor: two of one consumer group each, for tiles of 64 rows (a short shared query)."""
+        return 2 if self.groups == 1 else 1
+
+    @property
+    def max_registers(self) -> int | None:
+        """Per thread as launched: two programs of eight warps share the register file."""
+        return 128 if self.groups == 1 else None
+
+    def height(self, step: Step) -> str:
+        return f"{'k' if step == 'backward_kv' else 'q'}{64 * self.groups}"
+
+
+Config = TritonConfig | GluonConfig
+
+# (step, softmax or activation, long or short keys); 128-wide heads. Narrower heads use the same.
+GLUON: dict[tuple[Step, str, str], GluonConfig] = {
+    ("forward", "softmax", "long"): GluonConfig(128, 2),
+    ("forward", "softmax", "short"): GluonConfig(64, 3, groups=3, registers=160, resident_stages=2),
+    ("forward", "activation", "long"): GluonConfig(64, 3, groups=3, registers=160, resident_stages=2),
+    ("forward", "activation", "short"): GluonConfig(128, 2, resident_stages=2),
+    ("backward_kv", "softmax", "long"): GluonConfig(64, 3, registers=240),
+    ("backward_kv", "softmax", "short"): GluonConfig(64, 3, registers=240),
+    ("backward_kv", "activation", "long"): GluonConfig(64, 3, registers=240),
+    ("backward_kv", "activation", "short"): GluonConfig(64, 3, registers=240),
+    ("backward_q", "softmax", "long"): GluonConfig(64, 4, registers=240, overlap=True),
+    ("backward_q", "softmax", "short"): GluonConfig(64, 3, registers=240, overlap=True),
+    ("backward_q", "activation", "long"): GluonConfig(64, 4, registers=240, overlap=True),
+    ("backward_q", "activation", "short"): GluonConfig(64, 4, registers=240, overlap=True),
+}
+
+# (step, softmax or activation, bytes of an element, padded head width class)
+TRITON: dict[tuple[Step, str, int, int], TritonConfig] = {
+    ("forward", "softmax", 2, 128): TritonConfig(64, 64, 4, 3),
+    ("forward", "activation", 2, 128): TritonConfig(128, 64, 8, 3),
+    ("backward_kv", "softmax", 2, 128): TritonConfig(64, 128, 8, 2),
+    ("backward_kv", "activation", 2, 128): TritonConfig(64, 128, 8, 2),
+    ("backward_q", "softmax", 2, 128): TritonConfig(128, 64, 8, 2),
+    ("backward_q", "activation", 2, 128): TritonConfig(128, 64, 8, 2),
+    ("forward", "softmax", 2, 256): TritonConfig(64, 32, 4, 2),
+    ("forward", "activation", 2, 256): TritonConfig(64, 32, 4, 2),
+    ("backward_kv", "softmax", 2, 256): TritonConfig(32, 64, 8, 1),
+    ("backward_kv", "activation", 2, 256): TritonConfig(32, 64, 8, 1),
+    ("backward_q", "softmax", 2, 256): TritonConfig(64, 32, 8, 1),
+    ("backward_q", "activation", 2, 256): TritonConfig(64, 32, 8, 1),
+    ("forward", "softmax", 4, 128): TritonConfig(64, 32, 4, 2),
+    ("forward", "activation", 4, 128): TritonConfig(64, 32, 4, 2),
+    ("backward_kv", "softmax", 4, 128): TritonConfig(32, 32, 4, 1),
+    ("backward_kv", "activation", 4, 128): TritonConfig(32, 32, 4, 1),
+    ("backward_q", "softmax", 4, 128): TritonConfig(32, 32, 4, 1),
+    ("backward_q", "activation", 4, 128): TritonConfig(32, 32, 4, 1),
+    ("forward", "softmax", 4, 256): TritonConfig(32, 32, 4, 1),
+    ("forward", "activation", 4, 256): TritonConfig(32, 32, 4, 1),
+    ("backward_kv", "softmax", 4, 256): TritonConfig(16, 16, 4, 1),
+    ("backward_kv", "activation", 4, 256): TritonConfig(16, 16, 4, 1),
+    ("backward_q", "softmax", 4, 256): TritonConfig(16, 16, 4, 1),
+    ("backward_q", "activation", 4, 256): TritonConfig(16, 16, 4, 1),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the choice depends on.
+
+    Attributes:
+        masked: causal or a window.
+        grouped: several query heads per key head.
+        max_length_k: the bound of the key lengths.
+    """
+
+    activation: str
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    masked: bool
+    shared_query: bool
+    grouped: bool
+    max_length_k: int
+
+
+def gluon_refusal(step: Step, shape: Shape, architecture: str) -> str | None:
+    """Why the Gluon kernel does not take this step, or None."""
+    if architecture not in GLUON_ARCHITECTURES:
+        return f"gluon runs on {', '.join(GLUON_ARCHITECTURES)}, not on {architecture}"
+    if shape.dtype not in GLUON_DTYPES:
+        return f"gluon does not take {shape.dtype}"
+    if shape.head_dim not in GLUON_HEAD_DIMS or shape.value_dim != shape.head_dim:
+        widths = f"{shape.head_dim} and {shape.value_dim}"
+        return f"gluon takes equal head widths of q, k and v in {GLUON_HEAD_DIMS}, not {widths}"
+    if shape.masked:
+        return "gluon has no causal or window mask"
+    if shape.grouped and step != "forward":
+        return "gluon's backward has no grouped heads"
+    return None
+
+
+def triton_refusal(shape: Shape, architecture: str) -> str | None:
+    """Why plain Triton does not take this call, or None."""
+    if architecture not in TRITON_ARCHITECTURES:
+        return f"triton kernels are compiled for {', '.join(TRITON_ARCHITECTURES)}, not for {architecture}"
+    if shape.dtype not in TRITON_DTYPES:
+        return f"triton does not take {shape.dtype}"
+    if max(shape.head_dim, shape.value_dim) > TRITON_MAX_HEAD_DIM:
+        return f"triton takes head widths up to {TRITON_MAX_HEAD_DIM}"
+    return None
+
+
+def triton_config(step: Step, shape: Shape) -> TritonConfig:
+    kind = "softmax" if shape.activation == SOFTMAX else "activation"
+    width = 128 if max(shape.head_dim, shape.value_dim) <= 128 else 256
+    return TRITON[step, kind, shape.dtype.itemsize, width]
+
+
+def choose(step: Step, shape: Shape, architecture: str) -> Config | None:
+    """The configuration of one step; None where no kernel takes the call, so that the reference must."""
+    if gluon_refusal(step, shape, architecture) is None:
+        kind = "softmax" if shape.activation == SOFTMAX else "activation"
+        return GLUON[step, kind, "short" if shape.max_length_k <= SHORT_KEYS else "long"]
+    if triton_refusal(shape, architecture) is None:
+        return triton_config(step, shape)
+    return None

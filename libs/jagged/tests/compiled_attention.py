@@ -1,0 +1,161 @@
+"""Compile attention kernels for a GPU that need not be there, and print what came out, one JSON object a line.
+
+Run in a process of its own by test_jagged_compile.py (a compiler that aborts takes its process along):
+
+    python libs/jagged/tests/compiled_attention.py triton sm_90 bf16 128 1
+
+The last argument is 1 for masks (triton) or for a shared query (gluon).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from gemworks.jagged.ops.attention_core import table
+from triton.backends.compiler import GPUTarget
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+HEADS = 4
+
+
+def arguments(
+    kernel: Any, constants: dict[str, Any], dtype: str
+) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]:
+    """Signature, constants and alignments, from the names of the kernel's parameters."""
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        base = name.removesuffix("_ptr")
+        if base in ("lse", "delta"):
+            kind = "*fp32"
+        elif base.startswith("bounds") or base in ("tile_sample", "tile_row", "num_tiles"):
+            kind = "*i32"
+        elif base == "scale":
+            kind = "fp32"
+        elif base.endswith(("_st", "_sn", "stride_t", "stride_n")) or base in ("left", "right", "total"):
+            kind = "i32"
+        else:
+            kind = f"*{dtype}"
+        signature[name] = kind
+        if kind[0] == "*" or base.endswith(("_st", "_sn", "stride_t", "stride_n")):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    return signature, {(kernel.arg_names.index(n),): value for n, value in constants.items()}, attributes
+
+
+def report(label: str, compiled: Any) -> None:
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [tools / "cuobjdump", "--dump-resource-usage", file.name], capture_output=True, text=True
+        )
+        sass = subprocess.run([tools / "nvdisasm", "-c", file.name], capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
+    assert found, usage.stdout + usage.stderr
+    counts = {
+        name: len(re.findall(rf"\b{name}\b", sass))
+        for name in ("HGMMA", "HMMA", "UTCHMMA", "STL", "LDL", "FFMA", "FMUL")
+    }
+    row = {"label": label, "registers": int(found[1]), "stack": int(found[2]), "shared": compiled.metadata.shared}
+    print(json.dumps(row | counts), flush=True)
+
+
+def compile_triton(step: table.Step, activation: str, architecture: str, dtype: str, width: int, masked: bool) -> None:
+    from gemworks.jagged.ops.attention_core import kernel_backward, kernel_forward
+    from triton.compiler import ASTSource
+
+    shape = table.Shape(activation, DTYPES[dtype], width, width, masked, False, False, 1024)
+    config = table.triton_config(step, shape)
+    kernel = {
+        "forward": kernel_forward.forward_kernel,
+        "backward_kv": kernel_backward.backward_kv_kernel,
+        "backward_q": kernel_backward.backward_q_kernel,
+    }[step]
+    constants = {
+        "ACT": activation, "MASKED": masked, "BOTTOM_RIGHT": True, "SHARED": False, "GROUP": 1, "H": width, "V": width,
+        "BH": width, "BV": width, "BM": config.block_m, "BN": config.block_n, "PRECISION": "tf32",
+        "HEADS_K" if step == "backward_kv" else "HEADS": HEADS,
+    }  # fmt: skip
+    source = ASTSource(kernel, *arguments(kernel, constants, dtype))
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+    report(f"{step} {activation} {config}", triton.compile(source, target=target, options=options))
+
+
+def compile_gluon(
+    step: table.Step, activation: str, config: table.GluonConfig, dtype: str, width: int, **options: Any
+) -> None:
+    from gemworks.jagged.ops.attention_core import kernel_backward_hopper, kernel_forward_hopper
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    constants: dict[str, Any] = {
+        "ACT": activation,
+        "HEADS": HEADS,
+        "H": width,
+        "STAGES": config.stages,
+        "SHARED": False,
+        "RESIDENT": config.resident_keys,
+    }
+    constants["CONSUMER_REGS"] = config.registers
+    kernel: Any
+    if step == "forward":
+        kernel, described = kernel_forward_hopper.forward_hopper_kernel, ("q_desc",)
+        constants |= {"GROUP_HEADS": 1, "HV": width, "BN": config.block, "QSTAGES": config.resident_stages}
+        constants |= {"GROUPS": config.groups, "FOLD": activation == "fast_gelu" and dtype == "bf16"}
+    else:
+        kernel, described = kernel_backward_hopper.backward_hopper_kernel, ("a_desc", "b_desc")
+        overlap = True if step == "backward_q" else config.overlap
+        constants |= {
+            "KV": step == "backward_kv",
+            "OVERLAP": overlap,
+            "BC": config.block,
+            "RSTAGES": config.resident_stages,
+            "GROUPS": config.groups,
+        }
+    constants |= options
+    signature, constexprs, attributes = arguments(kernel, constants, dtype)
+    layout = gl.NVMMASharedLayout.get_default_for([64, width], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])
+    for name in described:
+        signature[name] = f"tensordesc<{dtype}[64,{width}],{layout!r}>"
+        attributes.pop((kernel.arg_names.index(name),), None)
+    source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": config.max_registers}
+    )
+    report(f"{step} {activation} {config}", compiled)
+
+
+def main(backend: str, architecture: str, dtype: str, width: str, masked: str) -> None:
+    if backend == "triton":
+        for step in table.STEPS:
+            for activation in ("softmax", "fast_gelu"):
+                compile_triton(step, activation, architecture, dtype, int(width), masked == "1")
+        return
+    done = set()
+    for (step, kind, _), config in table.GLUON.items():
+        activations = ["softmax"] if kind == "softmax" else ["fast_gelu"]
+        if backend == "gluon-activations":
+            activations = (
+                [] if kind == "softmax" else ["identity", "squared_relu", "gelu", "gelu_tanh", "silu", "fast_silu"]
+            )
+            activations += [] if kind == "softmax" else ["leaky_relu", "hardswish", "tanh", "relu"]
+        for activation in activations:
+            if (step, activation, config) not in done:
+                done.add((step, activation, config))
+                compile_gluon(step, activation, config, dtype, int(width), SHARED=masked == "1")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,175 @@
+"""The plain Triton kernels under Triton's interpreter against loops in float64: values and every gradient.
+
+Run by test_jagged_interpret.py, or: TRITON_INTERPRET=1 python -m pytest libs/jagged/tests/interpreted_attention.py
+
+bf16 stays out: the interpreter computes it wrongly. Every buffer a kernel gets is poisoned with NaN first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gemworks.jagged import offsets_from_lengths
+from gemworks.jagged.ops.attention_core import op, table
+from gemworks.jagged.ops.gdpa.activations import ACTIVATIONS
+from gemworks.jagged.testing import activation_weights, attention_loop, softmax_weights
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.interpret,
+    # NumPy computes rows that are never stored too, and says so where they overflow.
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
+]
+TILE = 32
+LENGTHS = [0, 1, TILE - 1, TILE, TILE + 1, 5]
+LENGTHS_K = [TILE + 1, 5, TILE, 1, TILE - 1, 0]
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "causal top left": {"causal": True, "align": "top_left"},
+    "window": {"window": 7},
+    "window causal": {"window": 3, "causal": True, "align": "top_left"},
+    "left only": {"window": (4, -1)},
+}
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def poisoned(*size: Any, **options: Any) -> Tensor:
+        out = empty(*size, **options)
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def check(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    activation: str = "softmax",
+    kind: str = "cross",
+    heads: int = 2,
+    key_heads: int = 1,
+    width: int = 16,
+    value_width: int = 16,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 0.3,
+    size: float = 1.0,
+    heights: str = "",
+    lengths: tuple[list[int], list[int]] = (LENGTHS, LENGTHS_K),
+    **mask: Any,
+) -> None:
+    monkeypatch.setattr(table, "choose", lambda *_: table.TritonConfig(TILE, TILE, 4, 1))
+    from gemworks.jagged._attention_args import make_mask
+    from gemworks.jagged.ops.attention_core import launch
+    from gemworks.jagged.schedule import TileSchedule
+
+    torch.manual_seed(0)
+    offsets_q, offsets_k = (offsets_from_lengths(torch.tensor(x)) for x in lengths)
+    total_q, total_k, b = int(offsets_q[-1]) + 2, int(offsets_k[-1]) + 3, len(lengths[0])
+    rows_k, shared = (9, False) if kind == "fixed" else (-1, kind == "shared")
+    total_q = 37 if shared else total_q
+    k_rows = {"self": total_q, "fixed": b * 9}.get(kind, total_k)
+    # Views of one fused projection: rows are strided, and the kernels read them in place.
+    fused = torch.randn(max(total_q, k_rows), heads + 2 * key_heads, max(width, value_width), dtype=dtype) * size
+    q = fused[:total_q, :heads, :width]
+    k = fused[:k_rows, heads : heads + key_heads, :width]
+    v = fused[:k_rows, heads + key_heads :, :value_width]
+    given_q = None if shared else offsets_q
+    given_k = None if kind in ("self", "fixed") else offsets_k
+    bounds = make_mask(mask.get("causal", False), mask.get("window"), mask.get("align", "bottom_right"))
+    tiles: list[Tensor] = []
+    if heights:
+        sides: dict[str, Any] = {"total_q": total_q, "total_k": None if kind != "cross" else k_rows}
+        tiles = list(TileSchedule.build(given_q, given_k, heights=heights, **sides).tensors)
+    rest = (
+        given_q, given_k, tiles, heights, b, rows_k, 64, 64, scale, activation,
+        min(bounds.left, op.UNBOUNDED), min(bounds.right, op.UNBOUNDED), bounds.align, shared,
+    )  # fmt: skip
+    problem = op._problem(q, k, v, op.Call(q, k, *rest), "sm_90")
+    out, lse = launch.forward(problem)
+    d_out = torch.randn(out.shape, dtype=dtype)
+    grads = launch.backward(problem, d_out, out, lse)
+
+    leaves = [x.double().detach().requires_grad_() for x in (q, k, v)]
+    args: dict[str, Any] = {"offsets_q": given_q, "offsets_k": given_k, "shared_query": shared, **mask}
+    if kind == "fixed":
+        args["k"], args["v"] = (x.view(b, 9, *x.shape[1:]) for x in leaves[1:])
+    else:
+        args["k"], args["v"] = leaves[1:]
+    weigh = softmax_weights if activation == "softmax" else activation_weights(ACTIVATIONS[activation])
+    truth = attention_loop(leaves[0], weigh=weigh, scale=scale, **args).reshape(out.shape)
+    expected = torch.autograd.grad(truth, leaves, d_out.double(), materialize_grads=True)
+    tolerance = 3e-5 if dtype == torch.float32 else 6e-3
+    for name, ours, exact in zip(["o", "q", "k", "v"], (out, *grads), (truth, *expected), strict=True):
+        assert ours.dtype == dtype
+        bound = tolerance * max(1.0, exact.abs().max().item()) * max(size, 1.0)
+        error = (ours.double() - exact).abs().max().item()
+        assert error <= bound, f"{name}: {error:.2e} > {bound:.2e}"
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+def test_masks(monkeypatch: pytest.MonkeyPatch, mask: str, activation: str) -> None:
+    check(monkeypatch, activation=activation, **MASKS[mask])
+
+
+@pytest.mark.parametrize("kind", ["self", "fixed", "shared"])
+@pytest.mark.parametrize("activation", ["softmax", "gelu"])
+def test_layouts(monkeypatch: pytest.MonkeyPatch, kind: str, activation: str) -> None:
+    check(monkeypatch, kind=kind, activation=activation)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "shared"])
+def test_layouts_with_a_mask(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    check(monkeypatch, kind=kind, causal=True)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(monkeypatch: pytest.MonkeyPatch, activation: str) -> None:
+    check(monkeypatch, activation=activation, kind="self", lengths=([33, 0, 3], [1, 1, 1]))
+
+
+@pytest.mark.parametrize(("width", "value_width"), [(16, 32), (24, 8), (96, 64)])
+@pytest.mark.parametrize("activation", ["softmax", "fast_gelu"])
+def test_widths(monkeypatch: pytest.MonkeyPatch, width: int, value_width: int, activation: str) -> None:
+    check(monkeypatch, activation=activation, width=width, value_width=value_width, lengths=([33, 2], [5, 34]))
+
+
+@pytest.mark.parametrize("activation", ["softmax", "relu"])
+def test_grouped_heads(monkeypatch: pytest.MonkeyPatch, activation: str) -> None:
+    check(monkeypatch, activation=activation, heads=4, key_heads=2, window=5, lengths=([33, 2], [5, 34]))
+
+
+@pytest.mark.parametrize("activation", ["softmax", "fast_silu"])
+def test_half_precision(monkeypatch: pytest.MonkeyPatch, activation: str) -> None:
+    check(monkeypatch, activation=activation, dtype=torch.float16, scale=0.25)
+
+
+@pytest.mark.parametrize("logit", [10.0, 30.0, 100.0, 1000.0])
+def test_large_logits(monkeypatch: pytest.MonkeyPatch, logit: float) -> None:
+    """Rows of very negative logits beside a surplus key, whose logit is 0: its weight must not overflow."""
+    check(monkeypatch, scale=logit / 16, kind="self", lengths=([33, 5, 1], [1, 1, 1]))
+
+
+@pytest.mark.parametrize("lengths", [([0, 0], [0, 0]), ([0], [4]), ([4], [0])], ids=str)
+@pytest.mark.parametrize("activation", ["softmax", "gelu"])
+def test_empty(monkeypatch: pytest.MonkeyPatch, lengths: tuple[list[int], list[int]], activation: str) -> None:
+    """J1: rows without a pair are written, as zeros."""
+    check(monkeypatch, activation=activation, lengths=lengths)
+
+
+def test_a_given_schedule_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(monkeypatch, heights="q32 k32")
+    check(monkeypatch, heights="q128")  # lacks what the kernels want
+
+
+def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gemworks.jagged.ops.attention_core import launch
+
+    monkeypatch.setattr(launch, "compute_delta", lambda out, d_out: out.float().sum(-1).t().contiguous())
+    with pytest.raises(AssertionError, match="q: "):
+        check(monkeypatch)

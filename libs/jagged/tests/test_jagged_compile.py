@@ -1,0 +1,66 @@
+"""Every kernel of the shipped table compiles for the architectures of its support row, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gemworks.jagged.ops.attention_core import table
+
+pytestmark = pytest.mark.compile
+SCRIPT = Path(__file__).parent / "compiled_attention.py"
+SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}  # bytes that one block may have
+
+
+def compiled(*arguments: str) -> dict[str, dict[str, Any]]:
+    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {row["label"]: row for row in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("masked", [pytest.param("0", marks=pytest.mark.slow), "1"])
+def test_tuned_triton_kernels_for_hopper(masked: str) -> None:
+    """Tensor cores are used and next to nothing spills."""
+    rows = compiled("triton", "sm_90", "bf16", "128", masked)
+    assert len(rows) == 2 * len(table.STEPS)
+    for label, row in rows.items():
+        assert row["HGMMA"] > 0, label
+        assert row["stack"] <= 16, label
+        assert row["shared"] <= SHARED_LIMIT["sm_90"], label
+
+
+@pytest.mark.parametrize("shared_query", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_gluon_kernels_for_hopper(shared_query: str) -> None:
+    """Nothing spills, but for the dK/dV kernel: its two accumulators and two score tiles fill the 240 registers."""
+    rows = compiled("gluon", "sm_90", "bf16", "128", shared_query)
+    assert {label.split()[0] for label in rows} == set(table.STEPS)
+    for label, row in rows.items():
+        assert row["HGMMA"] > 0, label
+        assert row["stack"] <= (80 if label.startswith("backward_kv") else 0), label
+        assert row["shared"] <= SHARED_LIMIT["sm_90"], label
+
+
+OTHERS = [
+    *(("triton", "sm_90", dtype, width, "1") for dtype in ("bf16", "fp32") for width in ("32", "64", "256")),
+    ("triton", "sm_90", "fp32", "128", "1"),
+    *(("triton", place, dtype, width, "0") for place in ("sm_80", "sm_100") for dtype, width in (("bf16", "128"),)),
+    *(("triton", place, dtype, width, "1") for place in ("sm_80", "sm_100") for dtype, width in (("fp32", "256"),)),
+    ("triton", "sm_80", "bf16", "256", "1"),
+    ("gluon", "sm_90", "fp16", "128", "0"),
+    ("gluon", "sm_90", "bf16", "64", "0"),
+    ("gluon-activations", "sm_90", "bf16", "128", "0"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", OTHERS, ids=" ".join)
+def test_the_rest_of_the_table(arguments: tuple[str, ...]) -> None:
+    rows = compiled(*arguments)
+    assert rows
+    for label, row in rows.items():
+        assert row["HGMMA"] + row["HMMA"] + row["UTCHMMA"] > 0, label
+        assert row["shared"] <= SHARED_LIMIT[arguments[1]], label

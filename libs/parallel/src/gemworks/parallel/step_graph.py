@@ -1,0 +1,285 @@
+"""The operations of one rank's training step, with what each waits for: forward, backward, tables, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from gemworks.parallel.cluster import ClusterSpec, Collective, Tier
+from gemworks.parallel.costs import CollectiveCost, GroupShape, collective_cost
+from gemworks.parallel.plan import ParallelPlan, View
+from gemworks.parallel.profile import LayerProfile, ModelProfile
+from gemworks.parallel.timeline import Op, Queue
+
+Balance = Literal["none", "bbs", "global"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationConfig:
+    """How a step is run.
+
+    Attributes:
+        balance: of ranks' batches.
+        balance_gain: method -> share of the excess over the mean that it removes; the defaults are of the balance table
+            (window of 16 batches of 8 sub-batches, uniform and Zipf lengths, 64 to 4,096 ranks).
+        sm_slowdown: of compute while a collective runs; 0.092: two 8192 matmuls under an NCCL all-gather of 256 MiB on
+            two H200.
+        prefetch: gather weights one layer ahead.
+        overlap_exchange: expert exchange overlaps the neighbouring layers.
+        overlap_tables: table gathers are launched ahead.
+        keep_gathered: gathered dense weights stay for backward (no second all-gather).
+        peer_us: cost of every peer in an all-to-all, on top of its bytes. Nothing here measures it, so it is 0: what
+            groups of tables save in time over tables on the whole world depends on it.
+        validation: the error of these predictions on hardware, printed with every result.
+    """
+
+    balance: Balance = "bbs"
+    balance_gain: Mapping[str, float] = field(default_factory=lambda: {"none": 0.0, "bbs": 0.7, "global": 0.95})
+    sm_slowdown: float = 0.092
+    prefetch: bool = True
+    overlap_exchange: bool = True
+    overlap_tables: bool = True
+    keep_gathered: bool = False
+    peer_us: float = 0.0
+    validation: str = "error: no measurement on file for this cluster; closed forms and conservation only"
+
+
+class StepGraph:
+    """Builds the operations of one step."""
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        model: ModelProfile,
+        cluster: ClusterSpec,
+        config: SimulationConfig,
+        shapes: Mapping[tuple[View, str], GroupShape],
+        slow: float,
+    ) -> None:
+        self.plan, self.model, self.cluster, self.config, self.shapes, self.slow = (
+            plan,
+            model,
+            cluster,
+            config,
+            shapes,
+            slow,
+        )
+        self.ops: list[Op] = []
+        self.calls: dict[str, tuple[int, float, Tier | None]] = {}
+        self.sent: dict[str, float] = {}
+        self.alone_us = 0.0
+        self._cache: dict[tuple[Any, ...], CollectiveCost] = {}
+
+    def compute(self, name: str, parts: dict[str, float], deps: Sequence[int | None]) -> int:
+        us = sum(parts.values())
+        self.ops.append(Op(name, "compute", us, _known(deps), next(iter(parts), "compute"), parts))
+        return len(self.ops) - 1
+
+    def collective(
+        self, view: View, axis: str, collective: Collective, nbytes: float, deps: Sequence[int | None], name: str
+    ) -> int | None:
+        """Launch one; None if there is nothing to move."""
+        shape = self.shapes.get((view, axis))
+        if shape is None or shape.size == 1 or nbytes <= 0:
+            return None
+        key = (view, axis, collective, nbytes)
+        if key not in self._cache:
+            self._cache[key] = collective_cost(collective, shape, nbytes, self.cluster)
+        cost = self._cache[key]
+        duration = cost.us + (self.config.peer_us * (shape.size - 1) if collective == "all_to_all" else 0.0)
+        label = f"exposed: {view}.{axis} {collective}"
+        count, us, _ = self.calls.get(label, (0, 0.0, None))
+        self.calls[label] = (count + 1, us + duration, shape.widest_tier)
+        for tier, b in cost.bytes_by_tier.items():
+            self.sent[tier] = self.sent.get(tier, 0.0) + b
+        queue: Queue = "nvlink" if shape.widest_tier == "nvlink" else "network"
+        self.ops.append(Op(f"{name} {view}.{axis} {collective}", queue, duration, _known(deps), label))
+        return len(self.ops) - 1
+
+    def layer_parts(self, x: LayerProfile, backward: bool) -> dict[str, float]:
+        forward_us, backward_us = x.times_us(self.cluster, self.model.dtype)
+        base = backward_us if backward else forward_us
+        self.alone_us += base
+        again = x.recompute * forward_us if backward else 0.0
+        late = (base + again) * x.length_share * (self.slow - 1)
+        return {k: v for k, v in {"compute": base, "recompute": again, "imbalance": late}.items() if v}
+
+    def build(self) -> None:
+        plan, model, c = self.plan, self.model, self.config
+        s = plan.sparse
+        layers = model.layers
+        has_tables = s is not None and bool(model.tables)
+        table_bytes = model.table_bytes / s.table_group if s is not None else 0.0
+        rows_bytes = model.ids_per_batch * model.bytes_per_row
+        lookup_us = 2 * rows_bytes / self.cluster.gpu.hbm_bytes_per_s * 1e6
+
+        # Forward: tables first, then layers.
+        embedded: int | None = None
+        if has_tables:
+            gather = self.collective("sparse", "replica_shard", "all_gather", table_bytes, [], "forward")
+            ids = self.collective("sparse", "table_group", "all_to_all", model.ids_per_batch * 8, [], "ids")
+            self.alone_us += lookup_us
+            lookup = self.compute("lookup", {"lookup and table update": lookup_us}, [gather, ids])
+            embedded = self.collective("sparse", "table_group", "all_to_all", rows_bytes, [lookup], "rows")
+        done: list[int] = []
+        weights: dict[int, int | None] = {}
+        returned: dict[int, int | None] = {}
+
+        def gather_weights(i: int, deps: Sequence[int | None], phase: str) -> int | None:
+            x = layers[i]
+            if x.kind == "dense":
+                return self.collective(
+                    "dense", "shard", "all_gather", x.params * model.weight_bytes, deps, f"{phase} {x.name}"
+                )
+            ranks = self._expert_ranks()
+            return self.collective(
+                "experts",
+                "expert_shard",
+                "all_gather",
+                x.params / ranks * model.weight_bytes,
+                deps,
+                f"{phase} {x.name}",
+            )
+
+        for i, x in enumerate(layers):
+            ahead = range(i, min(i + 2, len(layers))) if c.prefetch else (i,)
+            before = done[i - 1] if i else None
+            launched = done[i - 1] if i >= 1 else None
+            for j in ahead:
+                if j not in weights:
+                    weights[j] = gather_weights(j, [launched], "forward")
+            inputs: list[int | None] = [before, weights[i], embedded if i == 0 else None]
+            if x.kind == "expert":
+                source = (done[i - 2] if i >= 2 else embedded) if c.overlap_exchange else (before if i else embedded)
+                inputs.append(
+                    self.collective(
+                        "experts",
+                        "expert",
+                        "all_gather",
+                        x.exchange_bytes * self._expert_ranks(),
+                        [source],
+                        f"forward {x.name}",
+                    )
+                )
+            late = i - 2 if c.overlap_exchange else i - 1
+            inputs += [v for k, v in returned.items() if k == late]
+            done.append(self.compute(f"forward {x.name}", self.layer_parts(x, False), inputs))
+            if x.kind == "expert":
+                returned[i] = self.collective(
+                    "experts",
+                    "expert",
+                    "reduce_scatter",
+                    x.exchange_bytes * self._expert_ranks(),
+                    [done[i]],
+                    f"forward {x.name}",
+                )
+
+        # Backward mirrors it.
+        reduced: list[int | None] = []
+        last = done[-1]
+        pending = list(returned.values())[-1:] if returned else []
+        table_gather: int | None = None
+        back: dict[int, int] = {}
+        weights = {}
+        back_returned: dict[int, int | None] = {}
+        order = list(reversed(range(len(layers))))
+        for step, i in enumerate(order):
+            x = layers[i]
+            ahead = order[step : step + 2] if c.prefetch else [i]
+            launched = back[order[step - 1]] if step >= 1 else last
+            for j in ahead:
+                keep = j == len(layers) - 1 or (c.keep_gathered and layers[j].kind == "dense")
+                if j not in weights:
+                    weights[j] = None if keep else gather_weights(j, [launched], "backward")
+            before = back[order[step - 1]] if step else last
+            inputs = [before, weights[i], *(pending if step == 0 else [])]
+            if x.kind == "expert":
+                source = (back[order[step - 2]] if step >= 2 else last) if c.overlap_exchange else before
+                inputs.append(
+                    self.collective(
+                        "experts",
+                        "expert",
+                        "all_gather",
+                        x.exchange_bytes * self._expert_ranks(),
+                        [source],
+                        f"backward {x.name}",
+                    )
+                )
+            late = order[step - 2] if c.overlap_exchange and step >= 2 else order[step - 1] if step else -1
+            inputs += [v for k, v in back_returned.items() if k == late]
+            if has_tables and c.overlap_tables and i == min(1, len(layers) - 1):
+                table_gather = self.collective(
+                    "sparse", "replica_shard", "all_gather", table_bytes, [before], "backward"
+                )
+            back[i] = self.compute(f"backward {x.name}", self.layer_parts(x, True), inputs)
+            if x.kind == "expert":
+                back_returned[i] = self.collective(
+                    "experts",
+                    "expert",
+                    "reduce_scatter",
+                    x.exchange_bytes * self._expert_ranks(),
+                    [back[i]],
+                    f"backward {x.name}",
+                )
+            reduced += self._reduce(x, back[i])
+        final = back[order[-1]]
+        if has_tables:
+            assert s is not None
+            tail = [final, *back_returned.values()]
+            grads = self.collective("sparse", "table_group", "all_to_all", rows_bytes, tail, "gradients")
+            if not c.overlap_tables:
+                table_gather = self.collective("sparse", "replica_shard", "all_gather", table_bytes, tail, "backward")
+            update_us = 1.5 * lookup_us
+            self.alone_us += update_us
+            final = self.compute("table update", {"lookup and table update": update_us}, [final, grads, table_gather])
+            publish = self.collective("sparse", "replica_shard", "reduce_scatter", table_bytes, [final], "publish")
+            self.collective(
+                "sparse",
+                "replica",
+                "all_reduce",
+                table_bytes / s.replica_shard,
+                [publish if publish is not None else final],
+                "publish",
+            )
+        stored = model.dense_params / plan.dense.shard
+        if plan.experts is not None:
+            stored += model.expert_params / plan.experts.expert / plan.experts.expert_shard
+        else:
+            stored += model.expert_params
+        self.compute(
+            "optimizer",
+            {"optimizer": stored / 1e6 * model.optimizer_us_per_million},
+            [final, *reduced, *back_returned.values()],
+        )
+
+    def _expert_ranks(self) -> int:
+        return 1 if self.plan.experts is None else self.plan.experts.expert
+
+    def _reduce(self, x: LayerProfile, dep: int) -> list[int | None]:
+        plan, g = self.plan, self.model.gradient_bytes
+        if x.kind == "dense":
+            view, axis, params, shards = "dense", "shard", x.params, plan.dense.shard
+        else:
+            e = plan.experts
+            view, axis, params, shards = (
+                "experts",
+                "expert_shard",
+                x.params / self._expert_ranks(),
+                1 if e is None else e.expert_shard,
+            )
+        name = f"backward {x.name}"
+        scatter = self.collective(view, axis, "reduce_scatter", params * g, [dep], name)  # type: ignore[arg-type]
+        reduce = self.collective(
+            view,
+            "replica",
+            "all_reduce",
+            params / shards * g,
+            [dep if scatter is None else scatter],
+            name,  # type: ignore[arg-type]
+        )
+        return [scatter, reduce]
+
+
+def _known(deps: Sequence[int | None]) -> list[int]:
+    return [d for d in deps if d is not None]

@@ -1,0 +1,121 @@
+# Kernel launches `kernel[grid](...)` are not typed as calls of their own signature.
+# pyright: reportCallIssue=false
+"""Activation and cast together: planes of `act(x)` rounded to x's dtype, without a round trip of `act(x)` to memory.
+
+Whatever the backend, the planes are exactly those of the `y` it computed; `y` itself may differ in its last bit between
+backends, as exponentials do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from gemworks.precision.backends import choose
+from gemworks.precision.casts import CastSpec, cast, cast_both, device_of
+from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, tile_config
+from torch import Tensor, nn
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": nn.functional.relu,
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True)
+class ActivationCast:
+    """Result of `activation_cast`: planes along K and M (None if not asked for), y (None likewise), inexact codes."""
+
+    rows: MXTensor
+    columns: MXTensor | None
+    y: Tensor | None
+    inexact: Tensor
+
+
+def activation_cast(
+    x: Tensor,
+    spec: CastSpec,
+    activation: str,
+    *,
+    columns: bool = True,
+    return_y: bool = False,
+    backend: str = "auto",
+) -> ActivationCast:
+    """Planes of `activation(x)`; one kernel for bf16 on a GPU where both sizes are multiples of 16, otherwise two.
+
+    Args:
+        x: `[M, K]`.
+        spec: the cast.
+        activation: `relu`, `silu`, `gelu` (by erf) or `gelu_tanh`.
+        columns: also the plane along M.
+        return_y: also `activation(x)`.
+        backend: as in `choose`.
+
+    Raises:
+        ValueError: an unknown activation, other than 2 dims, or a Hadamard transform (not shared between directions).
+
+    >>> import torch
+    >>> from gemworks.precision.recipe import GemmKind
+    >>> out = activation_cast(torch.tensor([[-1.0, 2.0] * 16]), CastSpec(GemmKind.MXFP8), "relu", columns=False)
+    >>> out.rows.dequantize()[0, :2]
+    tensor([0., 2.])
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: got {activation!r}, expected one of {sorted(ACTIVATIONS)}")
+    if x.dim() != 2:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, expected 2 dims; flatten the leading dims first")
+    if spec.hadamard is not None:
+        raise ValueError("hadamard: not fused with an activation; cast y separately")
+    chosen = choose("cast", spec.kind, (0, 0, 0), device_of(x), backend).backend
+    if chosen == "triton" and (x.is_cuda or backend == "triton") and x.numel():
+        from gemworks.precision.triton_casts import fits_tiles, packs
+
+        if x.is_contiguous() and fits_tiles(x, spec, spec.block) and packs(x):
+            return _activation_tiles(x, spec, activation, columns, return_y)
+    y = ACTIVATIONS[activation](x.float()).to(x.dtype)
+    if columns:
+        plane_rows, plane_columns, inexact = cast_both(y, spec, backend)
+    else:
+        (plane_rows, inexact), plane_columns = cast(y, 1, spec, backend), None
+    return ActivationCast(plane_rows, plane_columns, y if return_y else None, inexact)
+
+
+def _activation_tiles(x: Tensor, spec: CastSpec, activation: str, columns: bool, return_y: bool) -> ActivationCast:
+    import triton
+    from gemworks.precision.kernel_activation import ACTIVATIONS as CODES
+    from gemworks.precision.kernel_activation import activation_tile_kernel
+    from gemworks.precision.triton_casts import cast_flags, empty_planes
+
+    num_rows, num_columns = x.shape
+    planes, (codes, scales, codes_t, scales_t), inexact = empty_planes(x, spec)
+    y = torch.empty_like(x) if return_y else x
+    directions = ALONG_ROWS | ALONG_COLUMNS if columns else ALONG_ROWS
+    config = tile_config(spec.block, spec.regroups, directions)
+    flags = cast_flags(spec)
+    del flags["STOCHASTIC"]
+    column_tiles = triton.cdiv(num_columns, config.columns)
+    activation_tile_kernel[(triton.cdiv(num_rows, config.rows) * column_tiles,)](
+        x.view(torch.int32),
+        y.view(torch.int32),
+        codes.view(torch.int32),
+        scales,
+        codes_t.view(torch.int64),
+        scales_t,
+        inexact,
+        num_rows,
+        num_columns,
+        column_tiles,
+        ACTIVATION=CODES[activation],
+        WRITE_Y=return_y,
+        R8=config.rows // 8,
+        C=config.columns,
+        B=spec.block,
+        DIRECTIONS=directions,
+        num_warps=config.num_warps,
+        **flags,
+    )
+    return ActivationCast(planes[0], planes[1] if columns else None, y if return_y else None, inexact)

@@ -1,0 +1,91 @@
+# Triton's language is typed by its own compiler, not by Python's: pyright is quiet in this file.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportAssignmentType=false, reportOptionalMemberAccess=false
+"""Activation + cast on tiles of bf16: x is read once, the activation is rounded to bf16 and quantised both ways."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from gemworks.precision.kernel_norm_tile import load_pairs, round_to_bf16, store_pairs
+from gemworks.precision.kernel_tile import store_tile, value
+
+RELU, SILU, GELU, GELU_TANH = 0, 1, 2, 3
+ACTIVATIONS = {"relu": RELU, "silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH}
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """The activation in fp32; each is 0 at 0, so that what lies outside a matrix stays 0."""
+    if ACTIVATION == 0:
+        return tl.where(x < 0.0, 0.0, x)  # NaN stays
+    elif ACTIVATION == 1:
+        return x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == 2:
+        return 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    else:
+        # 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2 u))
+        u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        return x / (1.0 + tl.exp(-2.0 * u))
+
+
+@triton.jit
+def activation_tile_kernel(
+    x_ptr,
+    y_ptr,
+    codes_ptr,
+    scales_ptr,
+    codes_t_ptr,
+    scales_t_ptr,
+    inexact_ptr,
+    num_rows,
+    num_columns,
+    num_column_tiles,
+    ACTIVATION: tl.constexpr,
+    WRITE_Y: tl.constexpr,
+    R8: tl.constexpr,
+    C: tl.constexpr,
+    B: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MODE: tl.constexpr,
+    REGROUP: tl.constexpr,
+    DIRECTIONS: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """x, y: bf16 `[M, K]` contiguous as int32; planes as in `store_tile`."""
+    tile = tl.program_id(0)
+    first_row = (tile // num_column_tiles).to(tl.int64) * (R8 * 8)
+    first_column = (tile % num_column_tiles) * C
+    left_rows = num_rows - first_row
+    offset = first_row * (num_columns // 2)
+    ys = ()
+    for i in tl.static_range(8):
+        x = load_pairs(x_ptr + offset, i, first_column, left_rows, num_columns, R8, C)
+        v = ()
+        for j in tl.static_range(4):
+            v = v + (activate(value(x, j, True, False, HARDWARE), ACTIVATION),)  # noqa: RUF005
+        pair = (round_to_bf16(v[0], v[1], HARDWARE), round_to_bf16(v[2], v[3], HARDWARE))
+        if WRITE_Y:
+            store_pairs(pair, y_ptr + offset, i, first_column, left_rows, num_columns, R8, C)
+        ys = ys + (pair,)  # noqa: RUF005
+    store_tile(
+        ys,
+        first_row,
+        first_column,
+        codes_ptr,
+        scales_ptr,
+        codes_t_ptr,
+        scales_t_ptr,
+        inexact_ptr,
+        num_rows,
+        num_columns,
+        R8,
+        C,
+        B,
+        FORMAT,
+        MODE,
+        REGROUP,
+        DIRECTIONS,
+        True,
+        HARDWARE,
+    )

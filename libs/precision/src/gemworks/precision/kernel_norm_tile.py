@@ -1,0 +1,255 @@
+# Triton's language is typed by its own compiler, not by Python's: pyright is quiet in this file.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportAssignmentType=false, reportOptionalMemberAccess=false
+"""Residual + norm + cast on tiles of bf16: one read where a row fits a tile, a second one out of L2 where it does not.
+
+A program owns R whole rows. It adds the residual, writes the sum and accumulates its squares tile by tile; then it
+normalises and quantises, from registers if the row is one tile (ONCE), otherwise reading back the sum it wrote. Tiles
+are held as in `kernel_tile`: a tuple of eight rows modulo 8, each two int32 `[R8, C4]` of bf16 pairs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from gemworks.precision.kernel_tile import quads, store_tile, value
+
+
+@triton.jit
+def round_to_bf16(low, high, HARDWARE: tl.constexpr):
+    """Two fp32 rounded to nearest even bf16, in an int32."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        a, b = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+        a_nan, b_nan = (a & 0x7FFFFFFF) > 0x7F800000, (b & 0x7FFFFFFF) > 0x7F800000
+        a = tl.where(a_nan, 0x7FC0, ((a + 0x7FFF + ((a >> 16) & 1)) >> 16) & 0xFFFF)
+        b = tl.where(b_nan, 0x7FC0, ((b + 0x7FFF + ((b >> 16) & 1)) >> 16) & 0xFFFF)
+        return a | (b << 16)
+
+
+@triton.jit
+def load_pairs(x_ptr, i: tl.constexpr, first_column, left_rows, num_columns, R8: tl.constexpr, C: tl.constexpr):
+    """Row i of every eight as two int32 `[R8, C4]`, zero outside; columns are contiguous, the last use of the line."""
+    row = tl.arange(0, R8) * 8 + i
+    column = first_column // 2 + tl.arange(0, C // 2)
+    half = (num_columns // 16) * 8
+    inside = (row < left_rows)[:, None] & (column < half)[None, :]
+    x = tl.load(x_ptr + (row * half)[:, None] + column[None, :], mask=inside, other=0, eviction_policy="evict_first")
+    return tl.split(tl.reshape(x, [R8, C // 4, 2]))
+
+
+@triton.jit
+def store_pairs(pair, x_ptr, i: tl.constexpr, first_column, left_rows, num_columns, R8: tl.constexpr, C: tl.constexpr):
+    """The inverse of `load_pairs`."""
+    row = tl.arange(0, R8) * 8 + i
+    column = first_column // 2 + tl.arange(0, C // 2)
+    half = (num_columns // 16) * 8
+    inside = (row < left_rows)[:, None] & (column < half)[None, :]
+    x = tl.reshape(tl.join(pair[0], pair[1]), [R8, C // 2])
+    tl.store(x_ptr + (row * half)[:, None] + column[None, :], x, mask=inside)
+
+
+@triton.jit
+def sum_tile(
+    x_ptr,
+    residual_ptr,
+    sum_ptr,
+    first_column,
+    left_rows,
+    num_columns,
+    HAS_RESIDUAL: tl.constexpr,
+    R8: tl.constexpr,
+    C: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """x, or x + residual rounded to bf16 and stored."""
+    hs = ()
+    for i in tl.static_range(8):
+        h = load_pairs(x_ptr, i, first_column, left_rows, num_columns, R8, C)
+        if HAS_RESIDUAL:
+            r = load_pairs(residual_ptr, i, first_column, left_rows, num_columns, R8, C)
+            h0 = value(h, 0, True, False, HARDWARE) + value(r, 0, True, False, HARDWARE)
+            h1 = value(h, 1, True, False, HARDWARE) + value(r, 1, True, False, HARDWARE)
+            h2 = value(h, 2, True, False, HARDWARE) + value(r, 2, True, False, HARDWARE)
+            h3 = value(h, 3, True, False, HARDWARE) + value(r, 3, True, False, HARDWARE)
+            h = (round_to_bf16(h0, h1, HARDWARE), round_to_bf16(h2, h3, HARDWARE))
+            store_pairs(h, sum_ptr, i, first_column, left_rows, num_columns, R8, C)
+        hs = hs + (h,)  # noqa: RUF005
+    return hs
+
+
+@triton.jit
+def accumulate(
+    totals,
+    hs,
+    centre,
+    first_column,
+    num_columns,
+    SQUARE: tl.constexpr,
+    CENTRE: tl.constexpr,
+    R8: tl.constexpr,
+    C: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """totals plus the values, or the squares (of the distances from `centre [R8, 8]` if CENTRE), of a tile."""
+    out = ()
+    for i in tl.static_range(8):
+        t = totals[i]
+        for j in tl.static_range(4):
+            v = value(hs[i], j, True, False, HARDWARE)
+            if CENTRE:
+                inside = first_column + tl.arange(0, C // 4) * 4 < num_columns
+                v = tl.where(inside[None, :], v - centre[i][:, None], 0.0)
+            t += v * v if SQUARE else v
+        out = out + (t,)  # noqa: RUF005
+    return out
+
+
+@triton.jit
+def row_sums(t, R8: tl.constexpr):
+    """Sums along the rows of eight `[R8, C4]`: eight `[R8]`, in one reduction."""
+    even = tl.join(tl.join(t[0], t[4]), tl.join(t[2], t[6]))
+    odd = tl.join(tl.join(t[1], t[5]), tl.join(t[3], t[7]))
+    total = tl.sum(tl.join(even, odd), axis=1)
+    a, b = tl.split(total)
+    a0, a1 = tl.split(a)
+    b0, b1 = tl.split(b)
+    s0, s4 = tl.split(a0)
+    s2, s6 = tl.split(a1)
+    s1, s5 = tl.split(b0)
+    s3, s7 = tl.split(b1)
+    return s0, s1, s2, s3, s4, s5, s6, s7
+
+
+@triton.jit
+def zero_rows(R8: tl.constexpr, C4: tl.constexpr):
+    """Eight accumulators."""
+    z = tl.zeros([R8, C4], tl.float32)
+    return z, z, z, z, z, z, z, z
+
+
+@triton.jit
+def norm_tile_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    sum_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    codes_ptr,
+    scales_ptr,
+    codes_t_ptr,
+    scales_t_ptr,
+    inexact_ptr,
+    num_rows,
+    num_columns,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
+    WRITE_Y: tl.constexpr,
+    DIRECTIONS: tl.constexpr,
+    ONCE: tl.constexpr,
+    R8: tl.constexpr,
+    C: tl.constexpr,
+    B: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MODE: tl.constexpr,
+    REGROUP: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """x, residual, sum, y: bf16 `[M, K]` contiguous as int32; planes as in `store_tile`."""
+    first_row = tl.program_id(0).to(tl.int64) * (R8 * 8)
+    left_rows = num_rows - first_row
+    octet = tl.arange(0, R8)
+    offset = first_row * (num_columns // 2)
+    x_ptr += offset
+    residual_ptr += offset
+    sum_ptr += offset
+    y_ptr += offset
+    totals = zero_rows(R8, C // 4)
+    means = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    if ONCE:
+        hs = sum_tile(x_ptr, residual_ptr, sum_ptr, 0, left_rows, num_columns, HAS_RESIDUAL, R8, C, HARDWARE)
+        totals = accumulate(totals, hs, means, 0, num_columns, not SUBTRACT_MEAN, False, R8, C, HARDWARE)
+    else:
+        for first in range(0, num_columns, C):
+            hs = sum_tile(x_ptr, residual_ptr, sum_ptr, first, left_rows, num_columns, HAS_RESIDUAL, R8, C, HARDWARE)
+            totals = accumulate(totals, hs, means, first, num_columns, not SUBTRACT_MEAN, False, R8, C, HARDWARE)
+        # The sum is read back by other threads than wrote it where the compiler chooses so.
+        tl.debug_barrier()
+    sums = row_sums(totals, R8)
+    if SUBTRACT_MEAN:
+        means = ()
+        for i in tl.static_range(8):
+            mean = sums[i] / num_columns
+            means = means + (mean,)  # noqa: RUF005
+            tl.store(mean_ptr + first_row + octet * 8 + i, mean, mask=octet * 8 + i < left_rows)
+        totals = zero_rows(R8, C // 4)
+        if ONCE:
+            totals = accumulate(totals, hs, means, 0, num_columns, True, True, R8, C, HARDWARE)
+        else:
+            for first in range(0, num_columns, C):
+                hs = sum_tile(sum_ptr, sum_ptr, sum_ptr, first, left_rows, num_columns, False, R8, C, HARDWARE)
+                totals = accumulate(totals, hs, means, first, num_columns, True, True, R8, C, HARDWARE)
+        sums = row_sums(totals, R8)
+    rstds = ()
+    for i in tl.static_range(8):
+        rstd = 1.0 / tl.sqrt(sums[i] / num_columns + eps)
+        rstds = rstds + (rstd,)  # noqa: RUF005
+        tl.store(rstd_ptr + first_row + octet * 8 + i, rstd, mask=octet * 8 + i < left_rows)
+    for first in range(0, C if ONCE else num_columns, C):
+        if not ONCE:
+            hs = sum_tile(sum_ptr, sum_ptr, sum_ptr, first, left_rows, num_columns, False, R8, C, HARDWARE)
+        column = first + tl.arange(0, C)
+        weight = tl.load(weight_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)
+        w = quads(tl.broadcast_to(weight[None, :], [R8, C]), R8, C)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)
+            b = quads(tl.broadcast_to(bias[None, :], [R8, C]), R8, C)
+        ys = ()
+        for i in tl.static_range(8):
+            v = ()
+            for j in tl.static_range(4):
+                h = value(hs[i], j, True, True, HARDWARE)
+                if SUBTRACT_MEAN:
+                    h = h - means[i][:, None]
+                y = h * rstds[i][:, None] * w[j]
+                if HAS_BIAS:
+                    y += b[j]
+                v = v + (y,)  # noqa: RUF005
+            # Rows past the end must not show in the column blocks: a bias would, and 0 / 0 without eps.
+            real = (octet * 8 + i < left_rows)[:, None]
+            pair = (
+                tl.where(real, round_to_bf16(v[0], v[1], HARDWARE), 0),
+                tl.where(real, round_to_bf16(v[2], v[3], HARDWARE), 0),
+            )
+            if WRITE_Y:
+                store_pairs(pair, y_ptr, i, first, left_rows, num_columns, R8, C)
+            ys = ys + (pair,)  # noqa: RUF005
+        store_tile(
+            ys,
+            first_row,
+            first,
+            codes_ptr,
+            scales_ptr,
+            codes_t_ptr,
+            scales_t_ptr,
+            inexact_ptr,
+            num_rows,
+            num_columns,
+            R8,
+            C,
+            B,
+            FORMAT,
+            MODE,
+            REGROUP,
+            DIRECTIONS,
+            True,
+            HARDWARE,
+        )

@@ -1,0 +1,133 @@
+# Planes are Optional to the checker; a missing one fails the test anyway.
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false
+"""The tile kernel under the interpreter, bit by bit against the reference; see test_precision_triton_interpreted.py.
+
+bf16 is read as int32 pairs, so that the interpreter's faulty bf16 arithmetic is not in the way.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("runs under TRITON_INTERPRET=1, see test_precision_tiers.py", allow_module_level=True)
+
+from gemworks.precision import triton_casts
+from gemworks.precision.casts import CastSpec, cast, cast_both
+from gemworks.precision.formats import Format
+from gemworks.precision.recipe import GemmKind
+from gemworks.precision.rng import Stochastic
+from gemworks.precision.scales import ScaleMode
+from gemworks.precision.tiles import TileConfig
+
+pytestmark = [
+    pytest.mark.interpret,
+    # numpy's remark on inf * 0 in a block that holds an infinity; the kernel overrides every code of such a block
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+
+KINDS = list(GemmKind)[1:]
+
+
+def uneven(m, n, seed=0):
+    """Blocks whose magnitudes differ by up to 2^24, zeros among them: regrouping loses codes here."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(m, n, generator=generator)
+    scale = torch.randint(-12, 12, (-(-m // 16), -(-n // 16)), generator=generator).float().exp2()
+    x = x * scale.repeat_interleave(16, 0).repeat_interleave(16, 1)[:m, :n]
+    x[:, n // 2] = 0
+    return x
+
+
+def check(x, spec, single=False):
+    """Both directions, and each alone: planes and counts."""
+    *ours, lost = cast_both(x, spec, "triton")
+    *expected, lost_expected = cast_both(x, spec, "reference")
+    for dim, (a, b) in enumerate(zip(ours, expected, strict=True)):
+        assert torch.equal(a.scales, b.scales)
+        assert torch.equal(a.codes, b.codes)
+        assert a.codes.stride() == b.codes.stride()
+        if single:
+            alone, count = cast(x, 1 - dim, spec, "triton")
+            assert torch.equal(alone.scales, b.scales)
+            assert torch.equal(alone.codes, b.codes)
+            assert count == cast(x, 1 - dim, spec, "reference")[1]
+    assert lost == lost_expected
+    return lost
+
+
+@pytest.fixture(autouse=True)
+def tiles_only(monkeypatch):
+    """The general kernel must not answer for the tile kernel."""
+    for name in ("cast_rows_kernel", "cast_both_kernel"):
+        monkeypatch.setattr(triton_casts, name, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_planes_of_tiles_equal_the_reference(kind):
+    """P1, P2, P3: ragged tiles in both dims, strided rows, blocks that are not finite, inexact codes counted."""
+    x = uneven(144, 288).bfloat16()[:, 16:160]
+    x[3, 5], x[70, 100], x[143, 143] = math.nan, math.inf, -math.inf
+    x[17, :] = -0.0
+    lost = check(x, CastSpec(kind), single=True)
+    assert (lost > 0) == (kind is GemmKind.MXFP8_REGROUP128)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes(kind, dtype):
+    check(uneven(32, 48).clamp(-6e4, 6e4).to(dtype), CastSpec(kind))
+
+
+@pytest.mark.parametrize("mode", list(ScaleMode))
+@pytest.mark.parametrize("format", [Format.E4M3, Format.E5M2])
+def test_modes_and_formats(mode, format):
+    check(uneven(32, 48, seed=2).bfloat16(), CastSpec(GemmKind.MXFP8, format, mode))
+
+
+def test_a_transposed_matrix_swaps_the_directions():
+    x = uneven(48, 64, seed=4).bfloat16()
+    for dim in (0, 1):
+        ours = cast(x.t(), dim, CastSpec(GemmKind.MXFP8), "triton")[0]
+        expected = cast(x.t(), dim, CastSpec(GemmKind.MXFP8), "reference")[0]
+        assert torch.equal(ours.codes, expected.codes)
+        assert torch.equal(ours.scales, expected.scales)
+
+
+def test_any_tile_gives_the_same_planes(monkeypatch):
+    x = uneven(64, 80, seed=5).bfloat16()
+    for config in (TileConfig(32, 128, 4), TileConfig(256, 64, 8)):
+        monkeypatch.setattr(triton_casts, "tile_config", lambda *_, c=config: c)
+        check(x, CastSpec(GemmKind.MXFP8))
+
+
+def test_what_does_not_fit_a_tile():
+    spec = CastSpec(GemmKind.MXFP8)
+    x = torch.empty(32, 64, dtype=torch.bfloat16)
+    assert triton_casts.fits_tiles(x, spec, 32)
+    assert not triton_casts.fits_tiles(x[:24], spec, 32)
+    assert not triton_casts.fits_tiles(x[:, :40], spec, 32)
+    assert not triton_casts.fits_tiles(x.t(), spec, 32)
+    assert not triton_casts.fits_tiles(x, spec, 64)
+    assert not triton_casts.fits_tiles(x, CastSpec(GemmKind.MXFP8, stochastic=Stochastic(1)), 32)
+    assert not triton_casts.fits_tiles(torch.empty(2**26, 1).expand(-1, 16), spec, 32)
+    assert triton_casts.packs(x)
+    assert not triton_casts.packs(torch.empty(32, 65, dtype=torch.bfloat16)[:, :64])
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh"])
+def test_activation_in_the_kernel(activation):
+    """Planes are those of the kernel's own y, which is the reference's up to its last bit."""
+    from gemworks.precision.activation import activation_cast
+
+    x = torch.randn(48, 80, generator=torch.Generator().manual_seed(6)).bfloat16()
+    spec = CastSpec(GemmKind.MXFP8)
+    ours = activation_cast(x, spec, activation, return_y=True, backend="triton")
+    expected = activation_cast(x, spec, activation, return_y=True, backend="reference")
+    torch.testing.assert_close(ours.y, expected.y, rtol=2**-7, atol=1e-6)
+    for plane, dim in ((ours.rows, 1), (ours.columns, 0)):
+        reference = cast(ours.y, dim, spec, "reference")[0]
+        assert torch.equal(plane.codes, reference.codes)
+        assert torch.equal(plane.scales, reference.scales)
