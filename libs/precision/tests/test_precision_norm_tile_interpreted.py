@@ -56,12 +56,12 @@ def test_whole_rows_in_one_tile(name):
 @pytest.mark.parametrize("name", ["rms", "layer"])
 def test_rows_of_several_tiles(name, monkeypatch):
     monkeypatch.setattr(norm, "norm_tile_config", lambda *_: TileConfig(32, 64, 1))
-    check((48, 144), GemmKind.MXFP8, name)
+    check((48, 80), GemmKind.MXFP8, name)
 
 
 @pytest.mark.parametrize("kind", [GemmKind.FP8_BLOCK128, GemmKind.MXFP8_REGROUP128])
 def test_wide_blocks(kind):
-    check((144, 272), kind, "rms")
+    check((144, 144), kind, "rms")
 
 
 def test_only_the_plane_that_is_asked_for():
