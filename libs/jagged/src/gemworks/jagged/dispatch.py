@@ -209,7 +209,7 @@ def explain(
         raise ValueError(f"features: got {', '.join(unknown)}, expected some of {', '.join(FEATURES)}")
     place = architecture_of(device) if architecture is None else architecture
     refusals = []
-    for rule in RULES:
+    for rule in [r for r in RULES if op in r.ops]:
         refusal = rule.refusal(op, dtype, place, head_dim)
         config = rule.config
         if refusal is None and rule.backend != "reference" and op in KERNEL_OPS:
