@@ -84,11 +84,17 @@ class TileSchedule:
         else:
             k, total_k = offsets_k.to(torch.int32), total_q if total_k is None else total_k
         bounds = torch.stack([_extend(q, total_q), _extend(q, None), _extend(k, total_k), _extend(k, None)])
+        rows, streamed = bounds[::2, : b + 2].diff(), bounds[1::2, : b + 2].diff()  # [2, B + 1] of q and of k
+        same = rows_k is None and offsets_k is None
+        orders: dict[int, Tensor] = {}
         tensors = [bounds]
         for name in heights.split():
             side, height = _parse(name)
-            mine, other, total = (bounds[0], bounds[3], total_q) if side == "q" else (bounds[2], bounds[1], total_k)
-            tensors.append(_tiles(mine[: b + 2].diff(), other[: b + 2].diff(), total, height))
+            mine, total = (0, total_q) if side == "q" else (1, total_k)
+            key = 0 if same else mine
+            if key not in orders:
+                orders[key] = _order(streamed[1 - mine])
+            tensors.append(_tiles(rows[mine], orders[key], total, height))
         return cls(tuple(tensors), heights)
 
     @property
@@ -105,7 +111,7 @@ class TileSchedule:
         side, rows = _parse(height)
         b = self.bounds.shape[1]
         mine, other = (0, 3) if side == "q" else (2, 1)
-        tiles = _tiles(self.bounds[mine, :b].diff(), self.bounds[other, :b].diff(), total, rows)
+        tiles = _tiles(self.bounds[mine, :b].diff(), _order(self.bounds[other, :b].diff()), total, rows)
         return TileSchedule((*self.tensors, tiles), f"{self.heights} {height}".strip())
 
 
@@ -123,11 +129,15 @@ def _extend(offsets: Tensor, total: int | None) -> Tensor:
     return torch.cat([offsets, tail if total is None else torch.full_like(tail, total)])
 
 
-def _tiles(rows: Tensor, other: Tensor, total: int, height: int) -> Tensor:
-    """Sequences in falling order of what one tile costs (the other side's length), each cut into tiles."""
+def _order(other: Tensor) -> Tensor:
+    """Sequences in falling order of what one of their tiles costs: the other side's length."""
+    return torch.argsort(other, descending=True, stable=True)
+
+
+def _tiles(rows: Tensor, order: Tensor, total: int, height: int) -> Tensor:
+    """The sequences in that order, each cut into tiles."""
     num_sequences = rows.shape[0]
     capacity = (total // height + num_sequences + 3) // 4 * 4
-    order = torch.argsort(other, descending=True, stable=True)
     count = (rows[order] + (height - 1)) // height
     end = count.cumsum(0)
     tile = torch.arange(capacity, device=rows.device)

@@ -54,6 +54,7 @@ class Problem:
             self.rule.shared_query,
             self.q.shape[1] != self.k.shape[1],
             self.max_length_k,
+            self.q.shape[0] if self.rule.shared_query else 0,
         )
 
     def config(self, step: table.Step) -> table.Config:

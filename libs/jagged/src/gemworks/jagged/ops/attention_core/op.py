@@ -186,7 +186,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return _forward_on_host(q, k, v, *rest)
     from gemworks.jagged.ops.attention_core import launch
 
-    return launch.forward(_problem(q, k, v, call, architecture))
+    with torch.cuda.device(q.device):
+        return launch.forward(_problem(q, k, v, call, architecture))
 
 
 @attention_backward.register_kernel("cuda")
@@ -198,7 +199,8 @@ def _(
         return _backward_on_host(d_out, q, k, v, out, lse, *rest)
     from gemworks.jagged.ops.attention_core import launch
 
-    return launch.backward(_problem(q, k, v, call, architecture), d_out, out, lse)
+    with torch.cuda.device(q.device):
+        return launch.backward(_problem(q, k, v, call, architecture), d_out, out, lse)
 
 
 @attention_forward.register_fake

@@ -21,6 +21,7 @@ GLUON_HEAD_DIMS = (64, 128)
 TRITON_ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON_MAX_HEAD_DIM = 256
+FEW_QUERIES = 64  # rows of a shared query up to which a second consumer group would have nothing to do
 SHORT_KEYS = 256  # bound of the keys up to which a tile's K and V are a few kilobytes that the L2 cache must deliver
 
 
@@ -75,7 +76,7 @@ class GluonConfig:
 
 Config = TritonConfig | GluonConfig
 
-# (step, softmax or activation, long or short keys); 128-wide heads. Narrower heads use the same.
+# (step, softmax or activation, class of lengths); 128-wide heads. Narrower heads use the same. Not measured yet: "few".
 GLUON: dict[tuple[Step, str, str], GluonConfig] = {
     ("forward", "softmax", "long"): GluonConfig(128, 2),
     ("forward", "softmax", "short"): GluonConfig(64, 3, groups=3, registers=160, resident_stages=2),
@@ -89,6 +90,12 @@ GLUON: dict[tuple[Step, str, str], GluonConfig] = {
     ("backward_q", "softmax", "short"): GluonConfig(64, 3, registers=240, overlap=True),
     ("backward_q", "activation", "long"): GluonConfig(64, 4, registers=240, overlap=True),
     ("backward_q", "activation", "short"): GluonConfig(64, 4, registers=240, overlap=True),
+    ("forward", "softmax", "few"): GluonConfig(128, 2),
+    ("forward", "activation", "few"): GluonConfig(64, 4, resident_stages=2),
+    ("backward_kv", "softmax", "few"): GluonConfig(64, 3, registers=240),
+    ("backward_kv", "activation", "few"): GluonConfig(64, 3, registers=240),
+    ("backward_q", "softmax", "few"): GluonConfig(64, 4, registers=240, overlap=True),
+    ("backward_q", "activation", "few"): GluonConfig(64, 4, registers=240, overlap=True),
 }
 
 # (step, softmax or activation, bytes of an element, padded head width class)
@@ -128,6 +135,7 @@ class Shape:
         masked: causal or a window.
         grouped: several query heads per key head.
         max_length_k: the bound of the key lengths.
+        shared_rows: R of a shared query, else 0.
     """
 
     activation: str
@@ -138,6 +146,14 @@ class Shape:
     shared_query: bool
     grouped: bool
     max_length_k: int
+    shared_rows: int = 0
+
+    @property
+    def lengths(self) -> str:
+        """ "few" queries (a shared query of at most 64 rows), else "short" or "long" keys."""
+        if self.shared_query and self.shared_rows <= FEW_QUERIES:
+            return "few"
+        return "short" if self.max_length_k <= SHORT_KEYS else "long"
 
 
 def gluon_refusal(step: Step, shape: Shape, architecture: str) -> str | None:
@@ -177,7 +193,7 @@ def choose(step: Step, shape: Shape, architecture: str) -> Config | None:
     """The configuration of one step; None where no kernel takes the call, so that the reference must."""
     if gluon_refusal(step, shape, architecture) is None:
         kind = "softmax" if shape.activation == SOFTMAX else "activation"
-        return GLUON[step, kind, "short" if shape.max_length_k <= SHORT_KEYS else "long"]
+        return GLUON[step, kind, shape.lengths]
     if triton_refusal(shape, architecture) is None:
         return triton_config(step, shape)
     return None
