@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,7 +60,8 @@ class WandbSink:
 
     def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
         try:
-            import wandb  # pyright: ignore[reportMissingImports]  # optional
+            # by name: it is no dependency, not even an optional one, because it brings a click that typer may not like
+            wandb = importlib.import_module("wandb")
         except ImportError as error:
             raise ValueError(
                 f"train.wandb_project: got {project!r}, but wandb cannot be imported ({error}); "
