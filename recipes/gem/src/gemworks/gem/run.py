@@ -76,6 +76,7 @@ class Run:
         self._announce()
         if self.run_dir.resumed:
             self._resume()
+        self.run_dir.open_sinks()  # what is missing is missing now, not after the first lines
         fitted = self._baselines()
         self._train()
         summary = self._test(fitted) | {

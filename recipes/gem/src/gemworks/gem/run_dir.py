@@ -149,10 +149,15 @@ class RunDir:
         row = json_ready({"kind": kind, "step": step, "time": round(time.time(), 3), **values})
         with self.metrics_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
-        for sink in self._open_sinks():
+        for sink in self.open_sinks():
             sink.log(kind, step, scalars(values))
 
-    def _open_sinks(self) -> list[Sink]:
+    def open_sinks(self) -> list[Sink]:
+        """Opens TensorBoard and what else the configuration names, unless that has been done.
+
+        Raises:
+            ValueError: a package is missing.
+        """
         if self._sinks is None:
             self._sinks = [TensorBoardSink(self.path / "tensorboard", self._first_step)]
             if self._config is not None and self._config.train.wandb_project is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,15 +60,15 @@ class WandbSink:
 
     def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
         try:
-            import wandb  # pyright: ignore[reportMissingImports]  # optional
+            import wandb  # pyright: ignore[reportMissingImports]  # an extra
         except ImportError as error:
             raise ValueError(
                 f"train.wandb_project: got {project!r}, but wandb cannot be imported ({error}); "
-                "pip install wandb, or set train.wandb_project=none"
+                "pip install 'gemworks-gem[wandb]', or set train.wandb_project=none"
             ) from error
         id_path = folder / "wandb_id"
         if not id_path.is_file():
-            id_path.write_text(wandb.util.generate_id(), encoding="utf-8")
+            id_path.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
         self._run = wandb.init(
             project=project,
             name=folder.name,
