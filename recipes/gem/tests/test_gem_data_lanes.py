@@ -1,5 +1,7 @@
 """Row groups split across ranks: each decodes its own, nothing is lost or repeated, and steps do not depend on it."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from gemworks.gem.data import Loader, ParquetSource, Synthetic, SyntheticSpec, o
 from gemworks.gem.data.lanes import Lanes
 from gemworks.gem.data.parquet_schema import ParquetSchema
 from gemworks.gem.data.parquet_write import write_schema, write_table
+from gemworks.gem.data.shared_cache import SharedCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,6 +87,42 @@ def test_lanes_move_through_time_together():
         assert (
             max(rows) - min(rows) == 15
         )  # three row groups apart at most: never the head of one and the end of another
+
+
+def test_lanes_are_balanced_to_within_a_row_group():
+    lanes = Lanes(np.array([100, 1, 1, 1] * 10), 4)
+    assert int(lanes.num_rows_L.max() - lanes.num_rows_L.min()) <= 100
+
+
+def test_a_cache_makes_what_two_threads_want_once_and_forgets_what_failed():
+    cache: SharedCache[int] = SharedCache(2)
+    begun, go = threading.Event(), threading.Event()
+    made: list[str] = []
+
+    def slow() -> int:
+        made.append("slow")
+        begun.set()
+        assert go.wait(10)
+        return 1
+
+    def fail() -> int:
+        made.append("fail")
+        raise OSError("no disk")
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(cache.get, "a", slow)
+        assert begun.wait(10)
+        second = threads.submit(cache.get, "a", slow)
+        go.set()
+        assert (first.result(), second.result(), made) == (1, 1, ["slow"])
+    for _ in range(2):
+        with pytest.raises(OSError, match="no disk"):
+            cache.get("b", fail)
+    assert made == ["slow", "fail", "fail"]
+    cache.get("c", lambda: 3)
+    cache.get("a", fail)  # used last: "c" goes next
+    cache.get("d", lambda: 4)
+    assert (cache.get("a", lambda: 5), cache.get("c", lambda: 6)) == (1, 6)
 
 
 def test_shuffling_stays_in_a_window_of_its_lane_and_differs_between_epochs():

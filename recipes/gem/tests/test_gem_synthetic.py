@@ -45,6 +45,27 @@ def test_a_sample_does_not_depend_on_its_batch():
                 assert torch.equal(items[mine], all_items[theirs])
 
 
+@pytest.mark.parametrize("block_events", [1, 7, 100])
+def test_blocks_change_nothing(block_events: int, monkeypatch: pytest.MonkeyPatch):
+    spec = SyntheticSpec(num_samples=64, max_length=16, num_event_fields=3)
+    whole = Synthetic(spec).read("train", rows(40))
+    bayes_BK = Synthetic(spec).bayes_probabilities("train", rows(40))
+    monkeypatch.setattr("gemworks.gem.data.synthetic.BLOCK_EVENTS", block_events)
+    batch = Synthetic(spec).read("train", rows(40))
+    assert torch.equal(batch.event_ids.values(), whole.event_ids.values())
+    for name, events in batch.events.items():
+        assert torch.equal(events.timestamps_T, whole.events[name].timestamps_T)
+        assert torch.equal(events.floats_TC, whole.events[name].floats_TC)
+    assert np.array_equal(Synthetic(spec).bayes_probabilities("train", rows(40)), bayes_BK)
+
+
+def test_ids_of_a_batch_lie_in_one_array_that_no_other_batch_shares():
+    one, two = (SOURCE.read("train", rows(4)).event_ids.values() for _ in range(2))
+    assert one.data_ptr() != two.data_ptr()
+    one.zero_()
+    assert two.any()
+
+
 def test_seeds_differ_and_splits_do_not_overlap():
     other = Synthetic(SyntheticSpec(num_samples=16384, max_length=64, seed=1))
     assert not torch.equal(SOURCE.read("train", rows(64)).labels_BK, other.read("train", rows(64)).labels_BK)
