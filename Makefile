@@ -46,7 +46,7 @@ $(STAMP): $(CONSTRAINTS) requirements-dev.txt $(PACKAGES:=/pyproject.toml) const
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) cannot make virtual environments: apt-get install python3-venv" >&2; exit 1; }
 	@ls .venv/.installed-* >/dev/null 2>&1 || { rm -rf .venv && $(PYTHON) -m venv .venv; }
 	@rm -f .venv/.installed-*
-	$(PIP) install --constraint $(CONSTRAINTS) torch==2.13.0 hatchling
+	$(PIP) install --constraint $(CONSTRAINTS) torch hatchling
 	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --requirement requirements-dev.txt \
 	    $(STUB_$(MACHINE)) $(patsubst %,--editable ./%,$(PACKAGES:recipes/gem=recipes/gem[launch]))
 	$(PIP) check
@@ -55,7 +55,7 @@ $(STAMP): $(CONSTRAINTS) requirements-dev.txt $(PACKAGES:=/pyproject.toml) const
 $(CONSTRAINTS):
 	@echo "MACHINE=$(MACHINE): no $@; known: $(patsubst constraints/%.txt,%,$(wildcard constraints/c*.txt))" >&2; exit 1
 
-train: $(STAMP) ## train GEM on MovieLens-100K (PRESET, RUN_DIR, TRAIN_ARGS='--set train.max_steps=20')
+train: $(STAMP) ## train GEM on MovieLens-100K (PRESET, RUN_DIR, TRAIN_ARGS='--set a.b=1 c.d=2')
 	$(TRAIN)
 
 test: $(STAMP) ## the CPU tests, without the slow ones (PYTEST_ARGS)

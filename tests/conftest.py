@@ -36,7 +36,7 @@ class Package:
     Attributes:
         name: its name under `gemworks`.
         folder: where its pyproject.toml lies.
-        may_import: names of the other packages that its sources may import: design.md's corridor, in one place.
+        may_import: names of the other packages that its sources may import: a library none, the recipe all libraries.
     """
 
     name: str

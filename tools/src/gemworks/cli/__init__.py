@@ -1,1 +1,1 @@
-"""The gemworks command line: train, evaluate, plan, benchmark, diagnose."""
+"""The gemworks command line: train, evaluate, print configurations, diagnose."""
