@@ -178,7 +178,7 @@ def test_l4_killed_twice_equals_unbroken(unbroken: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_l4_killed_twenty_times_equals_unbroken(tmp_path: Path) -> None:
-    longer = ("train.epochs=8", "data.num_samples=256")
+    longer = ("train.epochs=8", "data.num_samples=256", "train.save_every=3")
     run(tmp_path / "unbroken", *longer)
     path, steps = killed_run(tmp_path, 20, *longer)
     check_trace(steps, path, 20)
