@@ -1,8 +1,8 @@
 """What each part of GEM costs: matmul FLOPs per sample, per token and per admitted (query, key) pair. No torch.
 
 Rules: a product of [a, b] and [b, c] is 2 a b c; products in their cheapest association; embeddings, norms, gates'
-element-wise work, rotations and quantisation count zero; real tokens and admitted pairs only. The recipe's docs/model.md
-has the formulas of every part.
+element-wise work, rotations and quantisation count zero; real tokens and admitted pairs only. docs/model.md of the
+recipe has the formulas of every part.
 
 Letters: D model width, E width of an event type, W embedding width, F tokens, K PFFN rows, n interaction tokens.
 """
