@@ -18,7 +18,8 @@ def test_json_names_versions_devices_and_a_reason_per_op(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
-    from gemworks import jagged, precision
+    from gemworks import jagged
+    from gemworks.precision import explain, support_table
     from gemworks.precision.recipe import PRESETS
 
     # the peers are slow to import, and whether they are installed is this machine's business
@@ -35,12 +36,12 @@ def test_json_names_versions_devices_and_a_reason_per_op(
         chosen = jagged.explain(item["op"], dtype=getattr(torch, item["dtype"]), device=item["device"])
         assert (item["backend"], item["reason"]) == (chosen.backend, chosen.reason)
     assert {item["dtype"] for item in rows["precision"]} == set(PRESETS)
-    supported = {(op, kind, kernel) for _, op, kind, kernel in precision.support_table(("cpu",))}
+    supported = {(op, kind, kernel) for _, op, kind, kernel in support_table(("cpu",))}
     for item in rows["precision"]:
         if item["device"] == "cpu":
             product_or_cast = item["op"].rsplit(" ", 1)[-1]
             assert (product_or_cast, item["dtype"], f"{item['backend']}: {item['config']}") in supported
-    mxfp8 = precision.explain(doctor.LINEAR_SHAPE, "mxfp8", "cpu")
+    mxfp8 = explain(doctor.LINEAR_SHAPE, "mxfp8", "cpu")
     found = [
         (i["op"], i["backend"], i["config"]) for i in rows["precision"] if (i["device"], i["dtype"]) == ("cpu", "mxfp8")
     ]

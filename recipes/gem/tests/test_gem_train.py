@@ -199,7 +199,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: P
 
 
 def test_schedule_reaches_both_optimizers() -> None:
-    config = tiny("optimizer.lr=0.01", "optimizer.sparse_lr=0.5", "optimizer.warmup_steps=4")
+    config = tiny("optimizer.lr=0.01", "optimizer.sparse_lr=0.5", "optimizer.warmup_steps=4", "optimizer.decay=cosine")
     trainer = Trainer(config, open_source(config.data), CPU)
     seen = []
     for step in trainer.steps():
