@@ -101,14 +101,21 @@ def truth(args: tuple[Any, ...], d_out: Tensor) -> list[Tensor]:
 
 
 def check(args: tuple[Any, ...], tolerance: float | None = None) -> list[Tensor]:
-    """Relative error (Frobenius) of the output and of every gradient, and zeros past the end."""
+    """Relative error (Frobenius) of the output and of every gradient; rows that meet no row are exactly zero.
+
+    A query without keys has no output and no dq, a key without queries no dv and no dk. (A query with a single key has
+    dq = 0 in exact arithmetic only: there dP and delta differ by their rounding.)
+    """
     ours, d_out = run(args)
     bound = TOLERANCE[args[0].dtype] if tolerance is None else tolerance
-    for name, x, exact in zip(("out", "dq", "dk", "dv"), ours, truth(args, d_out), strict=True):
+    exact_out, exact_dq, exact_dk, exact_dv = truth(args, d_out)
+    alone = {"out": exact_out, "dq": exact_out, "dk": exact_dv, "dv": exact_dv}
+    for name, x, exact in zip(alone, ours, (exact_out, exact_dq, exact_dk, exact_dv), strict=True):
         assert x.isfinite().all(), name
         error = (x.double().cpu() - exact).norm() / exact.norm().clamp(min=1e-30)
         assert error <= bound, f"{name}: {error:.2e} > {bound:.2e}"
-        assert x.cpu()[exact.flatten(1).abs().sum(1) == 0].eq(0).all(), f"{name}: rows that must be zero"
+        if x.shape[0] == alone[name].shape[0]:  # not a shared query's own gradient
+            assert x.cpu()[alone[name].flatten(1).abs().sum(1) == 0].eq(0).all(), f"{name}: rows that must be zero"
     return ours
 
 

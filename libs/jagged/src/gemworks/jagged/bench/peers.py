@@ -105,9 +105,11 @@ def flash_attn_4(x: Inputs) -> Contender:
 
 def flex_attention(x: Inputs) -> Contender:
     """FlexAttention, compiled, with a document mask over the packed rows."""
+    import torch._functorch.config as functorch_config
     from torch.nn.attention.flex_attention import create_block_mask
     from torch.nn.attention.flex_attention import flex_attention as flex
 
+    functorch_config.donated_buffer = False  # the backward is timed again and again over one graph
     device = x.q.device
     document_q, document_k = (
         torch.repeat_interleave(torch.arange(len(n)), n).to(device) for n in (x.lengths_q, x.lengths_k)
