@@ -91,7 +91,7 @@ class RunDir:
             raise ValueError(f"run folder {str(path)!r}: a file is in the way; choose another name") from error
         except OSError as error:
             run.close()
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC):
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOENT):
                 raise
             raise ValueError(
                 f"run folder {str(path)!r}: cannot be written ({error.strerror}: {error.filename}); correct that, or "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from gemworks.gem.presets import load_config
 from gemworks.gem.process import prepare_process
 
 if TYPE_CHECKING:
+    from gemworks.gem.data import Source
     from rich.console import Console
 
 PIPED_WIDTH = 120  # columns of the summary table where there is no terminal
@@ -52,6 +54,7 @@ def train(config: GemConfig, run_dir: str | Path | None = None, *, console: Cons
     with StopRequest() as stop:
         device = resolve_device(config.train.device)
         source = open_source(config.data)
+        _check_parts(source, config)
         trainer = Trainer(config, source, device)
         folder = RunDir.claim(run_dir or default_run_dir(config), config)
         display = LoggingDisplay(open_display(console), folder.log_path)
@@ -63,6 +66,8 @@ def train(config: GemConfig, run_dir: str | Path | None = None, *, console: Cons
                 display.message(f"{folder.path} holds a complete run; nothing is left to do")
         except Exception as error:
             display.message(f"{type(error).__name__}: {error}")
+            with folder.log_path.open("a", encoding="utf-8") as log:
+                traceback.print_exception(error, file=log)
             raise
         finally:
             display.stop()
@@ -70,6 +75,16 @@ def train(config: GemConfig, run_dir: str | Path | None = None, *, console: Cons
     console.print(table(summary))
     console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
     return summary
+
+
+def _check_parts(source: Source, config: GemConfig) -> None:
+    """A missing part is noticed before training, not after it."""
+    for part in ("train", "valid", "test"):
+        if part not in source.splits or source.num_samples(part) == 0:
+            raise ValueError(
+                f"data.path: the {config.data.source} data at {config.data.path!r} has no {part} samples, and a run "
+                "needs train, valid and test; write that part, or choose other data"
+            )
 
 
 def run_config(

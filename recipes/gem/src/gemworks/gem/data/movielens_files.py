@@ -86,7 +86,13 @@ def fetch(cache_dir: str | Path | None = None) -> Path:
         for name in SHA256:
             _check_hash((folder / name).read_bytes(), name, label=str(folder / name))
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"data.path: cannot make the folder {str(folder)!r} ({error.strerror}); name a folder that can be "
+            f"written, or one that holds {', '.join(SHA256)}"
+        ) from error
     wheels = sorted(folder.glob("recbole-1.2.1-*.whl"))
     if wheels:
         _unpack(wheels[0], folder)

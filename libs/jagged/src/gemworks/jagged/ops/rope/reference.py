@@ -34,7 +34,7 @@ class Rope:
         time_frequency: radians per e-fold of age, for the fastest pair.
         time_base: as `base`, for time.
 
-    Source: Su et al., RoFormer, arXiv 2104.09864, for position; the logarithm of the age is model.md's choice.
+    Source: Su et al., RoFormer, arXiv 2104.09864, for position; Kunlun, arXiv 2602.10016, for the log of the age.
     """
 
     base: float = 10_000.0
