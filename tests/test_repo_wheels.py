@@ -23,14 +23,18 @@ CONSTRAINTS = ROOT / "constraints" / ("cuda.txt" if torch.version.cuda else "cpu
 # torch itself warns at import where numpy is missing, and nothing here asks for numpy.
 STRICT = ("-I", "-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning")
 
-# Imports the library and every module of it but kernels (which import Triton), then says what else came along.
+# Imports the library and every module of it, then says what else came along. Kernels and what launches them may ask for
+# Triton, which is not here; importing the library itself may not.
 IMPORT_ALL = """
 import importlib, importlib.metadata, json, pkgutil, sys
 package = importlib.import_module(sys.argv[1])
 names = [m.name for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
 for name in names:
-    if not name.rsplit(".", 1)[-1].startswith("kernel"):
+    try:
         importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name.split(".")[0] != "triton":
+            raise
 import torch
 print(json.dumps({
     "file": package.__file__,
