@@ -341,6 +341,10 @@ def _child(
     args: tuple[Any, ...],
     queue: Any,
 ) -> None:
+    import warnings
+
+    # torch 2.13 renames collectives that 2.11 has under the old name alone.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.*")
     try:
         enter_namespace(network.host_of_rank(rank))
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE

@@ -117,8 +117,7 @@ def measure_cluster(
                         collective=collective,
                         nbytes=s,
                         seconds=t,
-                        fitted_seconds=steps * rate.latency_us * 1e-6
-                        + edge_bytes(collective, size, s) / rate.bytes_per_s,
+                        fitted_seconds=latency + edge_bytes(collective, size, s) / rate.bytes_per_s,
                     )
                     for s, t in samples
                 ]
