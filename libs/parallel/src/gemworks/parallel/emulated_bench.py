@@ -137,7 +137,7 @@ def measure_all(rank: int, network: EmulatedNetwork, repeats: int, shapes: Seque
     """Everything that the ranks do; every rank calls it."""
     samples: list[Sample] = []
     cluster = measure_cluster(
-        network.cluster(), sizes=(2**16, 2**19, 2**22), repeats=max(3, repeats - 2), record=samples
+        network.cluster(), sizes=(2**18, 2**20, 2**21), repeats=max(3, repeats - 2), record=samples
     )
     cluster = with_copy_rate(cluster)
     runs = []

@@ -80,8 +80,8 @@ class EmulatedNetwork:
     num_zones: int = 2
     hosts_per_zone: int = 2
     ranks_per_host: int = 2
-    host_mbit: float = 800.0
-    cross_mbit: float = 200.0
+    host_mbit: float = 400.0
+    cross_mbit: float = 100.0
     prefix: str = "gw-"
 
     @property
@@ -221,7 +221,7 @@ class EmulatedNetwork:
         for name, port in ((a, port_a), (b, port_b)):
             _run("ip", "-n", name, "link", "set", port, "mtu", "9000", "up")
             # A bucket that holds a 64 KiB segment whole, and a queue deep enough that TCP is never dropped.
-            limit = ["tbf", "rate", f"{mbit:g}mbit", "burst", "256kb", "limit", "64mb"]
+            limit = ["tbf", "rate", f"{mbit:g}mbit", "burst", "80kb", "limit", "64mb"]
             _run("tc", "-n", name, "qdisc", "add", "dev", port, "root", *limit)
 
 
@@ -304,8 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """`up`, `down`, `status` of the default network."""
     parser = argparse.ArgumentParser(prog="python -m gemworks.parallel.emulated_network")
     parser.add_argument("action", choices=["up", "down", "status"])
-    parser.add_argument("--host-mbit", type=float, default=800.0)
-    parser.add_argument("--cross-mbit", type=float, default=200.0)
+    parser.add_argument("--host-mbit", type=float, default=400.0)
+    parser.add_argument("--cross-mbit", type=float, default=100.0)
     args = parser.parse_args(argv)
     network = EmulatedNetwork(host_mbit=args.host_mbit, cross_mbit=args.cross_mbit)
     reason = why_not()

@@ -318,7 +318,9 @@ def launch(
         found: dict[int, tuple[bool, Any]] = {}
         try:
             while len(found) < world:
-                rank, good, value = queue.get(timeout=timeout_s)
+                # Once one has failed, the others have their collectives' time-out to notice.
+                failed = any(not good for good, _ in found.values())
+                rank, good, value = queue.get(timeout=collective_timeout_s + 30 if failed else timeout_s)
                 found[rank] = (good, value)
         except queues.Empty:
             raise TimeoutError(

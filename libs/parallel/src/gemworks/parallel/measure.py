@@ -121,8 +121,6 @@ def measure_cluster(
                     )
                     for s, t in samples
                 ]
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
     # Least squares may round differently in two processes: all take rank 0's result.
     box = [tiers]
     dist.broadcast_object_list(box, src=0, device=target)
