@@ -133,8 +133,10 @@ class Measured:
     runs: Sequence[tuple[StepShape, Mapping[str, float], Sequence[Job], Sequence[StepResult]]]
 
 
-def measure_all(rank: int, network: EmulatedNetwork, repeats: int, shapes: Sequence[StepShape]) -> Measured | None:
-    """Everything that the ranks do; every rank calls it."""
+def measure_all(
+    rank: int, network: EmulatedNetwork, repeats: int, shapes: Sequence[StepShape], ladders: bool = True
+) -> Measured | None:
+    """Everything that the ranks do; every rank calls it. The ladders run for the first shape."""
     samples: list[Sample] = []
     cluster = measure_cluster(
         network.cluster(), sizes=(2**18, 2**20, 2**21), repeats=max(3, repeats - 2), record=samples
@@ -143,7 +145,7 @@ def measure_all(rank: int, network: EmulatedNetwork, repeats: int, shapes: Seque
     runs = []
     for i, shape in enumerate(shapes):
         times = time_layers(shape)
-        jobs = jobs_of(shape, cluster, ladders=i == 0)
+        jobs = jobs_of(shape, cluster, ladders=ladders and i == 0)
         runs.append((shape, times, jobs, [run_job(rank, network, cluster, shape, j, repeats) for j in jobs]))
     return Measured(cluster=cluster, samples=samples, runs=runs) if rank == 0 else None
 

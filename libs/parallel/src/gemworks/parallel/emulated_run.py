@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -267,6 +268,45 @@ def run_job(
         after = network.counters()
         found, framing = after.minus(before, repeats + 1), after.framing_share
     return StepResult(name=job.name, ms=1e3 * seconds, bytes_by_tier=found, framing_share=framing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How a rank stopped.
+
+    Attributes:
+        steps: that it finished before.
+        message: of the error.
+        at_s: when, on this machine's monotonic clock.
+    """
+
+    steps: int
+    message: str
+    at_s: float
+
+
+def step_until_failure(
+    rank: int, cluster: ClusterSpec, shape: StepShape, job: Job, timeout_s: float, most_s: float
+) -> Failure | None:
+    """Run steps until a collective fails; None if none did within `most_s` seconds.
+
+    Args:
+        rank: of the world.
+        cluster, shape, job: what runs where.
+        timeout_s: of every process group.
+        most_s: to wait for a failure.
+    """
+    layout = layout_of_splits(job.plan, job.splits, cluster)
+    step = build_step(shape, job.plan, meshes_of(layout, timedelta(seconds=timeout_s)))
+    end = time.monotonic() + most_s
+    steps = 0
+    while time.monotonic() < end:
+        try:
+            step()
+        except RuntimeError as error:
+            return Failure(steps=steps, message=str(error), at_s=time.monotonic())
+        steps += 1
+    return None
 
 
 def meshes_of(layout: Layout, timeout: timedelta = timedelta(seconds=60)) -> Meshes:
