@@ -111,7 +111,7 @@ def bench_activations(bench: Bench) -> None:
 def tune(bench: Bench, out: Path, which: str, warm: bool) -> None:
     """Try the tiles named in `tiles` and write the times, best first; the shipped table is then edited by hand.
 
-    `which`: only ops whose name contains one of these words, separated by commas. `warm` compiles the kernels on a
+    `which`: only ops whose name, with a bar behind it, contains one of these words, separated by commas. `warm` compiles the kernels on a
     small matrix and times nothing: run that for several words at once, and the timing run finds its kernels compiled.
     """
     from gemworks.precision import activation, norm, tiles, triton_casts
@@ -152,7 +152,7 @@ def tune(bench: Bench, out: Path, which: str, warm: bool) -> None:
             )
             for name, tried, per_element, run in jobs:
                 op = f"{name} {kind.value}"
-                if which and not any(word in op for word in which.split(",")):
+                if which and not any(word in f"{op}|" for word in which.split(",")):
                     continue
                 times: list[tuple[float, str]] = []
                 for candidate in tried:
