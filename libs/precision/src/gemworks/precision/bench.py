@@ -111,8 +111,9 @@ def bench_activations(bench: Bench) -> None:
 def tune(bench: Bench, out: Path, which: str, warm: bool) -> None:
     """Try the tiles named in `tiles` and write the times, best first; the shipped table is then edited by hand.
 
-    `which`: only ops whose name, with a bar behind it, contains one of these words, separated by commas. `warm` compiles the kernels on a
-    small matrix and times nothing: run that for several words at once, and the timing run finds its kernels compiled.
+    `which`: only ops whose name, with a bar behind it, contains one of these words, separated by commas. `warm`
+    compiles the kernels on a small matrix and times nothing: run that for several words at once, and the timing run
+    finds its kernels compiled.
     """
     from gemworks.precision import activation, norm, tiles, triton_casts
     from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, TileConfig
