@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from gemworks.gem.kernels import KernelConfig
 from gemworks.gem.typed_config import ConfigError, build, to_mapping, to_toml
 
 AttentionKind = Literal["block", "window", "full"]
@@ -438,6 +439,7 @@ class GemConfig:
     data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def __post_init__(self) -> None:
         _check(
@@ -475,3 +477,7 @@ class GemConfig:
     def with_model(self, **changes: Any) -> GemConfig:
         """This configuration with other model fields, checked again."""
         return replace(self, model=replace(self.model, **changes))
+
+    def with_kernels(self, **changes: Any) -> GemConfig:
+        """This configuration with other kernels, checked again."""
+        return replace(self, kernels=replace(self.kernels, **changes))
