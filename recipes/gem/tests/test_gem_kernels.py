@@ -83,7 +83,10 @@ def test_kernels_change_nothing(kernels: str):
     [
         ({"layout": "padded"}, "kernels.attention: got 'gemworks', expected 'sdpa'"),
         ({"attention": "sdpa"}, "kernels.attention: got 'sdpa', expected 'gemworks' or 'varlen'"),
-        ({"layout": "padded", "attention": "sdpa", "pooling": "sdpa"}, "kernels.pffn: got 'gemworks', expected 'matmul'"),
+        (
+            {"layout": "padded", "attention": "sdpa", "pooling": "sdpa"},
+            "kernels.pffn: got 'gemworks', expected 'matmul'",
+        ),
         ({"linears_min_features": 0}, "kernels.linears_min_features: got 0"),
     ],
 )

@@ -376,7 +376,8 @@ class TrainConfig:
         eval_every: steps between two evaluations; None: at the end of each epoch.
         task_weights: weight of each task's loss; None: all 1.
         accumulate: batches per step; the dense gradient is the mean over the samples of all of them.
-        compile: compiles feature tokens, interactions, gates and the head's MLP with torch.compile.
+        compile: torch.compile of feature tokens, interactions, gates and the head's MLP, or of what
+            `kernels.compile_scope` names.
         save_every: steps between two checkpoints; None: after each evaluation.
         keep_last: newest checkpoints kept beside the best one.
         max_skipped: steps with a loss or gradient that is not finite are skipped, up to this many in a run.

@@ -1,7 +1,7 @@
 """By what the model is computed: one frozen record that model code reads and nothing else changes. Imports no torch.
 
-Every choice here leaves the function that the model computes alone (up to rounding; FP8 excepted), so two runs that differ
-in it alone are comparable. That is what the ablation ladder does.
+Every choice here leaves the function that the model computes alone (up to rounding; FP8 excepted), so two runs that
+differ in it alone are comparable. That is what the ablation ladder does.
 """
 
 from __future__ import annotations

@@ -38,9 +38,12 @@ class SelfAttention(nn.Module):
     def forward(self, sequence: Sequence) -> Tensor:
         s_TE = sequence.s_TD
         qkv_TXH = self.qkv(rms_norm(s_TE, self.kernels.norm)).unflatten(-1, (3 * self.num_heads, self.head_dim))
+        return s_TE + self.out(self.attend(qkv_TXH, sequence).flatten(-2))
+
+    def attend(self, qkv_TXH: Tensor, sequence: Sequence) -> Tensor:
+        """Attention of a projection [T, 3 N, H], QK-norm and rotation included: [T, N, H]."""
         fused = self.kernels.fused_qk and self.kernels.attention == "gemworks"
-        o_TNH = self._fused(qkv_TXH, sequence) if fused else self._separate(qkv_TXH, sequence)
-        return s_TE + self.out(o_TNH.flatten(-2))
+        return self._fused(qkv_TXH, sequence) if fused else self._separate(qkv_TXH, sequence)
 
     def _fused(self, qkv_TXH: Tensor, sequence: Sequence) -> Tensor:
         """QK-norm and rotation are the op's business."""

@@ -6,7 +6,7 @@ event type, H head width, S = B + 1 offsets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,7 +45,8 @@ class Sequence:
     lengths_B: Tensor | None = None
 
     def replace_tokens(self, s_TD: Tensor) -> Sequence:
-        return replace(self, s_TD=s_TD)
+        # spelled out, not dataclasses.replace: torch.compile follows it
+        return Sequence(s_TD, self.offsets_S, self.max_length, self.rope, self.plan, self.lengths_B)
 
 
 class MaskNetMerge(nn.Module):

@@ -75,6 +75,7 @@ class Pffn(nn.Module):
         self.scale = scale
         self.activation: Activation = config.pffn_activation
         rows, num_summary = config.pffn_rows, config.num_summary_tokens
+        self.num_rows = rows
         self.keys = WeightGenerator(rows, num_summary, config.dim, sizes, gain=1.0, device=device)
         # About a third of a sum of K activations is uncorrelated: V starts at the size that keeps o near LN(s).
         self.values = WeightGenerator(
@@ -87,15 +88,17 @@ class Pffn(nn.Module):
         dtype = torch.promote_types(k_BKNH.dtype, v_BKNH.dtype)
         q_TE = layer_norm(s_TE, self.kernels.norm)
         q_TNH = q_TE.to(dtype).unflatten(-1, (self.num_heads, self.head_dim))
-        k_BKNH, v_BKNH = k_BKNH.to(dtype), v_BKNH.to(dtype)
+        o_TNH = self.attend(q_TNH, k_BKNH.to(dtype), v_BKNH.to(dtype), sequence)
+        return sum_rms_norm(o_TNH.flatten(-2), q_TE, self.kernels.norm, add=s_TE)
+
+    def attend(self, q_TNH: Tensor, k_BKNH: Tensor, v_BKNH: Tensor, sequence: Sequence) -> Tensor:
+        """`act(scale * Q K^T) V` with each sample's K and V: [T, N, H]."""
         if self.kernels.pffn == "matmul":
-            o_TNH = matmul_pffn(
+            return matmul_pffn(
                 q_TNH, k_BKNH, v_BKNH, max_length=sequence.max_length, scale=self.scale, activation=self.activation,
                 slot_T=sequence.plan.slot_T,
             )  # fmt: skip
-        else:
-            o_TNH = gdpa(
-                q_TNH, k_BKNH, v_BKNH, sequence.offsets_S, max_length_q=sequence.max_length,
-                max_length_k=k_BKNH.shape[1], scale=self.scale, activation=self.activation, schedule=sequence.plan.pffn,
-            )  # fmt: skip
-        return sum_rms_norm(o_TNH.flatten(-2), q_TE, self.kernels.norm, add=s_TE)
+        return gdpa(
+            q_TNH, k_BKNH, v_BKNH, sequence.offsets_S, max_length_q=sequence.max_length, max_length_k=k_BKNH.shape[1],
+            scale=self.scale, activation=self.activation, schedule=sequence.plan.pffn,
+        )  # fmt: skip

@@ -49,10 +49,10 @@ class SeedPooling(nn.Module):
         if sequence.rope is not None:
             k_TNH = rotate(k_TNH, sequence.rope)
         seeds_PNH = rms_norm(self.seeds_PNH, norm).to(k_TNH.dtype)
-        h_BPNH = self._attend(seeds_PNH, k_TNH, v_TE.unflatten(-1, (self.num_heads, self.head_dim)), sequence)
+        h_BPNH = self.attend(seeds_PNH, k_TNH, v_TE.unflatten(-1, (self.num_heads, self.head_dim)), sequence)
         return kronecker_compress(unit_rms(h_BPNH.flatten(2)), self.z_kPn, self.w_kED)
 
-    def _attend(self, seeds_PNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, sequence: Sequence) -> Tensor:
+    def attend(self, seeds_PNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, sequence: Sequence) -> Tensor:
         """[B, P, N, H]."""
         scale, plan, bound = 1.0 / math.sqrt(self.head_dim), sequence.plan, sequence.max_length
         if sequence.lengths_B is not None:
