@@ -138,7 +138,8 @@ def _report(
 ) -> None:
     lengths_B = draw_lengths(config, args.seed)
     common = report.common_columns(
-        device, module="gemworks.gem.layers", copy_gbps=ceilings.copy_gbps, tflops=ceilings.bf16_tflops, mhz=ceilings.clock_mhz
+        device, module="gemworks.gem.layers", copy_gbps=ceilings.copy_gbps, tflops=ceilings.bf16_tflops,
+        mhz=ceilings.clock_mhz,
     )  # fmt: skip
     common |= {
         "attention": attention, "setting": setting, "batch": str(config.data.batch_size), "dtype": config.train.dtype,
@@ -158,9 +159,8 @@ def _report(
     for x in layers:
         for name, ms, launches in (x.split.kernels if x.split else ())[: args.kernels]:
             print(f"  {x.name:12} {ms:8.4f} ms  x{launches:<5.1f} {name[:110]}")
-    report.chart(
-        args.out / f"layers_{attention}_{setting}.png", layers, f"{config.preset}, {attention} attention, {setting}"
-    )
+    title = f"{config.preset}, {attention} attention, {setting}"
+    report.chart(args.out / f"layers_{attention}_{setting}.png", layers, title)
 
 
 if __name__ == "__main__":

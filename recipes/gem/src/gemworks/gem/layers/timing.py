@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import quantiles
 
 import torch
@@ -95,7 +96,7 @@ def time_call(run: Callable[[], None], device: torch.device, *, repeats: int, wa
         run()
         mark.record()
     torch.cuda.synchronize(device)
-    return Time.of([a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)])
+    return Time.of([a.elapsed_time(b) for a, b in pairwise(marks)])
 
 
 def split_call(run: Callable[[], None], *, repeats: int = 3) -> Split:
@@ -142,8 +143,10 @@ def _covered(intervals: list[tuple[float, float]]) -> float:
 
 
 class Bound:
-    """Least times from this run's rates: what a linear product takes in cuBLAS alone, and for attention the larger of
-    its FLOPs at the rate of a large square product and its bytes at the rate of a copy. Everything else counts as fused away.
+    """Least times from this run's rates.
+
+    A linear product takes what cuBLAS needs for it alone; an attention the larger of its FLOPs at the rate of a large
+    square product and its bytes at the rate of a copy. Everything else counts as fused away.
 
     Args:
         copy_gbps, tflops: rates of this run.
@@ -155,7 +158,7 @@ class Bound:
         self._timed: dict[tuple[int, int, int], float] = {}
 
     def ms_of(self, part: Part) -> float:
-        """Of a part's forward and backward; without a list of its products, of its FLOPs at the square product's rate."""
+        """Of a part's forward and backward; without a list of products, its FLOPs at the square product's rate."""
         if not part.products:
             return part.flops / self.tflops / 1e9
         return sum(self._ms(product) for product in part.products)

@@ -6,7 +6,7 @@ event type, H head width, S = B + 1 offsets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,7 +41,7 @@ class Sequence:
     offsets_S: Tensor
     max_length: int
     rope: RopeTables | None
-    plan: SequencePlan = SequencePlan()
+    plan: SequencePlan = field(default_factory=SequencePlan)
     lengths_B: Tensor | None = None
 
     def replace_tokens(self, s_TD: Tensor) -> Sequence:

@@ -118,8 +118,15 @@ def padded_pool(
 
 
 def padded_gdpa_pool(
-    seeds_PNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths_B: Tensor, *, max_length: int, scale: float, activation: Activation
-) -> Tensor:  # fmt: skip
+    seeds_PNH: Tensor,
+    k_TNH: Tensor,
+    v_TNH: Tensor,
+    lengths_B: Tensor,
+    *,
+    max_length: int,
+    scale: float,
+    activation: Activation,
+) -> Tensor:
     """`act(scale * Q K^T) V` with shared seeds over padded sequences: [B, P, N, H]."""
     batch = lengths_B.shape[0]
     inside = (torch.arange(max_length, device=lengths_B.device) < lengths_B[:, None])[:, None, None, :]

@@ -61,12 +61,14 @@ class SeedPooling(nn.Module):
                 return padded_pool(*rows, max_length=bound, scale=scale)
             return padded_gdpa_pool(*rows, max_length=bound, scale=scale, activation=self.activation)
         if self.kernels.pooling == "varlen" and self.activation is None:
-            assert plan.cu_seeds is not None and plan.cu_sequences is not None
+            assert plan.cu_seeds is not None
+            assert plan.cu_sequences is not None
             num_seeds, batch = seeds_PNH.shape[0], sequence.offsets_S.shape[0] - 1
             q = seeds_PNH.to(v_TNH.dtype).expand(batch, -1, -1, -1).flatten(0, 1)
+            k_TNH = k_TNH.to(v_TNH.dtype)
             out = varlen_attention(
-                q, k_TNH.to(v_TNH.dtype), v_TNH, plan.cu_seeds, plan.cu_sequences, max_q=num_seeds, max_k=bound, scale=scale
-            )  # fmt: skip
+                q, k_TNH, v_TNH, plan.cu_seeds, plan.cu_sequences, max_q=num_seeds, max_k=bound, scale=scale
+            )
             return out.view(batch, num_seeds, *out.shape[1:])
         common = {"max_length_k": bound, "scale": scale, "shared_query": True, "schedule": plan.pooling}
         if self.activation is None:
