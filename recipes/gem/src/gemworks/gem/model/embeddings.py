@@ -34,8 +34,7 @@ class SparseEmbeddings(nn.Module):
     that share such a table (they are averaged per sample afterwards): this way the item of the sample and the items of
     the history have the same rows. Tables of the sample alone are read by an `EmbeddingBagCollection` that averages.
 
-    A batch of no samples is answered without asking the collections, which fail at one. Whoever puts others that can
-    take it, or that must see every batch, into `rows` and `bags` sets `skips_empty` to False.
+    The collections fail at a batch of no samples, so they are asked about one sample without ids then.
 
     Args:
         schema: names of features and their tables.
@@ -61,7 +60,6 @@ class SparseEmbeddings(nn.Module):
         self._sample_names = tuple(f.name for f in schema.ids)
         self._pooled_names = tuple(f.name for f in pooled)
         self._bagged_names = tuple(f.name for f in bagged)
-        self.skips_empty = True
         where = device or torch.device("cpu")
         self.bags: EmbeddingBagCollection | None = None
         self.rows: EmbeddingCollection | None = None
@@ -106,34 +104,30 @@ class SparseEmbeddings(nn.Module):
             `[B, n, W]` with the sample's features in schema order (an id list is averaged, an empty one is 0), and the
             packed rows `[T, W]` of every event feature by its key.
         """
-        if batch.num_samples == 0 and self.skips_empty:
-            return self._nothing(batch)
+        sample_ids, event_ids = batch.ids, batch.event_ids
+        if batch.num_samples == 0:
+            sample_ids, event_ids = _one_without_ids(sample_ids), _one_without_ids(event_ids)
         found: dict[str, Tensor] = {}
         if self.bags is not None:
-            ids = batch.ids if not self._pooled_names else _select(batch.ids, self._bagged_names)
+            ids = sample_ids if not self._pooled_names else _select(sample_ids, self._bagged_names)
             found.update(self.bags(ids).to_dict())
         event_rows: dict[str, Tensor] = {}
         if self.rows is not None:
-            ids = batch.event_ids
+            ids = event_ids
             if self._pooled_names:
-                ids = KeyedJaggedTensor.concat([_select(batch.ids, self._pooled_names), ids])
+                ids = KeyedJaggedTensor.concat([_select(sample_ids, self._pooled_names), ids])
             for key, jagged in self.rows(ids).items():
                 if key in self._pooled_names:
                     found[key] = _mean_rows(jagged)
                 else:
                     event_rows[key] = jagged.values()
         if self._sample_names:
-            sample_BnW = torch.stack([found[name] for name in self._sample_names], dim=1)
+            sample_BnW = torch.stack([found[name] for name in self._sample_names], dim=1)[: batch.num_samples]
         else:
             sample_BnW = batch.dense_BC.new_empty(batch.num_samples, 0, self.dim)
         # all through the gate together, so that it decides before the first table is updated
         sample_BnW, *rows = self.gate(sample_BnW, *event_rows.values())
         return sample_BnW, dict(zip(event_rows, rows, strict=True))
-
-    def _nothing(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The embeddings of a batch of no samples."""
-        rows = {key: batch.dense_BC.new_empty(0, self.dim) for key in batch.event_ids.keys()}  # noqa: SIM118
-        return batch.dense_BC.new_empty(0, len(self._sample_names), self.dim), rows
 
 
 def _table_sizes(features: list[IdFeature]) -> dict[str, int]:
@@ -157,6 +151,12 @@ def _features_by_table(features: list[tuple[str, IdFeature]]) -> dict[str, list[
 def _select(ids: KeyedJaggedTensor, names: tuple[str, ...]) -> KeyedJaggedTensor:
     keys = ids.keys()
     return ids.permute([keys.index(name) for name in names])
+
+
+def _one_without_ids(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """A batch of one sample that has no ids, with the keys of a batch of no samples."""
+    keys = ids.keys()
+    return KeyedJaggedTensor(keys, ids.values(), lengths=ids.lengths().new_zeros(len(keys)))
 
 
 def _mean_rows(jagged: JaggedTensor) -> Tensor:
