@@ -22,7 +22,7 @@ from gemworks.gem import checkpoint_files as files
 from gemworks.gem.checkpoint_files import DamagedCheckpointError, find
 from gemworks.gem.numerics import NonFiniteError
 from gemworks.gem.ranks import Ranks
-from gemworks.gem.table_pieces import TablePieces
+from gemworks.parallel.table_checkpoint import TablePieces
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -156,12 +156,20 @@ class Writer:
 
 
 def save(
-    folder: Path, step: int, model: nn.Module, optimizers: Stateful, host: dict[str, Any], *, keep_last: int = 2
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizers: Stateful,
+    host: dict[str, Any],
+    *,
+    keep_last: int = 2,
+    ranks: Ranks | None = None,
 ) -> Path:
     """Writes the checkpoint of `step` and waits for it; returns its folder. See `Writer.save`."""
-    writer = Writer(folder, keep_last)
+    writer = Writer(folder, keep_last, ranks)
     writer.save(step, model, optimizers, host)
     writer.wait()
+    writer.ranks.on_first(lambda: None)  # on the others the end of their own part is no news of the whole
     return files.step_dir(folder, step)
 
 
@@ -278,14 +286,21 @@ def differences(
 def _model_state(model: nn.Module) -> dict[str, Any]:
     """Its tensors; of a sharded table the pieces held here. They share memory with the model's own."""
     state = model.state_dict()
-    return {name: TablePieces.of(t) if isinstance(t, ShardedTensor) else t for name, t in state.items()}
+    return {name: table_pieces(t) if isinstance(t, ShardedTensor) else t for name, t in state.items()}
+
+
+def table_pieces(table: ShardedTensor) -> TablePieces:
+    """The rows of a torchrec table that are held here, sharing its memory, as what DCP can also write in the background."""
+    shards = table.local_shards()
+    pieces = [(shard.metadata.shard_offsets[0], shard.tensor.detach()) for shard in shards]
+    like = torch.empty(0, dtype=table.metadata().tensor_properties.dtype)
+    return TablePieces(tuple(table.metadata().size), pieces, like)
 
 
 def _give_back(model: nn.Module, state: dict[str, Any]) -> None:
     """Tables have been read in place; what remains is what `load_state_dict` does beyond copying."""
-    tables = [name for name, t in state.items() if isinstance(t, TablePieces)]
-    result = model.load_state_dict({n: t for n, t in state.items() if n not in tables}, strict=not tables)
-    assert not result.unexpected_keys
+    tables = {name: t for name, t in model.state_dict().items() if isinstance(t, ShardedTensor)}
+    model.load_state_dict({**state, **tables})
 
 
 def _rank_key(rank: int) -> str:
@@ -294,7 +309,7 @@ def _rank_key(rank: int) -> str:
 
 def _read(state: dict[str, Any], path: Path, ranks: Ranks) -> None:
     ranks.on_first(lambda: files.verify(path))
-    own = {name: tuple(t.shape) for name, t in state["model"].items() if isinstance(t, (Tensor, TablePieces))}
+    own = {name: tuple(t.shape) for name, t in state["model"].items() if isinstance(t, Tensor)}
     metadata = read_metadata(path)
     lines = differences(tensor_shapes(metadata, "model."), own)
     if lines:

@@ -70,9 +70,9 @@ class TableOptimizers(Protocol):
 
     def begin(self) -> None: ...
 
-    def accumulators(self) -> dict[str, Any]:
-        """Sums of squares by the table's parameter name, [num_rows]: tensors, or what a checkpoint takes for one. They
-        share memory with the optimizer's own."""
+    def accumulators(self) -> dict[str, Tensor]:
+        """Sums of squares by the table's parameter name, [num_rows]; of sharded tables `TablePieces`. They share memory
+        with the optimizer's own."""
         ...
 
 

@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gemworks.gem.checkpoint import table_pieces
 from gemworks.gem.config import OptimizerConfig
 from gemworks.gem.model.events import Sequence as TokenSequence
 from gemworks.gem.model.gem import Gem
 from gemworks.gem.optim import declare_table_optimizer
 from gemworks.gem.ranks import Ranks
-from gemworks.gem.table_pieces import TablePieces
 from gemworks.parallel.fsdp import FsdpPolicy, apply_fsdp
 from gemworks.parallel.meshes import build_meshes
 from gemworks.parallel.plan import DensePlan, ParallelPlan
 from gemworks.parallel.presets import h200_host, roce_cluster
 from gemworks.parallel.replicas import check_equal_replicas
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 with warnings.catch_warnings():
@@ -63,11 +64,11 @@ class ShardedTables:
     def begin(self) -> None:
         self._fused.zero_grad()  # hands the learning rates of the groups to the kernels
 
-    def accumulators(self) -> dict[str, TablePieces]:
-        found: dict[str, TablePieces] = {}
+    def accumulators(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
         for name, entry in self._fused.state_dict()["state"].items():
             (sums,) = entry.values()
-            found[f"embeddings.{name}"] = TablePieces.of(sums)
+            found[f"embeddings.{name}"] = table_pieces(sums)
         return found
 
 

@@ -34,7 +34,7 @@ class SparseEmbeddings(nn.Module):
     that share such a table (they are averaged per sample afterwards): this way the item of the sample and the items of
     the history have the same rows. Tables of the sample alone are read by an `EmbeddingBagCollection` that averages.
 
-    The collections fail at a batch of no samples, so they are asked about one sample without ids then.
+    The collections fail at a batch of no samples, so they are asked about one sample without ids then; see `min_samples`.
 
     Args:
         schema: names of features and their tables.
@@ -46,12 +46,15 @@ class SparseEmbeddings(nn.Module):
 
     Attributes:
         gate: what every gradient passes on its way to a table.
+        min_samples: a smaller batch is filled up to this many samples, with samples that have no ids, before the
+            collections see it. Whoever puts collections into `rows` and `bags` that want batches of one size sets it.
     """
 
     def __init__(self, schema: Schema, dim: int, *, device: torch.device | None = None) -> None:
         super().__init__()
         self.dim = dim
         self.gate = GradientGate()
+        self.min_samples = 1
         events = [(schema.event_key(event.name, f.name), f) for event in schema.events for f in event.ids]
         row_tables = {f.table for _, f in events}
         pooled = [f for f in schema.ids if f.table in row_tables]
@@ -105,8 +108,9 @@ class SparseEmbeddings(nn.Module):
             packed rows `[T, W]` of every event feature by its key.
         """
         sample_ids, event_ids = batch.ids, batch.event_ids
-        if batch.num_samples == 0:
-            sample_ids, event_ids = _one_without_ids(sample_ids), _one_without_ids(event_ids)
+        missing = self.min_samples - batch.num_samples
+        if missing > 0:
+            sample_ids, event_ids = _filled_up(sample_ids, missing), _filled_up(event_ids, missing)
         found: dict[str, Tensor] = {}
         if self.bags is not None:
             ids = sample_ids if not self._pooled_names else _select(sample_ids, self._bagged_names)
@@ -153,10 +157,12 @@ def _select(ids: KeyedJaggedTensor, names: tuple[str, ...]) -> KeyedJaggedTensor
     return ids.permute([keys.index(name) for name in names])
 
 
-def _one_without_ids(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """A batch of one sample that has no ids, with the keys of a batch of no samples."""
+def _filled_up(ids: KeyedJaggedTensor, num: int) -> KeyedJaggedTensor:
+    """The same with `num` samples more, which have no ids."""
     keys = ids.keys()
-    return KeyedJaggedTensor(keys, ids.values(), lengths=ids.lengths().new_zeros(len(keys)))
+    lengths_KB = ids.lengths().view(len(keys), ids.stride())
+    filled_KB = torch.cat([lengths_KB, lengths_KB.new_zeros(len(keys), num)], dim=1)
+    return KeyedJaggedTensor(keys, ids.values(), lengths=filled_KB.reshape(-1))
 
 
 def _mean_rows(jagged: JaggedTensor) -> Tensor:
