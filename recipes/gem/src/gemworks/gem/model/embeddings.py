@@ -32,7 +32,8 @@ class SparseEmbeddings(nn.Module):
 
     Tables that some event type uses are read row by row, by an `EmbeddingCollection`, and so are the sample's features
     that share such a table (they are averaged per sample afterwards): this way the item of the sample and the items of
-    the history have the same rows. Tables of the sample alone are read by an `EmbeddingBagCollection` that averages.
+    the history have the same rows. Tables of the sample alone are read by an `EmbeddingBagCollection` that adds up;
+    the division is here, because torchrec's sharded mean divides by 1e-6 more than the number of ids.
 
     The collections fail at a batch of no samples, so they are asked about one sample without ids then; see `min_samples`.
 
@@ -74,7 +75,7 @@ class SparseEmbeddings(nn.Module):
                         num_embeddings=sizes[table],
                         embedding_dim=dim,
                         feature_names=names,
-                        pooling=PoolingType.MEAN,
+                        pooling=PoolingType.SUM,
                         init_fn=partial(_init_rows),
                     )
                     for table, names in _features_by_table([(f.name, f) for f in bagged]).items()
@@ -114,7 +115,7 @@ class SparseEmbeddings(nn.Module):
         found: dict[str, Tensor] = {}
         if self.bags is not None:
             ids = sample_ids if not self._pooled_names else _select(sample_ids, self._bagged_names)
-            found.update(self.bags(ids).to_dict())
+            found.update(_means(self.bags(ids).to_dict(), ids))
         event_rows: dict[str, Tensor] = {}
         if self.rows is not None:
             ids = event_ids
@@ -163,6 +164,12 @@ def _filled_up(ids: KeyedJaggedTensor, num: int) -> KeyedJaggedTensor:
     lengths_KB = ids.lengths().view(len(keys), ids.stride())
     filled_KB = torch.cat([lengths_KB, lengths_KB.new_zeros(len(keys), num)], dim=1)
     return KeyedJaggedTensor(keys, ids.values(), lengths=filled_KB.reshape(-1))
+
+
+def _means(sums: dict[str, Tensor], ids: KeyedJaggedTensor) -> dict[str, Tensor]:
+    """Sums [B, W] over each sample's ids to means; 0 for none."""
+    lengths_KB = ids.lengths().view(len(ids.keys()), ids.stride()).clamp(min=1)
+    return {key: sums[key] / lengths_B[:, None] for key, lengths_B in zip(ids.keys(), lengths_KB, strict=True)}  # noqa: SIM118
 
 
 def _mean_rows(jagged: JaggedTensor) -> Tensor:
