@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from gemworks.gem.config import OptimizerConfig
 from gemworks.gem.model.gem import Gem
+from gemworks.parallel.table_checkpoint import TablePieces
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
@@ -180,11 +181,15 @@ class Optimizers:
         return {"state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a `state_dict`; does nothing where it shares memory with this one already."""
+        """Takes over a `state_dict` of as many ranks; entries that share memory with this one's are there already."""
         for name, entry in self.state_dict()["state"].items():
             for key, own in entry.items():
                 given = state_dict["state"][name][key]
-                if isinstance(own, Tensor) and given is not own:
+                if isinstance(own, TablePieces):
+                    for (first, rows), (given_first, given_rows) in zip(own.pieces, given.pieces, strict=True):
+                        assert first == given_first
+                        rows.copy_(given_rows)
+                elif given is not own:
                     own.copy_(given)
 
 

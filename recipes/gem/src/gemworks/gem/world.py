@@ -15,6 +15,7 @@ import itertools
 import os
 import pickle
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -166,6 +167,14 @@ def _is_broken_collective(error: BaseException) -> bool:
     return False
 
 
+def _quiet() -> None:
+    """Warnings that a user of several processes can do nothing about."""
+    # FSDP2 and torchrec call collectives by names that torch 2.13 has deprecated
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    # the model has no in-place operation on what a layer returned
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+
+
 def world_size() -> int:
     """How many processes the environment says there are."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -191,6 +200,7 @@ def open_world(timeout_seconds: float, *, cuda: bool) -> Iterator[Ranks]:
             f"environment: got WORLD_SIZE={world_size()} without {', '.join(missing)}; start several processes with "
             "`python -m gemworks.gem.launch` or torchrun"
         )
+    _quiet()
     timeout = timedelta(seconds=timeout_seconds)
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     dist.init_process_group(
