@@ -16,7 +16,17 @@ from gemworks.jagged.bench import cases, peers, report
 from gemworks.jagged.bench.timing import Time
 
 pytestmark = pytest.mark.reference
-QUICK = ["--smoke", "--rounds", "1", "--repeats", "2", "--skip", "FlexAttention"]  # FlexAttention compiles for seconds
+QUICK = [
+    "--smoke",
+    "--suite",
+    "attention",
+    "--rounds",
+    "1",
+    "--repeats",
+    "2",
+    "--skip",
+    "FlexAttention",
+]  # FlexAttention compiles for seconds
 
 
 def run(tmp_path: Path, *more: str) -> list[dict[str, str]]:

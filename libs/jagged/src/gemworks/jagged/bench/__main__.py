@@ -1,4 +1,4 @@
-"""Attention on jagged lengths, ours beside the peers: correctness first, then times in turn, a table, CSV and PNG.
+"""Attention, block attention and norms beside their peers: correctness first, then times in turn, a table, CSV and PNG.
 
 python -m gemworks.jagged.bench --out jagged.csv --budget-s 540     # on a GPU: everything that fits into nine minutes
 python -m gemworks.jagged.bench --smoke                             # on a CPU: seconds, tiny shapes
@@ -11,20 +11,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from gemworks.jagged import TileSchedule
-from gemworks.jagged.bench import report
+from gemworks.jagged.bench import bandwidth, blocks, norms, report
 from gemworks.jagged.bench.cases import CASES, SMOKE, Case, Inputs, grouped, make_inputs
 from gemworks.jagged.bench.checks import check
 from gemworks.jagged.bench.guard import Guard, State
 from gemworks.jagged.bench.peers import PEERS, Contender, Maker, from_file, ours
 from gemworks.jagged.bench.timing import Clock, Time, measure_ceilings, time_in_turn
 
+SUITES = ("attention", "blocks", "norms")
 SLOW_TO_COMPILE = ("FlexAttention",)
 
 
@@ -104,9 +105,31 @@ class Run:
             report.append_csv(self.args.out, rows)
         return failed
 
+    def memory_bound(self, make: Callable[[], bandwidth.Subject]) -> int:
+        """Measure and write one norm or one block attention; returns 1 where it has no number of ours."""
+        label = "memory-bound op"
+        try:
+            if label in self.guard.state.broken:
+                raise RuntimeError(self.guard.state.broken[label])
+            self.guard.enter(label)
+            rows = bandwidth.measure(
+                make(), self.clock, self.context, rounds=self.args.rounds, repeats=self.args.repeats
+            )
+        except (AssertionError, RuntimeError, ValueError) as error:  # no number for what is wrong
+            print(f"  FAILED {type(error).__name__}: {error}", flush=True)
+            if self.context.device.type == "cuda":
+                self.guard.check_device(torch.cuda.synchronize, label, str(error)[:160])
+            return 1
+        finally:
+            self.guard.leave()
+        report.print_rows(rows)
+        report.append_csv(self.args.out, rows)
+        return 0
+
     def _set_up(self, name: str, make: Maker, x: Inputs, refusals: dict[str, str]) -> dict[str, Callable[[], object]]:
         args = self.args
-        if name in SLOW_TO_COMPILE and x.case.priority > 0 and not args.smoke and not args.all_peers:
+        main = x.case.priority == 0 and x.case.kind == "self"
+        if name in SLOW_TO_COMPILE and not (main or args.smoke or args.all_peers):
             refusals[name] = "left out: it compiles for long; --all-peers measures it here too"
             return {}
         began = self.guard.state.seconds
@@ -133,6 +156,16 @@ class Run:
             self.guard.check_device(torch.cuda.synchronize, name, reason)
 
 
+def memory_bound_subjects(
+    args: Any, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, Callable[[], bandwidth.Subject]]]:
+    if "blocks" in args.suite:
+        shape = blocks.Shape(5, 150, 2, 16) if args.smoke else None
+        yield from blocks.subjects(device, dtype, shape, *([("norm rope qkv",)] if args.smoke else []))
+    if "norms" in args.suite:
+        yield from norms.subjects(device, dtype, *([(("layer_norm affine residual", 16),), 64] if args.smoke else []))
+
+
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m gemworks.jagged.bench", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
@@ -141,6 +174,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, also without a GPU")
     parser.add_argument("--budget-s", type=float, default=540.0, help="start no case after this many seconds")
+    parser.add_argument("--suite", nargs="+", default=list(SUITES), choices=SUITES, help="all by default")
     parser.add_argument("--only", default="", help="cases whose 'op shape law' contains this")
     parser.add_argument("--priority", type=int, default=3, help="cases up to this priority")
     parser.add_argument("--no-peers", action="store_true")
@@ -192,17 +226,31 @@ def main(argv: list[str] | None = None, *, restarts: bool = False) -> int:
         for c in (SMOKE if args.smoke else CASES)
         if c.priority <= args.priority and args.only in f"{c.op} {c.shape} {c.law} H{c.head_dim}"
     ]
-    for index, cases in enumerate(grouped(chosen)):
+    attention = [
+        (f"{' + '.join(c.op for c in cases)} {cases[0].shape} {cases[0].law} H{cases[0].head_dim}",
+         lambda cases=cases: run.group(cases), cases[0].priority)
+        for cases in (grouped(chosen) if "attention" in args.suite else [])
+    ]  # fmt: skip
+    memory_bound = [
+        (label, lambda make=make: run.memory_bound(make))
+        for label, make in memory_bound_subjects(args, device, dtype)
+        if args.only in label
+    ]
+    steps: list[tuple[str, Callable[[], int]]] = [
+        *((label, step) for label, step, priority in attention if priority == 0),
+        *memory_bound,
+        *((label, step) for label, step, priority in attention if priority > 0),
+    ]
+    for index, (label, step) in enumerate(steps):
         if index < state.group:
             continue
         if index > state.group:
             state.group, state.broken = index, {}
-        label = f"{' + '.join(c.op for c in cases)} {cases[0].shape} {cases[0].law} H{cases[0].head_dim}"
         if state.seconds > args.budget_s:
             print(f"{label}: not run, the budget of {args.budget_s:.0f} s is spent", flush=True)
             continue
         print(f"{label} ({state.seconds:.0f} s)", flush=True)
-        state.failed += run.group(cases)
+        state.failed += step()
         if cuda:
             torch.cuda.empty_cache()
     if rows := report.read_csv(args.out):
