@@ -63,10 +63,11 @@ def gluon(capability: int, activation: str) -> Any:
 
 def plain(capability: int, activation: str) -> Any:
     from gemworks.jagged.ops.attention_fp8.kernel_fp8 import fp8_kernel as kernel
+    from gemworks.jagged.ops.attention_fp8.launch import PLAIN_KEYS, PLAIN_ROWS
 
     constants = {"ACT": activation, "MASKED": False, "BOTTOM_RIGHT": True, "HEADS": 4, "GROUP": 1, "H": 128, "V": 128}
     constants |= {"R": 32, "W": 32, "RV": 32, "WV": 32, "V_CODES": True, "DTYPE": triton.language.bfloat16}
-    constants |= {"BM": 128, "BN": 64, "PRECISION": "ieee"}
+    constants |= {"BM": PLAIN_ROWS, "BN": PLAIN_KEYS, "PRECISION": "ieee"}
     special = dict.fromkeys(("q", "k", "v", "sq", "sk", "sv"), "*u8") | {"out": "*bf16"}
     names = kernel.arg_names
     source = triton.compiler.ASTSource(
@@ -75,7 +76,7 @@ def plain(capability: int, activation: str) -> Any:
         constexprs={(names.index(n),): value for n, value in constants.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in ("q", "k", "v", "q_st", "k_st", "v_st", "out")},
     )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8, "num_stages": 2})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4, "num_stages": 2})
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch import Tensor
 fp8_kernel: Any = _fp8_kernel
 UNBOUNDED = 1 << 30
 BLOCK_N, STAGES, REGISTERS = 128, 3, 240
+PLAIN_ROWS, PLAIN_KEYS = 64, 64
 _TRITON_DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: triton.language.bfloat16,
     torch.float16: triton.language.float16,
@@ -58,7 +59,7 @@ def triton_forward(p: Problem, sq: Tensor, sk: Tensor, sv: Tensor | None, out: T
     values = sk if sv is None else sv  # not read without codes
     sq, sk, values = sq.contiguous(), sk.contiguous(), values.contiguous()
     wide = out.dtype == torch.float32
-    block_m, block_n = (32, 32) if wide else (128 if p.q.shape[2] <= 128 else 64, 64 if p.q.shape[2] <= 128 else 32)
+    block_m, block_n = (32, 32) if wide or p.q.shape[2] > 128 else (PLAIN_ROWS, PLAIN_KEYS)
     sample, row, count = p.tiles(f"q{block_m}")
     bounds, mask = p.schedule.bounds, p.rule.mask
     strides = [x.stride(i) for x in (q, k, v, sq, sk, values, out) for i in (0, 1)]
@@ -68,7 +69,7 @@ def triton_forward(p: Problem, sq: Tensor, sk: Tensor, sv: Tensor | None, out: T
         ACT=p.rule.activation, MASKED=not mask.is_full, BOTTOM_RIGHT=mask.align == "bottom_right", HEADS=heads,
         GROUP=heads // k.shape[1], H=q.shape[2], V=v.shape[2], R=rows, W=width, RV=rows_v, WV=width_v,
         V_CODES=sv is not None, DTYPE=_TRITON_DTYPES[out.dtype], BM=block_m, BN=block_n,
-        PRECISION="ieee", num_warps=4 if wide else 8, num_stages=1 if wide else 2,
+        PRECISION="ieee", num_warps=4, num_stages=1 if wide else 2,
     )  # fmt: skip
 
 
