@@ -76,7 +76,7 @@ def plain(capability: int, activation: str) -> Any:
         constexprs={(names.index(n),): value for n, value in constants.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in ("q", "k", "v", "q_st", "k_st", "v_st", "out")},
     )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4, "num_stages": 2})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8, "num_stages": 2})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch import Tensor
 fp8_kernel: Any = _fp8_kernel
 UNBOUNDED = 1 << 30
 BLOCK_N, STAGES, REGISTERS = 128, 3, 240
-PLAIN_ROWS, PLAIN_KEYS = 64, 64
+PLAIN_ROWS, PLAIN_KEYS = 64, 32
 _TRITON_DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: triton.language.bfloat16,
     torch.float16: triton.language.float16,
@@ -69,7 +69,7 @@ def triton_forward(p: Problem, sq: Tensor, sk: Tensor, sv: Tensor | None, out: T
         ACT=p.rule.activation, MASKED=not mask.is_full, BOTTOM_RIGHT=mask.align == "bottom_right", HEADS=heads,
         GROUP=heads // k.shape[1], H=q.shape[2], V=v.shape[2], R=rows, W=width, RV=rows_v, WV=width_v,
         V_CODES=sv is not None, DTYPE=_TRITON_DTYPES[out.dtype], BM=block_m, BN=block_n,
-        PRECISION="ieee", num_warps=4, num_stages=1 if wide else 2,
+        PRECISION="ieee", num_warps=4 if wide else 8, num_stages=1 if wide else 2,
     )  # fmt: skip
 
 
