@@ -101,8 +101,8 @@ def ladder_table(rows: Sequence[Row]) -> str:
         name = f"+ {row['row']}" if _is_side(row["row"]) else row["row"]
         cells = [
             name, row["added"], row["batch"], row["samples_per_s"], _percent(row["local_mfu"]),
-            _percent(row["step_mfu"]), _percent(row["mixed_mfu"]), row["step_ms"], row["peak_gib"], _percent(row["padding"]),
-            _percent(row["recompute"]), row["ne"],
+            _percent(row["step_mfu"]), _percent(row["mixed_mfu"]), row["step_ms"], row["peak_gib"],
+            _percent(row["padding"]), _percent(row["recompute"]), row["ne"],
         ]  # fmt: skip
         if not row["step_ms"]:
             cells[3] = row["note"]
