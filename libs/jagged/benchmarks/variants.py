@@ -25,7 +25,7 @@ from gemworks.jagged.bench.cases import Case, Inputs, make_inputs
 from gemworks.jagged.bench.timing import Clock, Time
 from gemworks.jagged.ops.attention_core import table
 from gemworks.jagged.ops.attention_core.reference import Rule
-from gemworks.jagged.ops.attention_core.table import GluonConfig, TritonConfig
+from gemworks.jagged.ops.attention_core.table import FusedConfig, GluonConfig, TritonConfig
 from torch import Tensor
 
 CASES = {
@@ -49,9 +49,10 @@ COLUMNS: tuple[str, ...] = (
     "error",
     "note",
 )
-PRODUCTS = {"forward": 1.0, "backward_kv": 2.0, "backward_q": 1.5}  # in forwards, executed
+# in forwards; executed, which is what is useful except in "pair": seven products for the work of five
+PRODUCTS = {"forward": 1.0, "backward_kv": 2.0, "backward_q": 1.5, "backward": 2.5}
 
-Variant = tuple[table.Step, Any, bool | None]  # step, configuration, fold (forward of fast_gelu)
+Variant = tuple[str, Any, bool | None]  # step, configuration, fold (forward of fast_gelu)
 
 
 def two_groups(block: int, stages: int, resident: int, keep: bool = False) -> GluonConfig:
@@ -79,6 +80,19 @@ GROUPS: dict[str, list[Variant]] = {
                 three_groups(64, 3, 1, 152),
             )
             for fold in (False, True)
+        ),
+    ],
+    "backward": [
+        ("backward", None, None),  # the pair of kernels that the table names
+        *(
+            ("backward", FusedConfig(stages, key_stages, early, ahead), None)
+            for stages, key_stages, early, ahead in (
+                (2, 2, False, False),
+                (2, 2, True, False),
+                (2, 2, False, True),
+                (2, 2, True, True),
+                (3, 1, False, True),
+            )
         ),
     ],
     "backward_kv": [
@@ -133,6 +147,20 @@ def run_step(
         if gluon:
             return lambda: launch_hopper.forward(p, out, fresh, config, fold=bool(fold)), [out]
         return lambda: launch.triton_forward(p, out, fresh, config), [out]
+    if step == "backward":
+        dtype = torch.float32 if p.rule.shared_query else p.q.dtype
+        dq = torch.empty(p.rows_q, *p.q.shape[1:], dtype=dtype, device=p.q.device)
+        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.k, p.v))
+        if config is None:
+            return lambda: launch._backward_in_two(p, d_out, lse, delta, dq, dk, dv), [dq, dk, dv]
+        if isinstance(config, FusedConfig):
+            return lambda: launch_hopper.backward_fused(p, d_out, lse, delta, dq, dk, dv, config), [dq, dk, dv]
+
+        def pair() -> None:
+            launch.triton_backward_kv(p, d_out, lse, delta, dk, dv, table.triton_config("backward_kv", p.shape))
+            launch.triton_backward_q(p, d_out, lse, delta, dq, table.triton_config("backward_q", p.shape))
+
+        return pair, [dq, dk, dv]
     if step == "backward_kv":
         dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.k, p.v))
         if gluon:
@@ -184,14 +212,13 @@ def measure(group: str, shapes: list[str]) -> Iterator[dict[str, str]]:
                 "shape": shape,
                 "activation": activation,
                 "step": step,
-                "config": str(config),
+                "config": "pair" if config is None else str(config),
                 "fold": str(variant[2]),
             }
             try:
                 if step not in twins:
-                    run, twins[step] = run_step(
-                        p, (step, table.triton_config(step, p.shape), None), x.d_out, lse, delta
-                    )
+                    plain = table.triton_config("forward" if step == "backward" else step, p.shape)  # pyright: ignore[reportArgumentType]
+                    run, twins[step] = run_step(p, (step, plain, None), x.d_out, lse, delta)
                     run()
                 run, filled = run_step(p, variant, x.d_out, lse, delta)
                 for t in filled:

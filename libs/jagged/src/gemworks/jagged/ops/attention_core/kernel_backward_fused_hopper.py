@@ -2,17 +2,20 @@
 
 Letters: n key rows of a tile (2 x 64), m query rows of a tile (64), H head width, G consumer warpgroup (0 or 1).
 
-A program takes key tiles, keeps K and V in shared memory and dK and dV in registers, and walks over the queries of the
-sequence. Scores are transposed (rows are keys): consumer G owns keys 64 G to 64 G + 63 of the tile. Both consumers put
-their half of dS into shared memory; each then computes one half of the columns of that tile's dQ from all of it.
+A program takes key tiles one at a time, keeps K and V in shared memory and dK and dV in registers, and walks over the
+queries of the sequence. Scores are transposed (rows are keys): consumer G owns keys 64 G to 64 G + 63 of the tile. Both
+consumers put their half of dS into shared memory; each then computes half of the columns of that tile's dQ from all of
+it.
 
 dQ sums over the key tiles of a sequence, which different programs work on at the same time. One counter per query tile
 puts them in order: key tile j adds its share after tile j - 1 has. The first stores its share into a float32 scratch,
 those between add to it, the last reads it and writes dQ; a sequence of one key tile never touches the scratch. Programs
-take tiles in the order of the schedule, in which tile j - 1 of a sequence comes before tile j, so whatever a program
-waits for is already being worked on. The scratch holds each 16 x 8 piece of a tile in the order of the threads that own
-it, so a warp's access is one run of 512 bytes.
+draw key tiles from one counter in the order of the schedule, in which tile j - 1 of a sequence comes before tile j, so
+whatever a program waits for is being worked on, however few programs the device runs at a time. The scratch holds each
+16 x 8 piece of a tile in the order of the threads that own it, so a warp's access is one run of 512 bytes.
 """
+
+# ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
 from gemworks.jagged._triton.hopper_common import activate_with_grad
 from triton.experimental import gluon
@@ -41,6 +44,10 @@ SEEN_PTX = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
 # A zero that the compiler does not see through: keeps it from computing every address before the loop, for lack of
 # registers.
 ZERO_PTX = gl.constexpr("mov.b32 $0, 0;")
+# One program-wide number, taken by the first lane of the only warp that asks.
+TICKET_PTX = gl.constexpr("""{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; mov.b32 $0, 0;
+@p atom.add.relaxed.gpu.global.s32 $0, [$1], 1;
+shfl.sync.idx.b32 $0, $0, 0, 0x1f, 0xffffffff; }""")
 TELL_PTX = gl.constexpr("st.release.gpu.global.b32 [$1], $2;\nmov.b32 $0, 0;")
 
 
@@ -58,65 +65,92 @@ def _item(t, HEADS: gl.constexpr, tile_sample, tile_row, bounds_k, bounds_q):
 
 
 @gluon.jit
+def _read_ticket(ticket_smem, ks):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(ticket_smem.index(ks).load(LAYOUT), 0)
+
+
+@gluon.jit
+def _load_item(
+    t, fill, ks, column, q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample,
+    tile_row, q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t,
+    do_stride_n, lse_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full,
+    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    head, _sample, row, k_begin, k_len, q_begin, q_len = _item(t, HEADS, tile_sample, tile_row, bounds_k, bounds_q)
+    head64 = head.to(gl.int64)
+    k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head64 * k_stride_n
+    v_base = v_ptr + k_begin.to(gl.int64) * v_stride_t + head64 * v_stride_n
+    q_from = 0 if SHARED else q_begin  # a shared query is the same rows for every sequence
+    q_base = q_ptr + q_from.to(gl.int64) * q_stride_t + head64 * q_stride_n
+    do_base = do_ptr + q_begin.to(gl.int64) * do_stride_t + head64 * do_stride_n
+    k_desc = tma.make_tensor_descriptor(k_base, [gl.maximum(k_len, 1), H], [k_stride_t, 1], [64, H], k_smem.layout)
+    v_desc = tma.make_tensor_descriptor(v_base, [gl.maximum(k_len, 1), H], [v_stride_t, 1], [64, H], v_smem.layout)
+    q_desc = tma.make_tensor_descriptor(q_base, [gl.maximum(q_len, 1), H], [q_stride_t, 1], [64, H], q_smem.layout)
+    do_desc = tma.make_tensor_descriptor(do_base, [gl.maximum(q_len, 1), H], [do_stride_t, 1], [64, H], do_smem.layout)
+    mbarrier.expect(k_full.index(ks), 4 * 64 * H * 2)
+    for g in gl.static_range(2):
+        tma.async_copy_global_to_shared(k_desc, [row + g * 64, 0], k_full.index(ks), k_smem.index(2 * ks + g))
+        tma.async_copy_global_to_shared(v_desc, [row + g * 64, 0], k_full.index(ks), v_smem.index(2 * ks + g))
+    for m in range(0, q_len, 64):
+        s = fill % STAGES
+        mbarrier.wait(q_free.index(s), ((fill // STAGES) & 1) ^ 1)
+        if ACT == "softmax":
+            # Zeros past the end: P = 1 there, times rows of zeros.
+            at = head64 * lse_stride_n + q_begin + m + column
+            inside = column < q_len - m
+            async_copy.async_copy_global_to_shared(row_smem.index(2 * s), lse_ptr + at, mask=inside)
+            async_copy.async_copy_global_to_shared(row_smem.index(2 * s + 1), delta_ptr + at, mask=inside)
+            async_copy.mbarrier_arrive(q_full.index(s))  # counts itself in: before `expect` arrives
+        mbarrier.expect(q_full.index(s), 2 * 64 * H * 2)
+        tma.async_copy_global_to_shared(q_desc, [m, 0], q_full.index(s), q_smem.index(s))
+        tma.async_copy_global_to_shared(do_desc, [m, 0], q_full.index(s), do_smem.index(s))
+        fill += 1
+    return fill
+
+
+@gluon.jit
 def _producer(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row, total,
     q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t, do_stride_n, lse_stride_n,
-    q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full, k_free,
+    q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full, k_free, counter_ptr, ticket_smem,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
     SHARED: gl.constexpr,
 ):  # fmt: skip
     column = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
     fill = 0
     ki = 0
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        head, _sample, row, k_begin, k_len, q_begin, q_len = _item(
-            t, HEADS, tile_sample, tile_row, bounds_k, bounds_q
-        )
-        head64 = head.to(gl.int64)
-        k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head64 * k_stride_n
-        v_base = v_ptr + k_begin.to(gl.int64) * v_stride_t + head64 * v_stride_n
-        q_from = 0 if SHARED else q_begin  # a shared query is the same rows for every sequence
-        q_base = q_ptr + q_from.to(gl.int64) * q_stride_t + head64 * q_stride_n
-        do_base = do_ptr + q_begin.to(gl.int64) * do_stride_t + head64 * do_stride_n
-        k_desc = tma.make_tensor_descriptor(k_base, [gl.maximum(k_len, 1), H], [k_stride_t, 1], [64, H], k_smem.layout)
-        v_desc = tma.make_tensor_descriptor(v_base, [gl.maximum(k_len, 1), H], [v_stride_t, 1], [64, H], v_smem.layout)
-        q_desc = tma.make_tensor_descriptor(q_base, [gl.maximum(q_len, 1), H], [q_stride_t, 1], [64, H], q_smem.layout)
-        do_desc = tma.make_tensor_descriptor(
-            do_base, [gl.maximum(q_len, 1), H], [do_stride_t, 1], [64, H], do_smem.layout
-        )
+    counter = counter_ptr.to(gl.int64, bitcast=True)
+    t = total - total
+    while t < total:
         ks = ki % KSTAGES
         mbarrier.wait(k_free.index(ks), ((ki // KSTAGES) & 1) ^ 1)
-        mbarrier.expect(k_full.index(ks), 4 * 64 * H * 2)
-        for g in gl.static_range(2):
-            tma.async_copy_global_to_shared(k_desc, [row + g * 64, 0], k_full.index(ks), k_smem.index(2 * ks + g))
-            tma.async_copy_global_to_shared(v_desc, [row + g * 64, 0], k_full.index(ks), v_smem.index(2 * ks + g))
+        t = gl.inline_asm_elementwise(TICKET_PTX, "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1)
+        ticket_smem.index(ks).store(gl.full([1], t, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        if t < total:
+            fill = _load_item(
+                t, fill, ks, column, q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample,
+                tile_row, q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t,
+                do_stride_n, lse_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full,
+                ACT, HEADS, H, STAGES, SHARED,
+            )  # fmt: skip
+        else:
+            mbarrier.arrive(k_full.index(ks), count=1)
         ki += 1
-        for m in range(0, q_len, 64):
-            s = fill % STAGES
-            mbarrier.wait(q_free.index(s), ((fill // STAGES) & 1) ^ 1)
-            if ACT == "softmax":
-                # Zeros past the end: P = 1 there, times rows of zeros.
-                at = head64 * lse_stride_n + q_begin + m + column
-                inside = column < q_len - m
-                async_copy.async_copy_global_to_shared(row_smem.index(2 * s), lse_ptr + at, mask=inside)
-                async_copy.async_copy_global_to_shared(row_smem.index(2 * s + 1), delta_ptr + at, mask=inside)
-                async_copy.mbarrier_arrive(q_full.index(s))  # counts itself in: before `expect` arrives
-            mbarrier.expect(q_full.index(s), 2 * 64 * H * 2)
-            tma.async_copy_global_to_shared(q_desc, [m, 0], q_full.index(s), q_smem.index(s))
-            tma.async_copy_global_to_shared(do_desc, [m, 0], q_full.index(s), do_smem.index(s))
-            fill += 1
 
 
 @gluon.jit
 def _gatekeeper(
-    turn_ptr, bounds_k, bounds_q, tile_sample, tile_row, total, gate, done, HEADS: gl.constexpr
+    turn_ptr, bounds_k, bounds_q, tile_sample, tile_row, total, gate, done, k_full, k_free, ticket_smem,
+    HEADS: gl.constexpr, KSTAGES: gl.constexpr,
 ):  # fmt: skip
     """Lets the consumers at a query tile's scratch when it is their key tile's turn, and says when they are through."""
     step = 0
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        head, sample, row, _k_begin, k_len, q_begin, q_len = _item(
-            t, HEADS, tile_sample, tile_row, bounds_k, bounds_q
-        )
+    ki = 0
+    mbarrier.wait(k_full.index(0), 0)
+    t = _read_ticket(ticket_smem, 0)
+    while t < total:
+        head, sample, row, _k_begin, k_len, q_begin, q_len = _item(t, HEADS, tile_sample, tile_row, bounds_k, bounds_q)
         j = row // 128
         last = row + 128 >= k_len
         at = (turn_ptr + (q_begin // 64 + sample) * HEADS + head).to(gl.int64, bitcast=True)
@@ -131,6 +165,11 @@ def _gatekeeper(
                 gl.inline_asm_elementwise(TELL_PTX, "=r,l,r", [at, j + 1], dtype=gl.int32, is_pure=False, pack=1)
             at += HEADS * 4
             step += 1
+        mbarrier.arrive(k_free.index(ki % KSTAGES), count=1)
+        ki += 1
+        ks = ki % KSTAGES
+        mbarrier.wait(k_full.index(ks), (ki // KSTAGES) & 1)
+        t = _read_ticket(ticket_smem, ks)
 
 
 @gluon.jit
@@ -193,10 +232,7 @@ def _tile(
     if AHEAD or EARLY:
         # already complete: keeps the assembler from hoisting the wait below over the work that it hides
         mbarrier.wait(q_full.index(sq), phase)
-        if EARLY:
-            dp = warpgroup_mma_wait(1, [dp_acc])
-        else:
-            dp = warpgroup_mma_wait(0, [dp_acc])
+        dp = warpgroup_mma_wait(1 if EARLY else 0, [dp_acc])
     if ACT == "softmax":
         delta = row_smem.index(2 * sq + 1).load(gl.SliceLayout(0, S_LAYOUT))
         ds32 = slope * (dp - delta[None, :])
@@ -241,7 +277,7 @@ def _consumer(
     GROUP: gl.constexpr, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
     tile_sample, tile_row, total, scale, dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n,
     q_smem, do_smem, k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free, ds_full, gate, done,
-    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
+    ticket_smem, ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
     DTYPE: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -261,12 +297,12 @@ def _consumer(
     place = ((r // 16) * (H // 16) + c // 8) * 128 + ((r % 8) * 4 + (c % 8) // 2) * 4 + ((r // 8) % 2) * 2 + c % 2
     step = 0
     ki = 0
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+    ks = ki % KSTAGES
+    mbarrier.wait(k_full.index(ks), 0)
+    t = _read_ticket(ticket_smem, ks)
+    while t < total:
         head, sample, row, k_begin, k_len, q_begin, q_len = _item(t, HEADS, tile_sample, tile_row, bounds_k, bounds_q)
         head64 = head.to(gl.int64)
-        ks = ki % KSTAGES
-        mbarrier.wait(k_full.index(ks), (ki // KSTAGES) & 1)
-        ki += 1
         is_first = row == 0
         is_last = row + 128 >= k_len
         dq_base = dq_ptr + head64 * dq_stride_n + GROUP * (H // 2)
@@ -337,13 +373,16 @@ def _consumer(
         dk_at = dk_ptr + (rows.to(gl.int64) * dk_stride_t)[:, None] + head64 * dk_stride_n + cols[None, :]
         gl.store(dk_at, v.load(STORE), mask=mask)
         fence_async_shared()
-        gl.thread_barrier()
         mbarrier.arrive(k_free.index(ks), count=1)
+        ki += 1
+        ks = ki % KSTAGES
+        mbarrier.wait(k_full.index(ks), (ki // KSTAGES) & 1)
+        t = _read_ticket(ticket_smem, ks)
 
 
 @gluon.jit(do_not_specialize=["lse_stride_n"])  # it is the number of rows, other in every batch
 def backward_fused_hopper_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, turn_ptr, lse_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, turn_ptr, counter_ptr, lse_ptr, delta_ptr,
     bounds_k, bounds_q, tile_sample, tile_row, num_tiles, scale,
     q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t, do_stride_n,
     dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, lse_stride_n,
@@ -365,6 +404,7 @@ def backward_fused_hopper_kernel(
     q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [KSTAGES, 1], BAR)
     k_free = gl.allocate_shared_memory(gl.int64, [KSTAGES, 1], BAR)
+    ticket_smem = gl.allocate_shared_memory(gl.int32, [KSTAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ds_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     gate = gl.allocate_shared_memory(gl.int64, [1], BAR)
     done = gl.allocate_shared_memory(gl.int64, [1], BAR)
@@ -373,7 +413,7 @@ def backward_fused_hopper_kernel(
         mbarrier.init(q_free.index(s), count=2)
     for s in gl.static_range(KSTAGES):
         mbarrier.init(k_full.index(s), count=1)
-        mbarrier.init(k_free.index(s), count=2)
+        mbarrier.init(k_free.index(s), count=3)
     mbarrier.init(ds_full, count=2)
     mbarrier.init(gate, count=1)
     mbarrier.init(done, count=2)
@@ -384,18 +424,20 @@ def backward_fused_hopper_kernel(
             (_consumer, (G(0), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
                          tile_sample, tile_row, total, scale, dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n,
                          dv_stride_t, dv_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, ds_smem,
-                         q_full, q_free, k_full, k_free, ds_full, gate, done,
+                         q_full, q_free, k_full, k_free, ds_full, gate, done, ticket_smem,
                          ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD)),
             (_consumer, (G(1), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
                          tile_sample, tile_row, total, scale, dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n,
                          dv_stride_t, dv_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, ds_smem,
-                         q_full, q_free, k_full, k_free, ds_full, gate, done,
+                         q_full, q_free, k_full, k_free, ds_full, gate, done, ticket_smem,
                          ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD)),
             (_producer, (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row,
                          total, q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
                          do_stride_t, do_stride_n, lse_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem,
-                         q_full, q_free, k_full, k_free, ACT, HEADS, H, STAGES, KSTAGES, SHARED)),
-            (_gatekeeper, (turn_ptr, bounds_k, bounds_q, tile_sample, tile_row, total, gate, done, HEADS)),
+                         q_full, q_free, k_full, k_free, counter_ptr, ticket_smem,
+                         ACT, HEADS, H, STAGES, KSTAGES, SHARED)),
+            (_gatekeeper, (turn_ptr, bounds_k, bounds_q, tile_sample, tile_row, total, gate, done, k_full, k_free,
+                           ticket_smem, HEADS, KSTAGES)),
         ],
         [4, 1, 1], [CONSUMER_REGS, 24, 24],
     )  # fmt: skip
