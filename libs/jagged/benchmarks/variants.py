@@ -35,6 +35,14 @@ CASES = {
     "B128 max2048 seeds256": Case("flash_attention", "pool", 128, 2048, rows=256),
     "B128 max2048 seeds64": Case("flash_attention", "pool", 128, 2048, rows=64),
 }
+# The same kinds of work on a few short sequences, for --check
+SMALL = {
+    "B256 max1024": Case("flash_attention", "self", 9, 300),
+    "B128 max2048": Case("flash_attention", "self", 9, 700),
+    "B256 max2048 kv256": Case("flash_attention", "pffn", 9, 700, rows=256),
+    "B128 max2048 seeds256": Case("flash_attention", "pool", 9, 700, rows=256),
+    "B128 max2048 seeds64": Case("flash_attention", "pool", 9, 700, rows=64),
+}
 ACTIVATIONS = ("fast_gelu", "softmax")
 COLUMNS: tuple[str, ...] = (
     "shape",
@@ -59,6 +67,12 @@ def two_groups(block: int, stages: int, resident: int, keep: bool = False) -> Gl
     return GluonConfig(block, stages, 2, 232, resident, resident_keys=keep)
 
 
+def chained(
+    block: int, stages: int, groups: int = 2, registers: int = 232, *, keep: bool = False, qreg: bool = False
+) -> GluonConfig:
+    return GluonConfig(block, stages, groups, registers, 2, resident_keys=keep, chained=True, query_registers=qreg)
+
+
 def three_groups(block: int, stages: int, resident: int, registers: int = 160, keep: bool = False) -> GluonConfig:
     return GluonConfig(block, stages, 3, registers, resident, resident_keys=keep)
 
@@ -81,6 +95,29 @@ GROUPS: dict[str, list[Variant]] = {
             )
             for fold in (False, True)
         ),
+    ],
+    "chained forward": [
+        ("forward", two_groups(128, 2, 1), True),
+        ("forward", three_groups(64, 3, 2), True),
+        *(
+            ("forward", config, True)
+            for config in (
+                chained(128, 2),
+                chained(64, 4),
+                chained(64, 5),
+                chained(64, 4, qreg=True),
+                chained(128, 2, registers=240, qreg=True),
+                chained(64, 3, 3, 160),
+                chained(64, 4, 3, 160),
+            )
+        ),
+    ],
+    "chained forward, keys kept": [
+        ("forward", two_groups(128, 2, 2), True),
+        ("forward", two_groups(128, 2, 2, keep=True), True),
+        ("forward", chained(128, 2, keep=True), True),
+        ("forward", chained(64, 4, keep=True), True),
+        ("forward", chained(64, 4, qreg=True, keep=True), True),
     ],
     "backward": [
         ("backward", None, None),  # the pair of kernels that the table names
@@ -188,13 +225,13 @@ def problem(x: Inputs, activation: str) -> Any:
     return launch.Problem(q, k, v, rule, schedule, bound, "sm_90", x.d_out.shape[0], rows_k)
 
 
-def measure(group: str, shapes: list[str]) -> Iterator[dict[str, str]]:
+def measure(group: str, shapes: list[str], only: int | None, check: bool) -> Iterator[dict[str, str]]:
     from gemworks.jagged.ops.attention_core import launch
 
     device = torch.device("cuda")
     clock = Clock(device)
     for shape, activation in itertools.product(shapes, ACTIVATIONS):
-        x = make_inputs(CASES[shape], device, torch.bfloat16)
+        x = make_inputs((SMALL if check else CASES)[shape], device, torch.bfloat16)
         p = problem(x, activation)
         softmax = activation == "softmax"
         lse = torch.empty(p.q.shape[1], p.rows_q if softmax else 1, device=device)
@@ -202,7 +239,7 @@ def measure(group: str, shapes: list[str]) -> Iterator[dict[str, str]]:
         launch.triton_forward(p, out, lse, table.triton_config("forward", p.shape))
         delta = launch.compute_delta(out, x.d_out) if softmax else lse
         twins: dict[str, list[Tensor]] = {}
-        for variant in GROUPS[group]:
+        for variant in GROUPS[group] if only is None else [GROUPS[group][only]]:
             step, config, fold = variant
             if fold and softmax:
                 if any(v[1] == config and not v[2] for v in GROUPS[group]):
@@ -231,7 +268,7 @@ def measure(group: str, shapes: list[str]) -> Iterator[dict[str, str]]:
                 row["error"] = f"{max(errors):.1e}"
                 if not max(errors) < 2e-2:
                     row["note"] = "WRONG: not timed"
-                else:
+                elif not check:
                     t = Time.of(clock.sample(run, 12)[2:])
                     row |= {"ms": f"{t.ms:.4f}", "ms_p20": f"{t.ms_p20:.4f}", "ms_p80": f"{t.ms_p80:.4f}"}
                     row["tflops"] = f"{PRODUCTS[step] * x.flops / t.ms / 1e9:.0f}"
@@ -240,13 +277,17 @@ def measure(group: str, shapes: list[str]) -> Iterator[dict[str, str]]:
             yield row
 
 
-def child(group: str, shapes: list[str], out: Path) -> None:
+def child(group: str, shapes: list[str], out: Path, only: int | None, check: bool) -> None:
+    if check:
+        for row in measure(group, shapes, only, check):
+            print(" ".join(row.get(c, "") for c in COLUMNS if row.get(c)), flush=True)
+        return
     new = not out.exists()
     with out.open("a", newline="") as file:
         writer: csv.DictWriter[str] = csv.DictWriter(file, COLUMNS, restval="")
         if new:
             writer.writeheader()
-        for row in measure(group, shapes):
+        for row in measure(group, shapes, only, check):
             writer.writerow(row)
             file.flush()
             print("  ".join(row.get(c, "") for c in COLUMNS), flush=True)
@@ -259,15 +300,18 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=150.0, help="of one group")
     parser.add_argument("--group", action="append", choices=list(GROUPS), help="only these; all by default")
     parser.add_argument("--shape", action="append", choices=list(CASES), help="only these; all by default")
+    parser.add_argument("--check", action="store_true", help="small shapes, no times: compiles and compares")
+    parser.add_argument("--only", type=int, help="one variant of a group, by its number; with --check")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     groups, begin = args.group or list(GROUPS), time.monotonic()
-    if args.child:
-        child(groups[0], args.shape, args.out)
+    if args.child or args.check:
+        for group in groups:
+            child(group, args.shape or list(CASES), args.out, args.only, args.check)
         return
     for group in groups:
         shapes = args.shape or list(CASES)
-        if group.startswith("keep keys"):
+        if "keep keys" in group or "keys kept" in group:
             shapes = [s for s in shapes if CASES[s].kind == "pffn"]
         if group == "one consumer group":
             shapes = [s for s in shapes if CASES[s].kind != "self" or s == "B256 max1024"]

@@ -51,6 +51,9 @@ class GluonConfig:
         overlap: start P^T dO before dP is there (backward_kv only).
         resident_keys: keep K and V over neighbouring tiles of a sequence (forward and backward_q; a 4-D k whose rows
             fit into the stages, otherwise ignored).
+        chained: start on the next tile's first scores before this tile's output is stored (forward; takes
+            resident_stages 2 and groups of at least 2).
+        query_registers: hold Q in registers (with chained).
     """
 
     block: int
@@ -60,6 +63,8 @@ class GluonConfig:
     resident_stages: int = 1
     overlap: bool = False
     resident_keys: bool = False
+    chained: bool = False
+    query_registers: bool = False
 
     @property
     def programs(self) -> int:
