@@ -40,9 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("place", "which tier each group of a plan crosses"),
     ):
         sub = commands.add_parser(name, help=text)
-        sub.add_argument(
-            "--gpus", type=int, default=None, help="size of the preset, or of the resized file"
-        )
+        sub.add_argument("--gpus", type=int, default=None, help="size of the preset, or of the resized file")
         sub.add_argument("--cluster", default="roce", help=f"{', '.join(_PRESETS)}, or a cluster file")
         sub.add_argument("--model", default="gem-like", help="gem-like, or a profile file")
         sub.add_argument("--json", action="store_true", help="for machines")
