@@ -101,9 +101,8 @@ def _book_gap(ops: Sequence[Op], blocker: Op, start: float, end: float, add: Cal
     """Charge an idle gap of the compute queue to what ran meanwhile on the queue that it waits for, then to what that
     queue itself waited for on the other, the rest to the blocker."""
     free = [(start, end)]
-    queues: list[Queue] = [blocker.queue]
-    queues += [q for q in ("nvlink", "network") if q != blocker.queue]
-    for queue in queues:
+    networks: tuple[Queue, ...] = ("nvlink", "network")
+    for queue in (blocker.queue, *(q for q in networks if q != blocker.queue)):
         for o in ops:
             if o.queue == queue and o.end > start and o.start < end:
                 left: list[tuple[float, float]] = []
