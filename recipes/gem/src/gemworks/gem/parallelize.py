@@ -87,9 +87,12 @@ def parallelize(model: Gem, config: OptimizerConfig, ranks: Ranks, device: torch
         The tables' optimizers.
 
     Raises:
-        ValueError: parameters that differ between ranks (case M4); says which.
+        RuntimeError: parameters that differ between ranks (case M4); says which.
     """
-    check_equal_replicas(model.named_parameters(), None)
+    try:
+        check_equal_replicas(model.named_parameters(), None)
+    except ValueError as error:
+        raise RuntimeError(f"the model: {error}") from error
     declare_table_optimizer(model, config)
     tables = _shard_tables(model, ranks, device)
     model.embeddings.gate.total = ranks.sum
@@ -138,7 +141,5 @@ def _let_fsdp_see_sequences() -> None:
     if TokenSequence in pytree.SUPPORTED_NODES:
         return
     pytree.register_pytree_node(
-        TokenSequence,
-        lambda s: ([s.s_TD], (s.offsets_S, s.max_length, s.rope)),
-        lambda children, rest: TokenSequence(children[0], *rest),  # type: ignore[arg-type]
+        TokenSequence, lambda s: ([s.s_TD], s), lambda children, s: s.replace_tokens(next(iter(children)))
     )

@@ -22,6 +22,7 @@ from gemworks.gem.data import Source, open_loader
 from gemworks.gem.data.hashing import hash_u64
 from gemworks.gem.device import autocast, peak_flops_per_second
 from gemworks.gem.efficiency import count_batch_flops, mfu
+from gemworks.gem.implement import implement
 from gemworks.gem.metrics import BinaryMetrics
 from gemworks.gem.model.gem import Gem
 from gemworks.gem.numerics import NonFiniteError, SpikeWatch, describe_ids, first_non_finite, is_finite
@@ -54,19 +55,6 @@ def rank_seed(seed: int, rank: int) -> int:
     81
     """
     return int(hash_u64(seed, rank)[0]) >> 1
-
-
-def compile_dense(model: Gem) -> None:
-    """Compiles what works on dense tokens [B, n, D], in place: feature tokens, interactions, gates, the head's MLP.
-
-    Names of parameters stay as they are, so checkpoints do too. The sequence parts stay eager: their kernels are opaque
-    to the compiler anyway, and the CPU's rotary embedding, which writes into slices of its result, breaks it.
-    """
-    model.tokens.compile()
-    for layer in model.layers:
-        for name in ("summary", "gate", "interaction"):
-            layer.get_submodule(name).compile()
-    model.head.mlp.compile()
 
 
 @dataclass(frozen=True)
@@ -102,8 +90,7 @@ class Trainer:
         self.model = Gem(source.schema, config, device=device)
         self.num_dense_parameters = sum(p.numel() for p in self.model.dense_parameters())
         self.num_table_parameters = sum(p.numel() for p in self.model.sparse_parameters())
-        if config.train.compile:
-            compile_dense(self.model)
+        implement(self.model, config)
         tables = None
         if not self.ranks.alone:
             from gemworks.gem.parallelize import parallelize  # seconds to import, and one process has no use for it

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from gemworks.gem.errors import WRONG_INPUT, exit_code
 from gemworks.gem.ranks import Ranks
 from gemworks.parallel.heartbeat import Heartbeat, RankFailure
 from torch import Tensor
@@ -142,6 +143,9 @@ def _silent(ranks: tuple[int, ...]) -> str:
 
 
 def _packed(good: bool, value: object) -> bytes:
+    if isinstance(value, ValueError) and exit_code(value) != WRONG_INPUT:
+        # where it was raised, which says whose mistake it is, does not travel with it
+        value = RuntimeError(f"{type(value).__name__}: {value}")
     try:
         return pickle.dumps((good, value))
     except Exception:
