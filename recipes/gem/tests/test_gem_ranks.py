@@ -7,6 +7,7 @@ an epoch has one sample, so that one of two ranks has none (case M2).
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_l5_a_checkpoint_of_two_evaluates_to_the_same_bits_on_one(together: tupl
 def test_sigterm_to_one_rank_stops_both_and_one_process_goes_on(
     together: tuple[Path, Path, list[Outcome]], tmp_path: Path
 ) -> None:
-    """All ranks decide to stop in the same step; a checkpoint of two is gone on with by one, in the middle of an epoch."""
+    """All ranks decide to stop in the same step; one process goes on with a checkpoint of two, amid an epoch."""
     path = tmp_path / "run"
     outcomes = run_ranks(trained, 2, str(path), SETTINGS, Faults(rank=1, step=18, kind="terminate"))
     assert [outcome.error and outcome.error[0] for outcome in outcomes] == ["Preempted", "Preempted"]
@@ -223,11 +224,10 @@ def _poisoned(rank: int, world: int) -> dict[str, Any]:
 
         states, message = [tables()], ""
         try:
-            for _ in trainer.steps():
-                states.append(tables())
+            states.extend(tables() for _ in trainer.steps())
         except NonFiniteError as error:
             message = str(error)
-        moved = [any(not torch.equal(x, y) for x, y in zip(a, b, strict=True)) for a, b in zip(states, states[1:], strict=False)]
+        moved = [any(not torch.equal(x, y) for x, y in zip(a, b, strict=True)) for a, b in pairwise(states)]
         return {"moved": moved, "skipped": trainer.num_skipped, "message": message, "calls": ranks.on_first(lambda: 1)}
 
 
@@ -247,6 +247,7 @@ def _talk(rank: int, world: int) -> dict[str, Any]:
 
     from gemworks.gem.world import open_world
 
+    failed = ""
     with open_world(2, cuda=False) as ranks:
         waited = ranks.on_first(lambda: time.sleep(4) or "done")
         try:
@@ -254,7 +255,13 @@ def _talk(rank: int, world: int) -> dict[str, Any]:
         except IndexError as error:
             failed = str(error)
         gathered = ranks.gather_to_first(rank)
-        return {"waited": waited, "failed": failed, "any": ranks.any(rank == 1), "all": ranks.gather(rank), "first": gathered}
+        return {
+            "waited": waited,
+            "failed": failed,
+            "any": ranks.any(rank == 1),
+            "all": ranks.gather(rank),
+            "first": gathered,
+        }
 
 
 def test_others_wait_for_the_first_rank_as_long_as_it_lives() -> None:
@@ -270,5 +277,5 @@ def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
     from gemworks.gem.data import open_loader
 
     config = load_config("tiny", sets=["data.batch_size=9", "data.num_samples=64"])
-    with pytest.raises(ValueError, match="data.batch_size: got 9, expected a multiple of the number of ranks, 2"):
+    with pytest.raises(ValueError, match=r"data.batch_size: got 9, expected a multiple of the number of ranks, 2"):
         open_loader(open_source(config.data), config.data, "train", rank=0, world_size=2)

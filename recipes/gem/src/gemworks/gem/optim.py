@@ -81,9 +81,8 @@ class _OwnTables:
     """Of whole tables in this process."""
 
     def __init__(self, model: Gem) -> None:
-        tables = {name: p for name, p in model.named_parameters() if any(p is table for table in model.sparse_parameters())}
         self._by_name: dict[str, tuple[nn.Parameter, Optimizer]] = {
-            name: (p, optimizer) for name, p in tables.items() for optimizer in _in_backward(p)
+            name: (p, optimizer) for name, p in model.named_parameters() for optimizer in _in_backward(p)
         }
 
     @property

@@ -36,7 +36,8 @@ with warnings.catch_warnings():
     from torchrec.distributed.types import ShardingEnv
 
 # What has one accumulator per row whatever the sharding, and what every device has a kernel for. Data parallel is not
-# among them: its tables would have no fused optimizer. Column-wise is not: each piece would have accumulators of its own.
+# among them: its tables would have no fused optimizer. Column-wise neither: each piece would have accumulators of its
+# own.
 SHARDING_TYPES = ["table_wise", "row_wise"]
 GPUS_PER_MACHINE = 8
 
