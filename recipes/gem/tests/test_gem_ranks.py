@@ -72,7 +72,10 @@ def assert_close_runs(one: Path, other: Path) -> None:
     mine, others = parameters(one), parameters(other)
     assert mine.keys() == others.keys()
     for name, tensor in mine.items():
-        torch.testing.assert_close(tensor, others[name], rtol=1e-3, atol=1e-4, msg=name)
+        # A weight before a norm has a gradient of rounding errors, of which AdamW makes whole steps: less than one of
+        # them (3e-3) for weights, little for what they come from.
+        atol = 2e-3 if "/" not in name and not name.startswith("embeddings.") else 1e-4
+        torch.testing.assert_close(tensor, others[name], rtol=1e-3, atol=atol, msg=name)
     a, b = RunDir.open(one).summary(), RunDir.open(other).summary()
     assert a is not None
     assert b is not None

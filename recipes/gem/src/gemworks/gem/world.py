@@ -191,14 +191,9 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
 
 
-def world_size() -> int:
-    """How many processes the environment says there are."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 @contextlib.contextmanager
 def open_world(timeout_seconds: float, *, cuda: bool) -> Iterator[Ranks]:
-    """The ranks that the environment describes; `Ranks()` for a process on its own.
+    """This process among those that the environment describes.
 
     Args:
         timeout_seconds: after it a collective that some rank did not join breaks.
@@ -207,14 +202,11 @@ def open_world(timeout_seconds: float, *, cuda: bool) -> Iterator[Ranks]:
     Raises:
         ValueError: the environment is incomplete.
     """
-    if world_size() == 1:
-        yield Ranks()
-        return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(
-            f"environment: got WORLD_SIZE={world_size()} without {', '.join(missing)}; start several processes with "
-            "`python -m gemworks.gem.launch` or torchrun"
+            f"environment: got WORLD_SIZE={os.environ.get('WORLD_SIZE')} without {', '.join(missing)}; start several "
+            "processes with `python -m gemworks.gem.launch` or torchrun"
         )
     _quiet()
     timeout = timedelta(seconds=timeout_seconds)
