@@ -27,6 +27,9 @@ PRELOAD = [
     "gemworks.gem.world",
     "torch.utils.tensorboard",
     "torchrec.optim.rowwise_adagrad",
+    "torch.distributed.optim.apply_optimizer_in_backward",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
     "gem_ranks",
 ]
 

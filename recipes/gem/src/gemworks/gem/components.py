@@ -78,7 +78,7 @@ def train(
                 args=arguments,
                 env={"PYTHONUNBUFFERED": "1", **(env or {})},
                 num_replicas=num_machines,
-                port_map={"c10d": RENDEZVOUS_PORT},
+                port_map={"c10d": RENDEZVOUS_PORT} if num_machines > 1 else {},
                 max_retries=max_retries,
                 resource=specs.Resource(cpu=cpus, gpu=gpus, memMB=memory_mb),
             )

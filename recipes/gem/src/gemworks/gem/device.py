@@ -35,6 +35,11 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
+def select_device(device: torch.device) -> None:
+    """Makes one of several GPUs the one that this process means when it names none, as NCCL and torchrec do."""
+    torch.cuda.set_device(device)
+
+
 def autocast(config: GemConfig, device: torch.device) -> torch.autocast:
     """Autocast of the dense part to `train.dtype`; does nothing for float32."""
     enabled = config.train.dtype == "bfloat16"
