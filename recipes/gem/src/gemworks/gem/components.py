@@ -1,9 +1,12 @@
 """torchx components: how a training run is launched, on this machine or on a cluster.
 
-torchx run -s local_cwd recipes/gem/src/gemworks/gem/components.py:train --preset small -j 1x2 -- --set train.seed=1
+torchx run -s local_cwd recipes/gem/src/gemworks/gem/components.py:train --preset small -- --set train.seed=1
 data.seed=1
 
-`-j 1x2` starts two processes on one machine, `-j 2x8` eight on each of two. They need a run folder that all see. After `--` come arguments of `python -m gemworks.gem.train`. torchx refuses an option given twice, so several settings
+`-j 1x2` before the `--` starts two processes on one machine, `-j 2x8` eight on each of two. They need a run folder that
+all of them see.
+
+After `--` come arguments of `python -m gemworks.gem.train`. torchx refuses an option given twice, so several settings
 follow one `--set`. With the local scheduler the run's output appears on standard error and a failed run ends with exit
 code 1.
 """
@@ -42,7 +45,7 @@ def train(
         name: of the job
         image: container image; without one this very Python runs the trainer
         cpus: processor cores to ask the scheduler for, per machine
-        gpus: GPUs to ask the scheduler for, per machine; a local run sees the machine's GPUs anyway and takes one if there is one
+        gpus: GPUs to ask the scheduler for, per machine; a local run sees the machine's GPUs anyway and takes its share
         memory_mb: host memory to ask the scheduler for, in MB
         env: environment variables for the trainer, as NAME=value,NAME=value
         max_retries: how often the scheduler starts a failed run again
@@ -75,7 +78,7 @@ def train(
                 args=arguments,
                 env={"PYTHONUNBUFFERED": "1", **(env or {})},
                 num_replicas=num_machines,
-                port_map={"c10d": RENDEZVOUS_PORT},
+                port_map={"c10d": RENDEZVOUS_PORT} if num_machines > 1 else {},
                 max_retries=max_retries,
                 resource=specs.Resource(cpu=cpus, gpu=gpus, memMB=memory_mb),
             )
