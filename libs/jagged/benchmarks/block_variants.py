@@ -1,5 +1,6 @@
 """Times the configurations of the BlockAttention kernels on a GPU, each compared with plain Triton first.
 
+    python libs/jagged/benchmarks/block_variants.py --shard 3/8    # beforehand: compiles a share of them
     python libs/jagged/benchmarks/block_variants.py --out block_variants.csv
 
 What wins belongs into `block_config` of gemworks/jagged/ops/block_attention/launch.py and into launch_hopper.py.
@@ -11,7 +12,6 @@ import argparse
 import csv
 import itertools
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,10 @@ def configs(direction: str, rope: bool, norm: bool) -> list[Any]:
 
     name: Any = "forward" if direction == "fwd" else "backward"
     shipped = block_config(64, name, dtype=torch.bfloat16, group=1, rope=rope, qk_norm=norm)
-    triton = [BlockConfig(8, 80)] if direction == "fwd" else [BlockConfig(4, 168)]
-    gluon = [BlockHopperConfig(3), BlockHopperConfig(4)] if direction == "fwd" else [BlockHopperConfig(3)]
-    return [shipped, *triton, *gluon]
+    ours = [shipped, BlockHopperConfig(4 if direction == "fwd" else 3)]
+    if rope and not norm:
+        ours += [BlockConfig(8, 80), BlockHopperConfig(3)] if direction == "fwd" else [BlockConfig(4, 168)]
+    return ours
 
 
 def compare(batch: Batch, direction: str, args: BlockArgs, config: Any, shipped: Any) -> float:
@@ -104,38 +105,48 @@ def compare(batch: Batch, direction: str, args: BlockArgs, config: Any, shipped:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("block_variants.csv"))
+    parser.add_argument("--shard", default="", metavar="I/N")
     args = parser.parse_args()
+    small = Batch(torch.tensor([0, 1, 63, 64, 65, 0, 200, 640, 3]), 4, 128, tail=70)
+    fronts = ((None, False), (torch.float16, False), (torch.float32, False), (torch.float16, True))
+    everything = [
+        (direction, rope, norm, config)
+        for direction, (rope, norm) in itertools.product(("fwd", "bwd"), fronts)
+        for config in configs(direction, rope is not None, norm)
+    ]
+    if args.shard:
+        index, count = map(int, args.shard.split("/"))
+        for direction, rope, norm, config in everything[index::count]:
+            small.runner(direction, small.args(rope, norm), config)()
+        torch.cuda.synchronize()
+        return
     device = torch.device("cuda")
     clock = Clock(device)
     copy_gbps = measure_ceilings(clock, device).copy_gbps
     print(f"copy {copy_gbps:.0f} GB/s", flush=True)
     shape = Shape()
-    small = Batch(torch.tensor([0, 1, 63, 64, 65, 0, 200, 640, 3]), 4, 128, tail=70)
     batch = Batch(block_lengths(shape.num_sequences, shape.max_length), shape.num_heads, shape.head_dim)
-    fronts = ((None, False), (torch.float16, False), (torch.float32, False), (torch.float16, True))
     with args.out.open("w", newline="") as file:
         writer: csv.DictWriter[str] = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
-        for direction, (rope, norm) in itertools.product(("fwd", "bwd"), fronts):
-            front = "norm rope" if norm else "rope" if rope else "plain"
-            tried = configs(direction, rope is not None, norm)
+        for direction, rope, norm, config in everything:
+            shipped = configs(direction, rope is not None, norm)[0]
             moved = (4 if direction == "fwd" else 7) * batch.dout.numel() * 2
             moved += 0 if rope is None else 2 * batch.tables.cos_TJ.numel() * rope.itemsize
+            row = {"direction": direction, "front": "norm rope" if norm else "rope" if rope else "plain"}
+            row |= {"tables": str(rope), "config": str(config)}
             settings = batch.args(rope, norm)
-            for config in tried:
-                row = {"direction": direction, "front": front, "tables": str(rope), "config": str(config)}
-                try:
-                    for causal in (False, True):
-                        compare(small, direction, small.args(rope, norm, causal), config, tried[0])
-                    row["error"] = f"{compare(batch, direction, settings, config, tried[0]):.1e}"
-                    t = Time.of(clock.sample(partial(batch.runner(direction, settings, config)), 10)[2:])
-                    row |= {"ms": f"{t.ms:.4f}", "ms_p20": f"{t.ms_p20:.4f}", "ms_p80": f"{t.ms_p80:.4f}"}
-                    row["share_of_copy"] = f"{moved / t.ms / 1e6 / copy_gbps:.3f}"
-                except Exception as error:  # a configuration that does not fit the chip is a result too
-                    row["note"] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-                writer.writerow(row)
-                file.flush()
-                print("  ".join(row.get(c, "") for c in COLUMNS), flush=True)
+            try:
+                compare(small, direction, small.args(rope, norm), config, shipped)
+                row["error"] = f"{compare(batch, direction, settings, config, shipped):.1e}"
+                t = Time.of(clock.sample(batch.runner(direction, settings, config), 10)[2:])
+                row |= {"ms": f"{t.ms:.4f}", "ms_p20": f"{t.ms_p20:.4f}", "ms_p80": f"{t.ms_p80:.4f}"}
+                row["share_of_copy"] = f"{moved / t.ms / 1e6 / copy_gbps:.3f}"
+            except Exception as error:  # a configuration that does not fit the chip is a result too
+                row["note"] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            writer.writerow(row)
+            file.flush()
+            print("  ".join(row.get(c, "") for c in COLUMNS), flush=True)
 
 
 if __name__ == "__main__":
