@@ -30,7 +30,7 @@ KERNELS = ("rms fwd residual", "rms bwd residual", "layer fwd affine residual", 
 
 
 def configs(kernel: str, width: int) -> Iterator[Any]:
-    from gemworks.jagged.ops.norms.launch import NormConfig
+    from gemworks.jagged.ops.norms.configs import NormConfig
 
     sums_columns = "bwd affine" in kernel
     per_thread = (8, 16) if sums_columns else (16, 32, 64)
@@ -85,7 +85,7 @@ def main() -> None:
                 print(f"{kernel} {width} {config}: {type(error).__name__}", flush=True)
         torch.cuda.synchronize()
         return
-    from gemworks.jagged.ops.norms.launch import norm_config
+    from gemworks.jagged.ops.norms.configs import norm_config
 
     device = torch.device("cuda")
     clock = Clock(device)

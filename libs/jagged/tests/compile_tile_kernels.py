@@ -21,7 +21,7 @@ import triton
 from gemworks.jagged.ops.block_attention import kernel_block
 from gemworks.jagged.ops.block_attention.launch import block_config
 from gemworks.jagged.ops.norms import kernel_norm
-from gemworks.jagged.ops.norms.launch import norm_config
+from gemworks.jagged.ops.norms.configs import norm_config
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
