@@ -78,7 +78,6 @@ def norm_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], d
                 "BLOCK_D": triton.next_power_of_2(width),
                 "INNER": 1,
                 "CENTER": full,
-                "READ": forward.read_policy,
             }
             flags = {"HAS_RESIDUAL": True, "HAS_WEIGHT": full, "HAS_BIAS": full, "HAS_ADD": full}
             constants = {**shared, "ROWS": forward.rows, **flags}
@@ -88,7 +87,6 @@ def norm_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], d
             flags = {"HAS_DH": full, "HAS_WEIGHT": full, "HAS_DWEIGHT": full, "HAS_DBIAS": full}
             constants = {
                 **shared,
-                "READ": backward.read_policy,
                 "ROWS": backward.rows,
                 "STAGES": backward.stages,
                 **flags,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gemworks.jagged import tune
@@ -20,22 +21,22 @@ def _shipped_again() -> Iterator[None]:
     tune.use_table(None)
 
 
-def entry(key: str, config: dict[str, object]) -> dict[str, object]:
+def entry(key: str, config: dict[str, Any]) -> dict[str, Any]:
     return {"key": key, "config": config, "ms": 1.0, "shipped_ms": 2.0}
 
 
 def test_a_table_is_in_force_until_it_is_taken_back(tmp_path: Path) -> None:
     path = tmp_path / "h200.json"
-    tuned = {"block": 32, "stages": 4, "groups": 2, "registers": 232}
-    norm = {"rows": 8, "num_warps": 2, "stages": 1, "programs": None, "streams": True}
+    tuned: dict[str, Any] = {"block": 32, "stages": 4, "groups": 2, "registers": 232}
+    norm: dict[str, Any] = {"rows": 8, "num_warps": 2, "stages": 2}
     entries = [entry("attention forward softmax long", tuned), entry("norm sums 512", norm)]
     path.write_text(json.dumps({"gpu": "NVIDIA H200", "entries": entries}))
     key = ("forward", "softmax", "long")
     shipped, shipped_norm = table.GLUON[key], configs.norm_config(512, sums_columns=True)
     tune.use_table(path)
     assert table.GLUON[key] == table.GluonConfig(**tuned)
-    assert configs.norm_config(512, sums_columns=True) == configs.NormConfig(8, 2, streams=True)
-    assert configs.norm_config(512) != configs.NormConfig(8, 2, streams=True)
+    assert configs.norm_config(512, sums_columns=True) == configs.NormConfig(8, 2, 2)
+    assert configs.norm_config(512) != configs.NormConfig(8, 2, 2)
     assert len(table.GLUON) == len(tune.SHIPPED_ATTENTION)
     tune.use_table(None)
     assert table.GLUON[key] == shipped

@@ -107,10 +107,10 @@ def norm_candidates(width: int, *, sums: bool) -> Iterator[Any]:
     from gemworks.jagged.ops.norms.configs import NormConfig, norm_config
 
     yield norm_config(width, sums_columns=sums)
-    for values, warps, streams in itertools.product((1024, 2048, 4096, 8192, 16384), (1, 2, 4, 8, 16), (False, True)):
+    for values, warps in itertools.product((1024, 2048, 4096, 8192, 16384), (1, 2, 4, 8, 16)):
         if values >= width and values // (32 * warps) in ((8, 16) if sums else (16, 32, 64)):
             for stages in (1, 3) if sums else (1,):
-                yield NormConfig(max(values // width, 1), warps, stages, streams=streams)
+                yield NormConfig(max(values // width, 1), warps, stages)
 
 
 def attention_runner(key: str) -> tuple[Iterator[Any], Callable[[Any], Callable[[], list[Tensor]]]]:

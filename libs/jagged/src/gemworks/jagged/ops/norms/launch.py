@@ -24,8 +24,7 @@ def _cdiv(a: int, b: int) -> int:
 def _num_programs(device: torch.device, config: NormConfig) -> int:
     if device.type != "cuda":
         return CPU_PROGRAMS
-    programs = config.programs or max(WARPS_PER_SM // config.num_warps, 1)
-    return programs * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(WARPS_PER_SM // config.num_warps, 1) * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _inner_rows(*tensors: Tensor | None) -> int:
@@ -116,7 +115,6 @@ def norm_forward(
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
         HAS_ADD=has_add,
-        READ=config.read_policy,
         num_warps=config.num_warps,
     )
     return y, h
@@ -178,20 +176,24 @@ def norm_backward(
             HAS_DWEIGHT=weight is not None,
             HAS_DBIAS=bias_dtype is not None,
             STAGES=config.stages,
-            READ=config.read_policy,
             num_warps=config.num_warps,
         )
+    wanted = [(x, t) for x, t in ((dweight, None if weight is None else weight.dtype), (dbias, bias_dtype)) if t]
+    sums = iter(_column_sums(wanted))
     return (
         dx,
-        dweight.view(-1) if weight is None else _column_sums(dweight, weight.dtype),
-        dbias.view(-1) if bias_dtype is None else _column_sums(dbias, bias_dtype),
+        dweight.view(-1) if weight is None else next(sums),
+        dbias.view(-1) if bias_dtype is None else next(sums),
     )
 
 
-def _column_sums(partial_PD: Tensor, dtype: torch.dtype) -> Tensor:
-    num_partials, width = partial_PD.shape
-    out = torch.empty(width, dtype=dtype, device=partial_PD.device)
-    cols = 32
-    kernel: Any = column_sums_kernel
-    kernel[(_cdiv(width, cols),)](partial_PD, out, num_partials, width, ROWS=64, COLS=cols, num_warps=4)
-    return out
+def _column_sums(wanted: list[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
+    """The sum over P of one matrix or two of partial sums [P, D], by one kernel."""
+    outs = [torch.empty(x.shape[1], dtype=dtype, device=x.device) for x, dtype in wanted]
+    if outs:
+        (num_partials, width), cols = wanted[0][0].shape, 16
+        kernel: Any = column_sums_kernel
+        kernel[(_cdiv(width, cols), len(outs))](
+            wanted[0][0], wanted[-1][0], outs[0], outs[-1], num_partials, width, ROWS=512, COLS=cols, num_warps=8
+        )
+    return outs
