@@ -41,9 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
     schedule = TileSchedule.build(offsets, total_q=total)
     options: dict[str, Any] = {"max_length_q": longest, "schedule": schedule}
     planes = head_plane(q, square=False), head_plane(k, square=False)
-    squares = tuple(head_plane(x, square=True) for x in (q, k, v))
+    squares = head_plane(q, square=True), head_plane(k, square=True), head_plane(v, square=True)
 
-    def fp8(q: HeadPlane, k: HeadPlane, v: Tensor, origins: tuple[Tensor, ...] | None = None) -> Tensor:
+    def fp8(q: HeadPlane, k: HeadPlane, v: Tensor, origins: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
         return flash_attention_fp8(q.codes, k.codes, v, q.scales, k.scales, None, offsets, origins=origins, **options)
 
     def by_squares() -> Tensor:
@@ -51,8 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
         return flash_attention_fp8(a.codes, b.codes, c.codes, a.scales, b.scales, c.scales, offsets, **options)
 
     plain = flash_attention(q, k, v, offsets, **options)
-    values = [p.dequantize(torch.bfloat16) for p in planes]
-    agreement = sqnr_db(flash_attention(*values, v, offsets, **options), fp8(*planes, v))
+    q_values, k_values = (p.dequantize(torch.bfloat16) for p in planes)
+    agreement = sqnr_db(flash_attention(q_values, k_values, v, offsets, **options), fp8(*planes, v))
     print(f"check: {agreement:.1f} dB to attention of the dequantised values", flush=True)
     if not agreement > 30:
         print("CHECK FAILED attention_fp8: not timed", flush=True)
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     noise = {"head-wide q, k": sqnr_db(plain, fp8(*planes, v)), "squares q, k, v": sqnr_db(plain, by_squares())}
     flops = 4.0 * float((lengths.double() ** 2).sum()) * heads * width
     d_out = bench.randn(total + 3, heads, width)[:total].clone()
-    leaves = tuple(x.clone().requires_grad_() for x in (q, k, v))
+    leaves = (q.clone().requires_grad_(), k.clone().requires_grad_(), v.clone().requires_grad_())
 
     def trained(run: Callable[[], Tensor]) -> Callable[[], None]:
         def step() -> None:

@@ -197,6 +197,7 @@ def test_wide_scales_in_the_layout_of_the_product():
     assert torch.equal(ours, expected)
     assert ours.stride() == expected.stride() == (1, 304)
     by_kernel = cast(x, None, CastSpec(GemmKind.FP8_BLOCK128), "triton")[0]
+    assert by_kernel.wide is not None
     assert torch.equal(by_kernel.wide, square_scales(square, 6))
     assert square_scales(by_kernel, 6) is by_kernel.wide
     assert by_kernel.t().wide is None

@@ -98,7 +98,7 @@ def _activation_tiles(x: Tensor, spec: CastSpec, activation: str, columns: bool,
     column_tiles = -(-num_columns // config.columns)
     launch(
         activation_tile_kernel,
-        -(-num_rows // config.rows) * column_tiles,
+        (-(-num_rows // config.rows) * column_tiles, 1, 1),
         (
             x.view(torch.int32),
             y.view(torch.int32),

@@ -32,9 +32,9 @@ def specialisation(argument: Any) -> Any:
 
 
 def launch(
-    kernel: Any, num_programs: int, arguments: tuple[Any, ...], constants: Mapping[str, Any], **options: Any
+    kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: Mapping[str, Any], **options: Any
 ) -> None:
-    """`kernel[(num_programs,)](*arguments, **constants, **options)`.
+    """`kernel[grid](*arguments, **constants, **options)`.
 
     Args:
         kernel: a `triton.jit` function whose constants come after its other arguments, none of them with
@@ -45,7 +45,7 @@ def launch(
     """
     device = arguments[0].device
     if device.type != "cuda":  # the interpreter
-        kernel[(num_programs,)](*arguments, **constants, **options)
+        kernel[grid](*arguments, **constants, **options)
         return
     key = (
         id(kernel),  # kernels live as long as their modules
@@ -57,10 +57,10 @@ def launch(
     found = _compiled.get(key)
     if found is not None and torch.cuda.current_device() == device.index:
         compiled, values = found
-        compiled[(num_programs, 1, 1)](*arguments, *values)
+        compiled[grid](*arguments, *values)
         return
     with torch.cuda.device(device):
-        compiled = kernel[(num_programs,)](*arguments, **constants, **options)
+        compiled = kernel[grid](*arguments, **constants, **options)
     names = kernel.arg_names[len(arguments) :]
     if hasattr(compiled, "packed_metadata") and set(names) == set(constants):
         _compiled[key] = compiled, tuple(constants[name] for name in names)

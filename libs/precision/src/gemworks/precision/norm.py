@@ -216,7 +216,7 @@ def _norm_tiles(
     rows = max(1, 4096 // width)
     launch(
         norm_sum_kernel,
-        -(-num_rows // rows),
+        (-(-num_rows // rows), 1, 1),
         (
             x.view(torch.int32),
             residual.view(torch.int32) if residual is not None else total,
@@ -240,7 +240,7 @@ def _norm_tiles(
     column_tiles = -(-num_columns // config.columns)
     launch(
         norm_apply_kernel,
-        -(-num_rows // config.rows) * column_tiles,
+        (-(-num_rows // config.rows) * column_tiles, 1, 1),
         (
             total,
             weight,

@@ -204,7 +204,7 @@ def cast_tiles(x: Tensor, spec: CastSpec, block: int, written: TilePlanes, direc
     column_tiles = -(-num_columns // config.columns)
     launch(
         cast_tile_kernel,
-        -(-num_rows // config.rows) * column_tiles,
+        (-(-num_rows // config.rows) * column_tiles, 1, 1),
         (
             x.view(torch.int32) if packed else x,
             *written.arguments(directions),
@@ -242,6 +242,7 @@ def triton_cast(x: Tensor, dim: int | None, spec: CastSpec, block: int | None = 
     if dim is None:
         return _cast_square(x, spec, block)
     front = check_input(x, dim, block, ROW_BLOCK_SIZES)
+    assert front is not None, "dim was given"
     if x.dim() != 2:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected 2 dims; flatten the leading dims first")
     rows = x if front == 1 else x.t()
@@ -370,23 +371,25 @@ def _cast_square(x: Tensor, spec: CastSpec, block: int) -> tuple[MXTensor, Tenso
     if x.numel():
         seed, step = seed_and_step(spec)
         tile = 128 if width == 128 else 64
-        cast_square_kernel[(-(-num_rows // tile), -(-num_columns // tile))](
-            x,
-            codes,
-            scales,
-            wide,
-            inexact,
-            num_rows,
-            num_columns,
-            x.stride(0),
-            x.stride(1),
-            seed,
-            step,
-            padded,
-            TILE=tile,
-            BLOCK=block,
+        launch(
+            cast_square_kernel,
+            (-(-num_rows // tile), -(-num_columns // tile), 1),
+            (
+                x,
+                codes,
+                scales,
+                wide,
+                inexact,
+                num_rows,
+                num_columns,
+                x.stride(0),
+                x.stride(1),
+                seed,
+                step,
+                padded,
+            ),
+            {"TILE": tile, "BLOCK": block, **cast_flags(spec)},
             num_warps=8 if tile == 128 else 4,
-            **cast_flags(spec),
         )
     factors = wide.t() if width == 128 else None
     plane = MXTensor(codes, scales, (num_rows, num_columns), None, width, spec.format, spec.scale_mode, wide=factors)
@@ -425,8 +428,11 @@ def triton_dequantize(plane: MXTensor, dtype: torch.dtype = torch.bfloat16) -> T
 def triton_wide_scales(scales: Tensor, num_rows: int, num_columns: int) -> Tensor:
     """fp32 scales `[num_rows, num_columns]` with strides `(1, num_rows)` from E8M0 bytes, padded with 1; one kernel."""
     out = torch.empty(num_columns, num_rows, dtype=torch.float32, device=scales.device)
-    grid = (-(-num_rows // 256), -(-num_columns // 8))
-    wide_scales_kernel[grid](
-        scales, out, *scales.shape, *scales.stride(), num_rows, num_columns, ROWS=256, COLUMNS=8, num_warps=4
+    launch(
+        wide_scales_kernel,
+        (-(-num_rows // 256), -(-num_columns // 8), 1),
+        (scales, out, *scales.shape, *scales.stride(), num_rows, num_columns),
+        {"ROWS": 256, "COLUMNS": 8},
+        num_warps=4,
     )
     return out.t()
