@@ -68,7 +68,7 @@ def bench_casts(bench: Bench) -> None:
             ]
             for op, run, written in runs:
                 time_bytes(bench, op, (m, k), kind.value, "gemworks", run, 2 * m * k + written)
-        if bench.device.type == "cuda" and (m, k) == (262144, 1024):
+        if bench.peers and (m, k) == (262144, 1024):
             from gemworks.precision.quantization import quantize
 
             compiled = torch.compile(lambda t: (lambda q: (q.codes, q.scales))(quantize(t, 1)))
@@ -214,6 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--tune", nargs="?", const="", help="also time candidate tiles (of ops whose name contains this)"
     )
+    parser.add_argument("--peers", action="store_true", help="also peers that compile for long (torch.compile)")
     parser.add_argument("--warm", action="store_true", help="with --tune: compile the candidates, time nothing")
     parser.add_argument("--only", default="", help=f"comma-separated parts of {','.join(PARTS)}")
     parser.add_argument("--shape", default="", help="of the linear parts, only shapes MxKxN that contain this")
@@ -224,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     parts = set(filter(None, chosen.only.split(","))) or set(PARTS)
     if not parts <= set(PARTS):
         parser.error(f"--only: unknown parts {sorted(parts - set(PARTS))}, expected some of {PARTS}")
-    bench.only = chosen.shape
+    bench.only, bench.peers = chosen.shape, chosen.peers and device.type == "cuda"
     print(f"device {device_spec(device)}, torch {torch.__version__}, triton {triton_version() or '-'}", flush=True)
     import warnings
 

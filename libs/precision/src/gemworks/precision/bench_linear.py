@@ -132,7 +132,7 @@ def bench_norm_linear(bench: Bench) -> None:
         g = torch.ones(shape[1], dtype=layer.x.dtype, device=layer.x.device)
         plain = lambda a, b, g=g: nn.functional.linear(nn.functional.rms_norm(a, g.shape, g, 1e-6), b)  # noqa: E731
         layer.record("bf16", "torch", plain, "norm_linear", False)
-        if bench.device.type == "cuda":
+        if bench.peers:
             compiled = torch.compile(plain)
             attempt("torch.compile", lambda c=compiled, r=layer: r.record(
                 "bf16_compiled", "torch_compile", lambda a, b: c(a, b), "norm_linear", False

@@ -37,6 +37,7 @@ class Bench:
     bf16_tflops: float = 0.0
     host_ms: float = 0.0
     only: str = ""
+    peers: bool = False
 
     def time(self, run: Callable[[], object]) -> tuple[float, float, float]:
         """Median, 20 % and 80 % quantile in milliseconds."""

@@ -49,7 +49,7 @@ def activate(x, ACTIVATION: tl.constexpr, HARDWARE: tl.constexpr):
         return times_sigmoid(x, x * (-2.302208198 - 0.1029432397 * (x * x)), HARDWARE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_column_tiles"])  # else widths of 16 tiles are another kernel
 def activation_tile_kernel(
     x_ptr,
     y_ptr,

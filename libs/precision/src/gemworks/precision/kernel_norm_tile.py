@@ -159,7 +159,7 @@ def norm_sum_kernel(
     tl.store(rstd_ptr + first_row + row, rstd, mask=inside_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_column_tiles"])  # else widths of 16 tiles are another kernel
 def norm_apply_kernel(
     sum_ptr,
     weight_ptr,

@@ -135,7 +135,7 @@ def load_row(
         return quads(x, R8, C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_column_tiles"])  # else widths of 16 tiles are another kernel
 def cast_tile_kernel(
     x_ptr,
     codes_ptr,

@@ -37,8 +37,7 @@ def launch(
     """`kernel[grid](*arguments, **constants, **options)`.
 
     Args:
-        kernel: a `triton.jit` function whose constants come after its other arguments, none of them with
-            `do_not_specialize`.
+        kernel: a `triton.jit` function whose constants come after its other arguments.
         arguments: tensors of one device, integers below 2^63 and floats, by position.
         constants: the remaining arguments, by name.
         options: `num_warps` and `maxnreg`.
