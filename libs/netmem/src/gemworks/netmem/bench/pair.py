@@ -34,8 +34,8 @@ from torch import nn
 MIB = 1 << 20
 FEW_CTAS = 4
 SUITES = ("pair_gather", "pair_reduce", "pair_quantized", "pair_fsdp")
-# layers wide enough for parameters to be worth gathering; `large`'s width of 512 gathers a megabyte
-WIDE = StackSize(batch=2, length=2048, width=4096, heads=32, keys=256, depth=4)
+# layers wide enough for parameters to be worth gathering, and enough tokens for the GPU to set the pace; `large`'s width of 512 gathers a megabyte
+WIDE = StackSize(batch=8, length=2048, width=4096, heads=32, keys=256, depth=4)
 _TIMEOUT = datetime.timedelta(seconds=60)
 
 
