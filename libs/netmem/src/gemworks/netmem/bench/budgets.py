@@ -164,11 +164,12 @@ def _solve(study: Study, step: StepProfile, budget_bytes: float) -> Plan | None:
     return plan
 
 
-def warm_compiler(size: StackSize, choices: Sequence[str], timeout_s: float = 60) -> None:
+def warm_compiler(size: StackSize, timeout_s: float = 90) -> None:
     """Compile the regions under every choice, each in a process of its own, all at once.
 
     What they compile ends up in the compiler's cache on disk; one after the other it would take minutes.
     """
+    choices = [KEEP, *(f"{RECOMPUTE}@{b}" for b in GLOBAL), QUANTISE_FUSED]
     code = (
         "import sys, torch\n"
         "from gemworks.netmem.bench.stack import StackSize, make_stack\n"
@@ -201,8 +202,6 @@ def warm_compiler(size: StackSize, choices: Sequence[str], timeout_s: float = 60
 def budgets(s: Setup, size: StackSize) -> list[tuple[str, list[Point]]]:
     """Measure, predict, and return the curves to plot: (label, points)."""
     partitioned = [f"{RECOMPUTE}@{b}" for b in GLOBAL] if s.compile else ["recompute_cheap", RECOMPUTE]
-    if s.compile and s.device.type == "cuda":
-        warm_compiler(size, [KEEP, *partitioned, QUANTISE_FUSED])
     study = Study(s, size)
     choices = [KEEP, *partitioned, QUANTISE, OFFLOAD, QUANTISE_OFFLOAD]
     if study.compiled:
