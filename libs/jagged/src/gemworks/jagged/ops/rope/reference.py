@@ -12,6 +12,7 @@ import torch
 from gemworks.jagged._checks import check_offsets
 from gemworks.jagged._dense import compute_dtype
 from gemworks.jagged._packing import segment_ids
+from gemworks.jagged.ops.rope.custom_op import norm_rope_op, runs_in_one_pass
 from torch import Tensor
 
 
@@ -155,6 +156,8 @@ def apply_rope(x_TNH: Tensor, tables: RopeTables) -> Tensor:
     >>> apply_rope(x, Rope().tables(offsets, 2, total=2))[0].tolist()  # position 0 does not turn
     [[1.0, 1.0]]
     """
+    if runs_in_one_pass(x_TNH):
+        return norm_rope_op(x_TNH, tables.cos_TJ, tables.sin_TJ, None, None)
     dtype = x_TNH.dtype
     x = x_TNH.to(compute_dtype(dtype))
     if torch.compiler.is_compiling():  # the same without writing into slices, which a compiler can fuse
