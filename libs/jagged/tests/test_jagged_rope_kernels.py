@@ -52,6 +52,13 @@ def test_rotation_is_one_graph_for_a_compiler():
     )
 
 
+@pytest.mark.reference
+def test_apply_rope_normalises_first():
+    tables = Rope().tables(torch.tensor([0, 5]), 6, total=5)
+    x = torch.randn(5, 2, 6, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(apply_rope(x, tables, norm_eps=EPS), apply_rope(rms_norm(x, eps=EPS), tables))
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
 def test_kernels_compile_without_spills_and_with_wide_accesses(architecture: str):

@@ -112,9 +112,10 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 norm_rope_op.register_autograd(_backward, setup_context=_save)
 
 
-def runs_in_one_pass(x: Tensor) -> bool:
-    """Whether x should go through the op: on CUDA, outside of a compiler, which fuses the formulas by itself."""
-    return x.device.type == "cuda" and x.dtype != torch.float64 and not torch.compiler.is_compiling()
+def runs_in_one_pass(x: Tensor, *, norm: bool) -> bool:
+    """Whether x should go through the op: on CUDA; a compiler fuses a rotation alone well, but not a norm with it."""
+    on_gpu = x.device.type == "cuda" and x.dtype != torch.float64
+    return on_gpu and (norm or not torch.compiler.is_compiling())
 
 
 def _uses_triton(x: Tensor) -> bool:
