@@ -22,7 +22,7 @@ TINY = (
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trani"], "error: No such command 'trani'. Did you mean 'train'?"),
+        (["trani"], "error: No such command 'trani'. Did you mean "),
         (["train", "--presett", "x"], "error: No such option: --presett"),
         (["eval"], "error: Missing argument 'RUN_DIR'"),
         (["config", "--preset", "smal"], "error: preset: got 'smal', expected one of"),

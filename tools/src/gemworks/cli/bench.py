@@ -7,7 +7,6 @@ it prints is progress; the table comes from the CSV, which holds no row whose co
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ from typing import Annotated, Any
 import typer
 from gemworks.cli.compare import compare, print_comparison, read_rows
 from gemworks.cli.options import Json
-from gemworks.cli.output import print_error, print_json
+from gemworks.cli.output import need, print_error, print_json
 from gemworks.gem.errors import RUN_FAILED, WRONG_INPUT
 
 LAST_LINES = 12  # of a failed program's output, shown when they went by as progress
@@ -147,9 +146,8 @@ def _bench(
 ) -> None:
     suite = SUITES[name]
     before = None if old is None else read_rows(old)  # a wrong name answers before anything is measured
+    need(suite.module.removesuffix(".bench"), f"gemworks-{name}")
     folder = _new_folder(name, out)
-    if importlib.util.find_spec(suite.module) is None:
-        raise ValueError(f"bench {name}: {suite.module} is not installed; pip install gemworks-{name}")
     launcher = ["-m"] if nproc == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(nproc), "-m"]
     arguments = [*(suite.smoke if smoke else ()), *(rest or ())]
     command = [sys.executable, *launcher, suite.module, *arguments, "--out", suite.out(folder)]

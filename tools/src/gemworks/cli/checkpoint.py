@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 from gemworks.cli.options import Json
-from gemworks.cli.output import print_json, quiet
+from gemworks.cli.output import need, print_json, quiet
 from gemworks.gem.errors import RUN_FAILED
 
 checkpoint_app = typer.Typer(
@@ -63,6 +63,7 @@ def convert(
     Example: gemworks checkpoint convert runs/first model.safetensors
     """
     _folder(path)
+    need("safetensors", "safetensors")
     with quiet():
         from gemworks.gem.export_checkpoint import export_dense
 

@@ -77,7 +77,9 @@ def print_comparison(found: Sequence[Mapping[str, Any]], old: Path) -> None:
 
     order = ("slower", "faster", "new", "gone", "same")
     counts = {verdict: sum(item["verdict"] == verdict for item in found) for verdict in order}
-    table = Table(title=f"against {old}: " + ", ".join(f"{n} {v}" for v, n in counts.items() if n), title_justify="left")
+    table = Table(
+        title=f"against {old}: " + ", ".join(f"{n} {v}" for v, n in counts.items() if n), title_justify="left"
+    )
     table.add_column("what")
     for name in ("old ms", "new ms", "new / old"):
         table.add_column(name, justify="right")

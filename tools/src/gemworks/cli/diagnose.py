@@ -1,4 +1,4 @@
-"""`gemworks probe`, `trace` and `mfu`: what a model's layers bear in FP8, where a step's time went, what share is used."""
+"""`gemworks probe`, `trace` and `mfu`: which layers bear FP8, where a step's time went, its share of the peak."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from gemworks.cli.options import ConfigFile, Json, Preset, Sets
-from gemworks.cli.output import print_json, quiet
+from gemworks.cli.output import need, print_json, quiet
 
 
 def probe(
@@ -24,7 +24,9 @@ def probe(
         ),
     ],
     out: Annotated[Path | None, typer.Option(help="Write the recipe that convert() reads.", metavar="FILE")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write one row per layer, format and product.", metavar="FILE")] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Write one row per layer, format and product.", metavar="FILE")
+    ] = None,
     candidate: Annotated[
         list[str] | None,
         typer.Option(help="A format to try, in order of preference; may be repeated.", metavar="RECIPE"),
@@ -39,6 +41,7 @@ def probe(
 
     The recipe is then used by gemworks.precision.convert(model, "recipe.toml").
     """
+    need("gemworks.precision", "gemworks-precision")
     with quiet():
         from gemworks.precision.probe import probe as run_probe
 
@@ -75,6 +78,7 @@ def trace(
     for path in traces:
         if not path.is_file():  # answers before torch is imported
             raise ValueError(f"{str(path)!r}: got no file, expected a trace that torch.profiler exported")
+    need("gemworks.netmem", "gemworks-netmem")
     with quiet():
         from gemworks.netmem.overlap import kernel_table, overlap_report, plot_timeline, rank_waits, read_trace
 
@@ -177,7 +181,9 @@ def _print_mfu(result: dict[str, Any]) -> None:
         console.print(table)
     gpus = f"{result['num_gpus']:,} GPU{'s' if result['num_gpus'] > 1 else ''}"
     peak = result["peak_flops_per_second"] / 1e12
-    console.print(f"{total / 1e12:.4g} TFLOP in {result['step_ms']:g} ms on {gpus} of {peak:g} TFLOP/s", highlight=False)
+    console.print(
+        f"{total / 1e12:.4g} TFLOP in {result['step_ms']:g} ms on {gpus} of {peak:g} TFLOP/s", highlight=False
+    )
     console.print(f"MFU {result['mfu']:.2%}", highlight=False)
 
 
@@ -199,7 +205,9 @@ def _call(source: str) -> tuple[Any, ...]:
         raise ValueError(f"MODULE:FUNCTION: got {source!r}, but {module_name} has no function {function_name!r}")
     made = function()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ValueError(f"{source}: returned {type(made).__name__}, expected (model, batches) or (model, batches, step)")
+        raise ValueError(
+            f"{source}: returned {type(made).__name__}, expected (model, batches) or (model, batches, step)"
+        )
     return made
 
 

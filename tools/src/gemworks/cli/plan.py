@@ -1,4 +1,4 @@
-"""`gemworks plan`: search for a parallel plan, predict a step of one, say who holds what. All of it is gemworks.parallel's."""
+"""`gemworks plan`: search for a parallel plan, predict a step, say who holds what: as gemworks.parallel says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from gemworks.cli.options import Json
-from gemworks.cli.output import print_json, quiet
+from gemworks.cli.output import need, print_json, quiet
 
 if TYPE_CHECKING:
     from gemworks.parallel import ClusterSpec, ModelProfile, ParallelPlan, SimulationConfig
@@ -53,9 +53,7 @@ def search(
     balance: Balance = "bbs",
     measured: Measured = None,
     top: Annotated[int, typer.Option(help="Plans to show.", metavar="NUMBER")] = 10,
-    keep: Annotated[
-        int, typer.Option(help="Candidates kept per view before all are combined.", metavar="NUMBER")
-    ] = 6,
+    keep: Annotated[int, typer.Option(help="Candidates kept per view before all are combined.", metavar="NUMBER")] = 6,
     picture: Picture = None,
     trace: Trace = None,
     json: Json = False,
@@ -64,6 +62,7 @@ def search(
 
     Example: gemworks plan search --gpus 4096 --picture plan.svg
     """
+    need("gemworks.parallel", "gemworks-parallel")
     with quiet():
         from gemworks import parallel
 
@@ -99,6 +98,7 @@ def simulate(
     Example: gemworks plan simulate --gpus 4096 --shard 256 --expert 2 --expert-shard 16 --table-group 256
     --replica-shard 8 --trace step.json
     """
+    need("gemworks.parallel", "gemworks-parallel")
     with quiet():
         from gemworks import parallel
 
@@ -134,6 +134,7 @@ def ranks(
 
     Example: gemworks plan ranks --cluster h200 --gpus 8 --shard 8 --table-group 4 --replica-shard 2
     """
+    need("gemworks.parallel", "gemworks-parallel")
     with quiet():
         from gemworks import parallel
 

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.multiprocessing.spawn import spawn
 
 MODEL, TABLES = "model.", "model.embeddings."
 TIMEOUT = timedelta(minutes=10)
@@ -119,7 +120,7 @@ def reshard(path: str | Path, out: str | Path, num_parts: int) -> dict[str, Any]
             partial.mkdir(parents=True)
             with tempfile.TemporaryDirectory() as meeting:
                 arguments = (num_parts, str(source), str(partial), f"{meeting}/store")
-                torch.multiprocessing.spawn(_write_part, arguments, nprocs=num_parts)
+                spawn(_write_part, arguments, nprocs=num_parts)
             files.seal(partial)
             files.publish(partial, target.checkpoints / source.name)
         if best is not None:

@@ -50,7 +50,9 @@ class KernelTable:
         rest = self.kernels[top:]
         if rest:
             us, share = sum(k.self_us for k in rest), sum(k.share for k in rest)
-            lines.append(f"  {us / 1e3:>10.3f} {share:>7.1%} {sum(k.num_calls for k in rest):>6} {'':>10}  {len(rest)} more")
+            lines.append(
+                f"  {us / 1e3:>10.3f} {share:>7.1%} {sum(k.num_calls for k in rest):>6} {'':>10}  {len(rest)} more"
+            )
         return "\n".join(lines)
 
 
