@@ -1,6 +1,6 @@
 """The recipe on a real Slurm of one machine: submitted with torchx, followed, killed, requeued, resumed, cancelled.
 
-The test starts munge, slurmctld and five slurmd (one node that runs jobs, four that pretend to have eight GPUs each, for
+The test starts munge, slurmctld and five slurmd (one node that runs jobs, four that pretend to have 8 GPUs each, for
 `sbatch --test-only`) in a temporary folder, and takes them all down. It needs root and Debian's slurm-wlm and munge.
 Cases L1 and L2: what Slurm itself says of torchx's script and of ours.
 """
@@ -185,11 +185,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def test_l1_l2_slurm_accepts_our_script_and_refuses_torchx_s(cluster: Cluster) -> None:
     """Cases L1 and L2, judged by Slurm: 4 nodes x 8 GPUs are accepted; torchx's options are not, nor is too much."""
-    script = cluster.script("partition=gpu,time=08:00:00", "gem.train", "--replicas", "4", "--gpus", "8", "--cpus", "32")
+    script = cluster.script(
+        "partition=gpu,time=08:00:00", "gem.train", "--replicas", "4", "--gpus", "8", "--cpus", "32"
+    )
     assert "nodes big[1-4]" in cluster.run("sbatch", "--test-only", stdin=script).stderr
     assert "--mem" not in script  # L1
     asked = "#SBATCH --mem=9000M\n"  # a node has 8000
-    refused = cluster.run("sbatch", "--test-only", stdin=script.replace("#SBATCH --", asked + "#SBATCH --", 1), check=False)
+    refused = cluster.run(
+        "sbatch", "--test-only", stdin=script.replace("#SBATCH --", asked + "#SBATCH --", 1), check=False
+    )
     assert "not available" in refused.stderr
     lines = [line for line in script.splitlines() if not line.startswith(("#SBATCH --n", "#SBATCH --gres"))]
     theirs = "\n".join([lines[0], "#SBATCH --gpus-per-task=8", *lines[1:]])
