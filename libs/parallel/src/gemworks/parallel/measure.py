@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from gemworks.parallel.cluster import COLLECTIVES, ClusterSpec, Collective, Rate, Tier
 from gemworks.parallel.costs import edge_bytes
+from gemworks.parallel.meshes import members_group
 from torch import Tensor
 
 
@@ -87,7 +88,8 @@ def measure_cluster(
                 (size, slowest_seconds(_runner(collective, group, size, target), target, repeats)) for size in sizes
             ]
             tiers[tier][collective] = fit_rate(collective, dist.get_world_size(group), samples)
-        dist.destroy_process_group(group)
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
     # Least squares may round differently in two processes: all take rank 0's result.
     box = [tiers]
     dist.broadcast_object_list(box, src=0, device=target)
@@ -111,9 +113,7 @@ def _tier_group(base: ClusterSpec, tier: Tier) -> dist.ProcessGroup:
     dim = {"cross_zone": 0, "zone": 1, "nvlink": 2}[tier]
     lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
     mine = next(line for line in lines if dist.get_rank() in line)
-    group = dist.new_group(mine, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    return members_group(mine)
 
 
 def slowest_seconds(run: Callable[[], object], device: torch.device, repeats: int, *, num_warmup: int = 2) -> float:

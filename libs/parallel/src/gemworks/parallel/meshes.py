@@ -15,6 +15,28 @@ from torch.distributed.device_mesh import DeviceMesh
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 
+def members_group(members: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """A process group that its members alone create; the world's own if they are the world.
+
+    Args:
+        members: global ranks, this one among them.
+        timeout: of its collectives.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if sorted(members) == list(range(dist.get_world_size())):
+        return world
+    # A world that is bound to its device makes NCCL groups by splitting its communicator, which waits for ranks that
+    # are no members. Unbound, the group gets a communicator of its own at its first collective.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        group = dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 class Meshes:
     """Process groups and `DeviceMesh`es of one rank; made by `build_meshes`.
 
@@ -36,10 +58,8 @@ class Meshes:
         self._timeout = timeout
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for members in self.layout.communicators(self.rank):
-            # Members only: every rank walks its axes in the same order, so members meet in the same order.
-            group = dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
-            assert isinstance(group, dist.ProcessGroup)
-            self._groups[members] = group
+            # Every rank walks its axes in the same order, so members meet in the same order.
+            self._groups[members] = members_group(members, timeout)
         self.num_communicators = len(self._groups)
 
     def group(self, view: View, axis: str) -> dist.ProcessGroup | None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from gemworks.gem.kernels import KernelConfig
 from gemworks.gem.typed_config import ConfigError, build, to_mapping, to_toml
 
 AttentionKind = Literal["block", "window", "full"]
@@ -375,7 +376,8 @@ class TrainConfig:
         eval_every: steps between two evaluations; None: at the end of each epoch.
         task_weights: weight of each task's loss; None: all 1.
         accumulate: batches per step; the dense gradient is the mean over the samples of all of them.
-        compile: compiles feature tokens, interactions, gates and the head's MLP with torch.compile.
+        compile: torch.compile of feature tokens, interactions, gates and the head's MLP, or of what
+            `kernels.compile_scope` names.
         save_every: steps between two checkpoints; None: after each evaluation.
         keep_last: newest checkpoints kept beside the best one.
         max_skipped: steps with a loss or gradient that is not finite are skipped, up to this many in a run.
@@ -438,6 +440,7 @@ class GemConfig:
     data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def __post_init__(self) -> None:
         _check(
@@ -475,3 +478,7 @@ class GemConfig:
     def with_model(self, **changes: Any) -> GemConfig:
         """This configuration with other model fields, checked again."""
         return replace(self, model=replace(self.model, **changes))
+
+    def with_kernels(self, **changes: Any) -> GemConfig:
+        """This configuration with other kernels, checked again."""
+        return replace(self, kernels=replace(self.kernels, **changes))

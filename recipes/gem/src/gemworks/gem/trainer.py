@@ -18,6 +18,7 @@ from gemworks.gem.config import GemConfig
 from gemworks.gem.data import Source, open_loader
 from gemworks.gem.device import autocast, peak_flops_per_second
 from gemworks.gem.efficiency import count_batch_flops, mfu
+from gemworks.gem.implement import implement
 from gemworks.gem.metrics import BinaryMetrics
 from gemworks.gem.model.gem import Gem
 from gemworks.gem.numerics import NonFiniteError, SpikeWatch, describe_ids, first_non_finite, is_finite
@@ -41,19 +42,6 @@ def task_loss(logits_BK: Tensor, labels_BK: Tensor, weights_K: Tensor) -> Tensor
     """
     losses_BK = functional.binary_cross_entropy_with_logits(logits_BK, labels_BK, reduction="none")
     return (losses_BK.sum(0) * weights_K).sum() / (max(logits_BK.shape[0], 1) * weights_K.sum())
-
-
-def compile_dense(model: Gem) -> None:
-    """Compiles what works on dense tokens [B, n, D], in place: feature tokens, interactions, gates, the head's MLP.
-
-    Names of parameters stay as they are, so checkpoints do too. The sequence parts stay eager: their kernels are opaque
-    to the compiler anyway, and the CPU's rotary embedding, which writes into slices of its result, breaks it.
-    """
-    model.tokens.compile()
-    for layer in model.layers:
-        for name in ("summary", "gate", "interaction"):
-            layer.get_submodule(name).compile()
-    model.head.mlp.compile()
 
 
 @dataclass(frozen=True)
@@ -83,8 +71,7 @@ class Trainer:
         self.schema = source.schema
         torch.manual_seed(config.train.seed)
         self.model = Gem(source.schema, config, device=device)
-        if config.train.compile:
-            compile_dense(self.model)
+        implement(self.model, config)
         self.loader = open_loader(
             source,
             config.data,
