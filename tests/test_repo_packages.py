@@ -21,9 +21,9 @@ ALSO_NEEDS = {"torch.utils.tensorboard": "tensorboard"}
 # Files of the recipe that only the package of an extra ever loads; they may import it at the top.
 LOADED_BY_AN_EXTRA = {
     "recipes/gem/src/gemworks/gem/components.py": "torchx",
-    "recipes/gem/src/gemworks/gem/launch/app.py": "torchx",
-    "recipes/gem/src/gemworks/gem/launch/slurm.py": "torchx",
-    "recipes/gem/src/gemworks/gem/launch/volcano.py": "torchx",
+    "recipes/gem/src/gemworks/gem/schedulers/app.py": "torchx",
+    "recipes/gem/src/gemworks/gem/schedulers/slurm.py": "torchx",
+    "recipes/gem/src/gemworks/gem/schedulers/volcano.py": "torchx",
 }
 # Peers of benchmarks: imported in a function if they are there, and never installed for anybody.
 PEERS = {"flash-attn"}

@@ -55,10 +55,10 @@ def test_what_is_asked_for_is_passed_on() -> None:
     assert (role.image, role.max_retries) == ("image:1", 2)
 
 
-def test_several_processes_run_under_torchrun() -> None:
+def test_several_processes_run_under_the_launcher() -> None:
     one_machine = components.train(gpus=8).roles[0]
     assert one_machine.entrypoint == "bash"
-    assert "--nproc-per-node 8 --standalone -m gemworks.gem.train" in one_machine.args[1]
+    assert "-m gemworks.gem.launch --nnodes 1 --nproc-per-node 8 --standalone --" in one_machine.args[1]
     several = components.train(replicas=2, processes=3).roles[0]
     assert several.num_replicas == 2
     assert "--nnodes 2 --nproc-per-node 3 --rdzv-backend c10d" in several.args[1]

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import yaml
 from gemworks.gem import components
-from gemworks.gem.launch import slurm, volcano
-from gemworks.gem.launch.slurm_script import SlurmScript
+from gemworks.gem.schedulers import slurm, volcano
+from gemworks.gem.schedulers.slurm_script import SlurmScript
 from torchx.schedulers.slurm_scheduler import SlurmScheduler
 from torchx.specs import AppDef, AppState, Role
 

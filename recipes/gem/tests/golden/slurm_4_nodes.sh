@@ -25,7 +25,7 @@ stopped=0
 trap 'stopped=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
 srun --output=slurm-%j-train-%t.out --error=slurm-%j-train-%t.err --open-mode=append --kill-on-bad-exit=1 --wait=60 \
-    bash -c 'export PYTHONUNBUFFERED=1; export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300; export NCCL_DEBUG=WARN; export LIST='"'"'a,b c'"'"'; exec bash -c '"'"'exec /venv/bin/python -m torch.distributed.run --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "${GEMWORKS_RANK0_HOST:-localhost}:29500" --rdzv-id '"'"'"$SLURM_JOB_ID"'"'"' --rdzv-conf timeout=1800,join_timeout=1800 -m gemworks.gem.train --preset base --run-dir /data/runs/first --set train.epochs=2 train.seed=1'"'"'' &
+    bash -c 'export PYTHONUNBUFFERED=1; export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300; export NCCL_DEBUG=WARN; export LIST='"'"'a,b c'"'"'; exec bash -c '"'"'exec /venv/bin/python -m gemworks.gem.launch --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "${GEMWORKS_RANK0_HOST:-localhost}:29500" --rdzv-id '"'"'"$SLURM_JOB_ID"'"'"' --rdzv-conf timeout=1800,join_timeout=1800 -- --preset base --run-dir /data/runs/first --set train.epochs=2 train.seed=1'"'"'' &
 step=$!
 wait "$step"
 code=$?

@@ -12,7 +12,7 @@ installing the package, `gem.train` is `recipes/gem/src/gemworks/gem/components.
 # torchx reads the annotations of components as objects: no `from __future__ import annotations` here
 from typing import Dict, List, Optional  # noqa: UP035  # torchx 0.7.0 knows Dict[str, str], not dict[str, str]
 
-from gemworks.gem.launch.app import NOT_ASKED_FOR, make_app
+from gemworks.gem.schedulers.app import NOT_ASKED_FOR, TRAINER, make_app
 from torchx import specs
 
 
@@ -56,7 +56,7 @@ def train(
     if max_retries > 0 and not run_dir:
         raise ValueError("run_dir: got nothing, expected a folder: a run that is started again goes on from it")
     return make_app(
-        name, "train", "gemworks.gem.train", arguments, replicas, gpus, processes, image, cpus, memory_mb, env, mounts,
+        name, "train", TRAINER, arguments, replicas, gpus, processes, image, cpus, memory_mb, env, mounts,
         max_retries,
     )  # fmt: skip
 

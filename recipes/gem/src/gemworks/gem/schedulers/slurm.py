@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
-from gemworks.gem.launch.slurm_script import APP_ID, RANK0_ENV, REPLICA_ID, SlurmScript
+from gemworks.gem.schedulers.slurm_script import APP_ID, RANK0_ENV, REPLICA_ID, SlurmScript
 from torchx.schedulers.api import AppDryRunInfo, DescribeAppResponse
 from torchx.schedulers.slurm_scheduler import SLURM_STATES, SlurmScheduler
 from torchx.specs import AppDef, AppState, ReplicaStatus, Role, RoleStatus, macros, runopts

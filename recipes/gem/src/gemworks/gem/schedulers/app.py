@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from torchx import specs
 from torchx.specs import macros
 
+TRAINER = "gemworks.gem.train"
+LAUNCHER = "gemworks.gem.launch"  # torchrun that hands on exit codes
 NOT_ASKED_FOR = -1  # torchx's value for a resource that the scheduler's script shall not mention
 RENDEZVOUS_PORT = 29500
 RENDEZVOUS_SECONDS = 1800  # nodes of a large job do not start together; images are pulled first
@@ -41,10 +43,11 @@ def make_app(
     if replicas * per_replica == 1:
         entrypoint, command = python, ["-m", module, *arguments]
     else:
+        assert module == TRAINER, "the launcher starts the trainer only"
         # torchrun gives its processes 30 seconds after SIGTERM; a checkpoint of large tables takes longer
         environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SAVE_SECONDS)
         entrypoint = "bash"
-        command = ["-c", _torchrun(python, module, arguments, replicas, per_replica)]
+        command = ["-c", _launcher(python, arguments, replicas, per_replica)]
     return specs.AppDef(
         name=name,
         roles=[
@@ -64,20 +67,19 @@ def make_app(
     )
 
 
-def _torchrun(
+def _launcher(
     python: str,
-    module: str,
     arguments: list[str],
     replicas: int,
     processes: int,
 ) -> str:
-    """A shell command: torchrun of one replica. The processes meet at the first replica's name, which the scheduler
-    puts into a variable of the environment; only the shell of the replica itself knows it."""
-    words = [python, "-m", "torch.distributed.run", "--nnodes", str(replicas), "--nproc-per-node", str(processes)]
+    """A shell command: the processes of one replica. They meet at the first replica's name, which the scheduler puts
+    into a variable of the environment; only the shell of the replica itself knows it."""
+    words = [python, "-m", LAUNCHER, "--nnodes", str(replicas), "--nproc-per-node", str(processes)]
     if replicas == 1:
         meeting = "--standalone"
     else:
         conf = f"timeout={RENDEZVOUS_SECONDS},join_timeout={RENDEZVOUS_SECONDS}"
         place = f'"$${{{macros.rank0_env}:-localhost}}:{RENDEZVOUS_PORT}"'  # $$ is torchx's way to write $
         meeting = f"--rdzv-backend c10d --rdzv-endpoint {place} --rdzv-id {macros.app_id} --rdzv-conf {conf}"
-    return f"exec {shlex.join(words)} {meeting} -m {module} {shlex.join(arguments)}".rstrip()
+    return f"exec {shlex.join(words)} {meeting} -- {shlex.join(arguments)}".rstrip()
