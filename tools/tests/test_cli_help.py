@@ -41,7 +41,8 @@ def test_the_tree() -> None:
         *("data fetch", "data inspect"),
         *("checkpoint inspect", "checkpoint convert", "checkpoint reshard"),
         *("plan search", "plan simulate", "plan ranks"),
-        *("bench jagged", "bench precision", "bench parallel", "bench netmem"),
+        *("bench jagged", "bench precision", "bench parallel", "bench netmem", "bench layers"),
+        "bench ladder",
     }
 
 

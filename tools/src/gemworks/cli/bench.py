@@ -56,6 +56,8 @@ SUITES: Mapping[str, Suite] = {
         ("--smoke",),
         "Links, offload, activation budgets, copy engines.",
     ),
+    "layers": Suite("gemworks.gem.layers", str, ("--smoke",), "Local MFU of a preset, layer by layer."),
+    "ladder": Suite("gemworks.gem.ladder", str, ("--smoke",), "What every technique adds to a training step."),
 }
 
 bench_app = typer.Typer(
@@ -141,12 +143,38 @@ def netmem(
     _bench("netmem", rest, out, smoke, nproc, compare, json)
 
 
+@bench_app.command()
+def layers(
+    rest: Rest = None, out: Out = None, smoke: Smoke = False, compare: Compare = None, json: Json = False
+) -> None:
+    """Local MFU: every layer type of a preset alone, forward and backward.
+
+    Example: gemworks bench layers -- --preset large
+
+    python -m gemworks.gem.layers --help lists what can follow --
+    """
+    _bench("layers", rest, out, smoke, 1, compare, json)
+
+
+@bench_app.command()
+def ladder(
+    rest: Rest = None, out: Out = None, smoke: Smoke = False, compare: Compare = None, json: Json = False
+) -> None:
+    """The ablation ladder: whole training steps, one technique added per row.
+
+    Example: gemworks bench ladder --compare docs/measured/ladder.csv -- --preset large
+
+    python -m gemworks.gem.ladder --help lists what can follow --
+    """
+    _bench("ladder", rest, out, smoke, 1, compare, json)
+
+
 def _bench(
     name: str, rest: list[str] | None, out: Path | None, smoke: bool, nproc: int, old: Path | None, json: bool
 ) -> None:
     suite = SUITES[name]
     before = None if old is None else read_rows(old)  # a wrong name answers before anything is measured
-    need(suite.module.removesuffix(".bench"), f"gemworks-{name}")
+    need(suite.module.removesuffix(".bench"), f"gemworks-{suite.module.split('.')[1]}")
     folder = _new_folder(name, out)
     launcher = ["-m"] if nproc == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(nproc), "-m"]
     arguments = [*(suite.smoke if smoke else ()), *(rest or ())]

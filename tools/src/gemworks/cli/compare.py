@@ -9,11 +9,12 @@ from typing import Any
 
 # What names a measurement; the other columns hold its result, the machine, or who ran it.
 KEY_COLUMNS = (
-    *("op", "shape", "head_dim", "direction", "format", "setting", "impl", "dtype", "law", "mean_len", "max_len"),
-    *("seed", "gpu", "num_gpus"),
+    *("op", "layer", "row", "shape", "head_dim", "direction", "format", "setting", "attention", "impl", "batch"),
+    *("dtype", "law", "mean_len", "max_len", "seed", "gpu", "num_gpus"),
 )
 # Columns that name the row to a reader; the rest of the key says the same in all rows of most files.
-SHOWN_COLUMNS = ("op", "shape", "head_dim", "direction", "format", "setting", "impl", "law")
+NAME_COLUMNS = ("op", "layer", "row")  # one of them is in every file
+SHOWN_COLUMNS = (*NAME_COLUMNS, "shape", "head_dim", "direction", "format", "setting", "attention", "impl", "law")
 Row = Mapping[str, str]
 
 
@@ -21,16 +22,19 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     """The rows of a benchmark's CSV.
 
     Raises:
-        ValueError: there is no such file, or it has no `op` and `ms` columns.
+        ValueError: there is no such file, or it is no benchmark's.
     """
     if not path.is_file():
         raise ValueError(f"{str(path)!r}: got no file, expected a CSV that `gemworks bench` wrote")
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         rows = list(reader)
-    missing = [name for name in ("op", "ms") if name not in (reader.fieldnames or ())]
-    if missing:
-        raise ValueError(f"{str(path)!r}: got no column {missing[0]!r}, expected a CSV that `gemworks bench` wrote")
+    columns = reader.fieldnames or ()
+    if "ms" not in columns or not set(NAME_COLUMNS) & set(columns):
+        raise ValueError(
+            f"{str(path)!r}: got the columns {', '.join(columns)}, expected ms and {', '.join(NAME_COLUMNS[:-1])} or "
+            f"{NAME_COLUMNS[-1]}, as `gemworks bench` writes them"
+        )
     return rows
 
 
