@@ -174,7 +174,7 @@ def _bench(
 ) -> None:
     suite = SUITES[name]
     before = None if old is None else read_rows(old)  # a wrong name answers before anything is measured
-    need(suite.module.removesuffix(".bench"), f"gemworks-{suite.module.split('.')[1]}")
+    need(suite.module.removesuffix(".bench"), "-".join(suite.module.split(".")[:2]))
     folder = _new_folder(name, out)
     launcher = ["-m"] if nproc == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(nproc), "-m"]
     arguments = [*(suite.smoke if smoke else ()), *(rest or ())]
