@@ -208,7 +208,7 @@ def test_a_killed_job_is_requeued_and_goes_on(cluster: Cluster) -> None:
     handle = cluster.submit("partition=all,time=00:30:00", *arguments, "--", "--set", *SIZES.split())
     wait_for("15 steps", 120, lambda: " 15/400 " in cluster.out(handle))
     assert "RUNNING" in cluster.torchx("status", handle).stdout
-    log = cluster.torchx("log", "--streams", "stdout", "--regex", "data: synthetic", f"{handle}/train/0")
+    log = cluster.torchx("log", "--regex", "data: synthetic", f"{handle}/train/0")
     assert log.stdout.startswith("train/0 data: synthetic: 8,192 train")
 
     os.kill(trainer(cluster, handle), signal.SIGKILL)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from gemworks.gem.schedulers.slurm_script import APP_ID, RANK0_ENV, REPLICA_ID, SlurmScript
-from torchx.schedulers.api import AppDryRunInfo, DescribeAppResponse
-from torchx.schedulers.slurm_scheduler import SLURM_STATES, SlurmScheduler
+from torchx.schedulers.api import AppDryRunInfo, DescribeAppResponse, Stream, filter_regex, split_lines_iterator
+from torchx.schedulers.local_scheduler import LogIterator
+from torchx.schedulers.slurm_scheduler import SLURM_STATES, SlurmScheduler, _get_job_dirs
 from torchx.specs import AppDef, AppState, ReplicaStatus, Role, RoleStatus, macros, runopts
 
 # States that torchx 0.7.0 does not know: it stops with an assertion while a job ends.
@@ -32,6 +36,20 @@ class SlurmRequest:
 
     def __repr__(self) -> str:
         return f"{' '.join([*self.cmd, '$SBATCH_SCRIPT'])}\n\n{self.materialize()}"
+
+
+class Log(LogIterator):
+    """Lines of a log file. torchx 0.7.0 follows a running job's log whether it was asked to or not."""
+
+    def __init__(self, app_id: str, log_file: str, scheduler: Any, should_tail: bool) -> None:
+        super().__init__(app_id, log_file, scheduler, should_tail=should_tail)
+        self._follow = should_tail
+
+    def _check_finished(self) -> None:
+        if self._follow:
+            super()._check_finished()
+        else:
+            self._app_finished = True
 
 
 class GemSlurmScheduler(SlurmScheduler):
@@ -84,6 +102,27 @@ class GemSlurmScheduler(SlurmScheduler):
             signal_seconds=int(cfg.get("signal_seconds") or 0) if cfg.get("time") else 0,
         )
         return AppDryRunInfo(SlurmRequest(["sbatch", "--parsable"], script, cfg.get("job_dir")), repr)
+
+    def log_iter(
+        self,
+        app_id: str,
+        role_name: str,
+        k: int = 0,
+        regex: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        should_tail: bool = False,
+        streams: Stream | None = None,
+    ) -> Iterable[str]:
+        """Lines of one task's log, from the folder that the job was submitted in; standard output unless `streams`
+        says stderr. `since` and `until` are not known to Slurm."""
+        if streams == Stream.COMBINED:
+            raise ValueError("streams: got combined, expected stdout or stderr, which are files of their own")
+        extension = "err" if streams == Stream.STDERR else "out"
+        folder = _get_job_dirs().get(app_id, "")
+        path = os.path.join(folder, f"slurm-{app_id}-{role_name}-{k}.{extension}")
+        lines = split_lines_iterator(Log(app_id, path, self, should_tail))
+        return filter_regex(regex, lines) if regex else lines
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
         """From the controller as long as it knows the job, then from accounting where there is any."""
