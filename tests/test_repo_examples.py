@@ -19,8 +19,8 @@ def run_example(name: str, folder: Path) -> str:
     sources = [str(p) for p in (*sorted(ROOT.glob("*/*/src")), ROOT / "tools/src")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name)], cwd=folder, env=env, capture_output=True, text=True, timeout=300,
-        check=False,
+        [sys.executable, str(ROOT / "examples" / name)], cwd=folder, env=env, capture_output=True, text=True,
+        timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
