@@ -1,7 +1,7 @@
 """A release changes what it says it changes: the public names of every package and their arguments are pinned.
 
-A change that is wanted: `GEMWORKS_UPDATE_GOLDEN=1 make release` writes the new pins; the package's CHANGELOG then says what
-changed, which the last test here asks for.
+A change that is wanted: `GEMWORKS_UPDATE_GOLDEN=1 make release` writes the new pins, and the package's CHANGELOG says
+what changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def api(module: ModuleType) -> str:
-    """One line per public name: what it is, and the arguments of what can be called (names, kinds, which are optional)."""
+    """One line per public name: what it is, and its arguments (names, kinds, optional)."""
     lines = []
     for name in sorted(getattr(module, "__all__", [])):
         value = getattr(module, name)
