@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from gemworks.gem import components
-from torchx.specs import finder
+from torchx.specs import finder, macros
 
 pytestmark = pytest.mark.reference
 
@@ -63,6 +63,17 @@ def test_several_processes_run_under_the_launcher() -> None:
     assert several.num_replicas == 2
     assert "--nnodes 2 --nproc-per-node 3 --rdzv-backend c10d" in several.args[1]
     assert "timeout=1800" in several.args[1]
+
+
+def test_several_machines_meet_at_the_first() -> None:
+    app = components.train("--set", "data.path=my data", preset="tiny", image="image:1", replicas=2, gpus=8)
+    values = macros.Values(img_root="", app_id="app", replica_id="0", rank0_env="FIRST_HOST")
+    assert values.apply(app.roles[0]).args == [
+        "-c",
+        "exec python -m gemworks.gem.launch --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d "
+        '--rdzv-endpoint "${FIRST_HOST:-localhost}:29500" --rdzv-id app --rdzv-conf timeout=1800,join_timeout=1800 '
+        "-- --preset tiny --set 'data.path=my data'",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -387,6 +387,6 @@ def test_optimizers_leave_no_parameter_out() -> None:
     config = tiny()
     trainer = Trainer(config, open_source(config.data), CPU)
     optimizers: Optimizers = trainer.optimizers
-    every = [optimizers.dense, *optimizers.tables]
-    held = [id(p) for o in every for group in o.param_groups for p in group["params"]]
+    groups = [*optimizers.dense.param_groups, *optimizers.tables.param_groups]
+    held = [id(p) for group in groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in trainer.model.parameters())

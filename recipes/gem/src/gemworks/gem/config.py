@@ -272,7 +272,9 @@ class DataConfig:
     Attributes:
         source: the reader.
         path: cache or file folder; files of kuairand, criteo and taobao are prepared once, in `.gemworks` beside them.
-        batch_size: B, samples per rank and step.
+        batch_size: samples of a batch, over all ranks together, so that a configuration means the same steps whatever the
+            number of ranks; they share it evenly.
+        eval_batch_size: samples of a batch of an evaluation, on each rank; None: batch_size.
         max_length: newest events kept per event type; a power of two.
         id_policy: what to do with an id outside its table.
         length_law: lengths of synthetic histories: uniform on [1, max], uniform on [0.4 max, max], or Zipf 1.2.
@@ -293,6 +295,7 @@ class DataConfig:
     source: Literal["movielens", "synthetic", "parquet", "kuairand", "criteo", "taobao"] = "synthetic"
     path: str | None = None
     batch_size: int = 128
+    eval_batch_size: int | None = None
     max_length: int = 256
     id_policy: Literal["error", "hash"] = "error"
     length_law: Literal["uniform", "uniform_0.7", "zipf"] = "uniform"
@@ -319,6 +322,12 @@ class DataConfig:
             "num_lanes",
         ):
             _check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a positive integer")
+        _check(
+            self.eval_batch_size is None or self.eval_batch_size > 0,
+            "data.eval_batch_size",
+            self.eval_batch_size,
+            "a positive integer or 'none'",
+        )
         _check(_is_power_of_two(self.max_length), "data.max_length", self.max_length, "a power of two such as 256")
         for name in ("shuffle_window", "prefetch", "num_id_fields", "num_dense", "seed"):
             _check(getattr(self, name) >= 0, f"data.{name}", getattr(self, name), "an integer, 0 or more")
@@ -385,6 +394,8 @@ class TrainConfig:
         profile_every: steps between two profiler traces; None: none.
         profile_steps: steps in a trace.
         memory_history: remembers where GPU memory was allocated, for the snapshot that running out of it writes.
+        rank_timeout_seconds: of several processes: how long a collective waits for a rank that does not come, before the
+            run stops and says which it is. A rank that dies is noticed at once.
         wandb_project: project of Weights & Biases to report to as well; its WANDB_MODE=offline works.
     """
 
@@ -405,10 +416,11 @@ class TrainConfig:
     profile_every: int | None = None
     profile_steps: int = 2
     memory_history: bool = False
+    rank_timeout_seconds: int = 300
     wandb_project: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "log_every", "accumulate", "keep_last", "profile_steps"):
+        for name in ("epochs", "log_every", "accumulate", "keep_last", "profile_steps", "rank_timeout_seconds"):
             _check(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "a positive integer")
         _check(self.max_skipped >= 0, "train.max_skipped", self.max_skipped, "an integer, 0 or more")
         _check(self.spike_factor > 1, "train.spike_factor", self.spike_factor, "a number above 1")
