@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = (
-    "data.num_samples=8192 data.batch_size=16 data.max_length=16 data.prefetch=0 model.dim=32 train.log_every=5 "
+    "data.num_samples=8192 data.batch_size=8 data.max_length=16 data.prefetch=0 model.dim=32 train.log_every=5 "
     "train.save_every=10 train.max_steps=400"
 )
 
@@ -203,9 +203,11 @@ def test_l1_l2_slurm_accepts_our_script_and_refuses_torchx_s(cluster: Cluster) -
 
 
 def test_a_killed_job_is_requeued_and_goes_on(cluster: Cluster) -> None:
-    """Killed by force, it goes on from its checkpoint; asked to stop before its time limit, it saves itself first."""
-    arguments = ["--preset", "tiny", "--run_dir", "first", "--max_retries", "1"]
-    handle = cluster.submit("partition=all,time=00:30:00", *arguments, "--", "--set", *SIZES.split())
+    """Two tasks, one rank each. Killed by force, the job goes on from its checkpoint; asked to stop before its time
+    limit, it saves itself first."""
+    arguments = ["--replicas", "2", "--preset", "tiny", "--run_dir", "first", "--max_retries", "1"]
+    options = "partition=all,time=00:30:00,share_nodes=True"
+    handle = cluster.submit(options, *arguments, "--", "--set", *SIZES.split())
     wait_for("15 steps", 120, lambda: " 15/400 " in cluster.out(handle))
     assert "RUNNING" in cluster.torchx("status", handle).stdout
     log = cluster.torchx("log", "--regex", "data: synthetic", f"{handle}/train/0")
@@ -224,7 +226,7 @@ def test_a_killed_job_is_requeued_and_goes_on(cluster: Cluster) -> None:
     cluster.run("scancel", "--batch", "--signal=USR1", handle.rpartition("/")[2])
     wait_for("the second requeue", 60, lambda: cluster.job(handle)["Restarts"] == "2")
     script_log = (cluster.folder / "work" / f"slurm-{handle.rpartition('/')[2]}.out").read_text()
-    assert "tasks ended with code 137, restarts so far: 0" in script_log
+    assert "restarts so far: 0" in script_log
     assert "tasks ended with code 75, restarts so far: 1" in script_log
     cluster.torchx("cancel", handle)
     wait_for("the cancellation", 60, lambda: cluster.state(handle) == "CANCELLED")
@@ -252,11 +254,11 @@ def test_wrong_input_is_not_tried_again(cluster: Cluster) -> None:
 
 
 def trainer(cluster: Cluster, handle: str) -> int:
-    """The process id of the trainer itself."""
+    """The process id of a rank."""
     host = socket.gethostname().split(".")[0]
     listed = cluster.run("scontrol", "listpids", handle.rpartition("/")[2], host).stdout.splitlines()[1:]
     for pid in [line.split()[0] for line in listed]:
         command = Path(f"/proc/{pid}/cmdline")
-        if command.is_file() and command.read_bytes().split(b"\0")[1:3] == [b"-m", b"gemworks.gem.train"]:
+        if command.is_file() and b"gemworks.gem.train" in command.read_bytes().split(b"\0"):
             return int(pid)
     raise AssertionError(listed)
