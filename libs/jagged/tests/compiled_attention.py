@@ -36,9 +36,9 @@ def arguments(
             signature[name] = "constexpr"
             continue
         base = name.removesuffix("_ptr")
-        if base in ("lse", "delta"):
+        if base in ("lse", "delta", "scratch"):
             kind = "*fp32"
-        elif base.startswith("bounds") or base in ("tile_sample", "tile_row", "num_tiles"):
+        elif base.startswith("bounds") or base in ("tile_sample", "tile_row", "num_tiles", "turn", "counter"):
             kind = "*i32"
         elif base == "scale":
             kind = "fp32"
@@ -138,24 +138,45 @@ def compile_gluon(
     report(f"{step} {activation} {config}", compiled)
 
 
+def compile_fused(activation: str, config: table.FusedConfig, dtype: str, shared: bool) -> None:
+    from gemworks.jagged.ops.attention_core.kernel_backward_fused_hopper import backward_fused_hopper_kernel as kernel
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    constants: dict[str, Any] = {
+        "ACT": activation, "HEADS": HEADS, "H": table.FUSED_HEAD_DIM, "STAGES": config.stages,
+        "KSTAGES": config.key_stages, "SHARED": shared, "EARLY": config.early, "AHEAD": config.ahead,
+        "CONSUMER_REGS": config.registers,
+    }  # fmt: skip
+    signature, constexprs, attributes = arguments(kernel, constants, dtype)
+    source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    report(f"backward {activation} {config}", compiled)
+
+
+def activations_of(backend: str, kind: str) -> list[str]:
+    if backend == "gluon":
+        return ["softmax"] if kind == "softmax" else ["fast_gelu"]
+    others = ["identity", "squared_relu", "gelu", "gelu_tanh", "silu", "fast_silu"]
+    return [] if kind == "softmax" else [*others, "leaky_relu", "hardswish", "tanh", "relu"]
+
+
 def main(backend: str, architecture: str, dtype: str, width: str, masked: str) -> None:
     if backend == "triton":
         for step in table.STEPS:
             for activation in ("softmax", "fast_gelu"):
                 compile_triton(step, activation, architecture, dtype, int(width), masked == "1")
         return
-    done = set()
+    done: set[Any] = set()
     for (step, kind, _), config in table.GLUON.items():
-        activations = ["softmax"] if kind == "softmax" else ["fast_gelu"]
-        if backend == "gluon-activations":
-            activations = (
-                [] if kind == "softmax" else ["identity", "squared_relu", "gelu", "gelu_tanh", "silu", "fast_silu"]
-            )
-            activations += [] if kind == "softmax" else ["leaky_relu", "hardswish", "tanh", "relu"]
-        for activation in activations:
+        for activation in activations_of(backend, kind):
             if (step, activation, config) not in done:
                 done.add((step, activation, config))
                 compile_gluon(step, activation, config, dtype, int(width), SHARED=masked == "1")
+    for (kind, _), fused in table.FUSED.items() if int(width) == table.FUSED_HEAD_DIM else ():
+        for activation in activations_of(backend, kind):
+            if (activation, fused) not in done:
+                done.add((activation, fused))
+                compile_fused(activation, fused, dtype, masked == "1")
 
 
 if __name__ == "__main__":
