@@ -48,5 +48,6 @@ def test_pair_smoke_run_under_torchrun(tmp_path):
     command += ["-m", "gemworks.netmem.bench", "--smoke", "--suite", "pair", "--out", str(out)]
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
     rows = read(out)
-    assert {r["op"] for r in rows} == {"all_gather", "reduce_scatter", "fsdp_stack"}
+    quantized = {"quantized_all_gather", "quantized_reduce_scatter"}
+    assert {r["op"] for r in rows} == {"all_gather", "reduce_scatter", "fsdp_stack", *quantized}
     assert any("not run" in r["setting"] for r in rows)

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from gemworks.netmem.copy_engine import (
     CopyEngineAllGather,
+    CopyEngineReduceScatter,
     FallbackAllGather,
     copy_engine_all_gather,
     copy_engine_problem,
+    copy_engine_reduce_scatter,
     few_ctas_options,
     verify_copy_engines,
 )
@@ -94,6 +96,56 @@ def test_every_rank_gets_every_shard_over_many_calls_and_sizes(world):
     assert not errors, errors
 
 
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_rank_gets_its_part_of_the_sum(world, op):
+    shared, errors = Shared(world), []
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(world * 6, generator=generator).bfloat16() for _ in range(world)]
+    exact = torch.stack(inputs).float().sum(0) / (world if op == dist.ReduceOp.AVG else 1)
+
+    def work(rank: int) -> None:
+        try:
+            me: Any = Rank(shared, rank)
+            comm = CopyEngineReduceScatter(me, CPU, num_buffers=2, memory=me)
+            kept = []
+            for call in range(7):
+                n = (6, 0)[call % 2]
+                source = comm.allocate((world * n,), dtype=torch.bfloat16, device=CPU)
+                out = comm.allocate((n,), dtype=torch.bfloat16, device=CPU)
+                out.fill_(float("nan"))
+                source.copy_(inputs[rank][: world * n] * (call + 1))
+                assert comm(out, source, me, op) is None
+                kept.append(out)  # FSDP2 keeps gradients: they must not come from a ring
+                if n:
+                    expected = exact[rank * n : (rank + 1) * n] * (call + 1)
+                    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+                del source
+        except BaseException as error:
+            errors.append(error)
+            shared.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(r,)) for r in range(world)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert not errors, errors
+
+
+def test_reduce_scatter_refuses_what_it_cannot_add():
+    me: Any = Rank(Shared(1), 0)
+    comm = CopyEngineReduceScatter(me, CPU, memory=me)
+    source = comm.allocate((4,), dtype=torch.float32, device=CPU)
+    out = comm.allocate((4,), dtype=torch.float32, device=CPU)
+    with pytest.raises(ValueError, match=r"SUM or ReduceOp\.AVG"):
+        comm(out, source, me, dist.ReduceOp.MAX)
+    with pytest.raises(ValueError, match="expected 3"):
+        comm(out[:3], source, me, dist.ReduceOp.SUM)
+    with pytest.raises(ValueError, match="fully_shard"):
+        copy_engine_reduce_scatter(nn.Linear(2, 2))
+
+
 def test_a_buffer_in_use_is_never_handed_out_again():
     me: Any = Rank(Shared(1), 0)
     comm = CopyEngineAllGather(me, CPU, num_buffers=2, memory=me)
@@ -128,6 +180,8 @@ def test_fsdp2_falls_back_loudly_and_trains_the_same(tmp_path):
             if custom:
                 with pytest.warns(RuntimeWarning, match="copy engines are a GPU's"):
                     comm = copy_engine_all_gather(model)
+                with pytest.warns(RuntimeWarning, match="reduce-scatter is off"):
+                    assert copy_engine_reduce_scatter(model) is None
                 assert isinstance(comm, FallbackAllGather)
                 assert "cpu" in comm.reason
             loss = model(torch.ones(4, 8)).square().mean()

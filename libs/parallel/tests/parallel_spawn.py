@@ -1,4 +1,4 @@
-"""Run a function on several gloo processes and collect what each returns.
+"""Run a function on several gloo processes (or NCCL ones, a GPU each) and collect what each returns.
 
 Functions must be importable by name from a test module's file: children load that file.
 """
@@ -28,21 +28,32 @@ def _load(path: str, name: str) -> Callable[..., Any]:
     return getattr(module, name)
 
 
-def _child(path: str, name: str, rank: int, world: int, store: str, args: tuple[Any, ...], queue: Any) -> None:
+def _child(
+    path: str, name: str, rank: int, world: int, backend: str, store: str, args: tuple[Any, ...], queue: Any
+) -> None:
     import warnings
 
     import torch
     import torch.distributed as dist
 
-    warnings.simplefilter("error")
+    # On GPUs torch warns about settings of the machine, which are not the test's subject: shown, not raised.
+    warnings.simplefilter("error" if backend == "gloo" else "default")
     # torch's own use of a type that it deprecates; nothing of ours.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch.*")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.*")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     try:
+        device = torch.device("cuda", rank) if backend == "nccl" else None
+        if device is not None:
+            torch.cuda.set_device(device)
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+            backend,
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=60),
+            device_id=device,
         )
         result = _load(path, name)(rank, world, *args)
         dist.barrier()
@@ -53,9 +64,14 @@ def _child(path: str, name: str, rank: int, world: int, store: str, args: tuple[
 
 
 def spawn(
-    function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0, expect_dead: tuple[int, ...] = ()
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    expect_dead: tuple[int, ...] = (),
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Call `function(rank, world, *args)` on `world` gloo processes; returns their results by rank.
+    """Call `function(rank, world, *args)` on `world` processes; returns their results by rank.
 
     Ranks in `expect_dead` leave without a result and are left out of the list.
 
@@ -69,7 +85,9 @@ def spawn(
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(
-                target=_child, args=(path, function.__name__, r, world, f"{folder}/store", args, queue), daemon=True
+                target=_child,
+                args=(path, function.__name__, r, world, backend, f"{folder}/store", args, queue),
+                daemon=True,
             )
             for r in range(world)
         ]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from gemworks.parallel import ParallelPlan, place, presets
-from gemworks.parallel.bench import COLUMNS, main
+from gemworks.parallel.bench import main
+from gemworks.parallel.measured_rows import BENCH_COLUMNS
 from gemworks.parallel.picture import draw_plan
 
 ROOT = Path(__file__).parents[1]
@@ -50,7 +51,7 @@ def test_bench_runs_on_a_small_table_and_writes_csv(tmp_path, capsys: pytest.Cap
     lines = (tmp_path / "parallel_balance.csv").read_text().splitlines()
     assert len(lines) == 1 + 2 * 3
     assert "predicted, not measured" in capsys.readouterr().out
-    assert COLUMNS[:6] == ["op", "shape", "setting", "impl", "memory_gib", "exposed_ms"]
+    assert BENCH_COLUMNS[:6] == ["op", "shape", "setting", "impl", "memory_gib", "exposed_ms"]
     with pytest.raises(SystemExit):
         main(["nonsense"])
     assert "choose from" in capsys.readouterr().err

@@ -44,10 +44,10 @@ def batch_of(rank: int, step: int, empty: bool = False) -> dict[str, tuple[Tenso
 
 
 def loss_of(out: dict[str, Tensor], step: int) -> Tensor:
-    total = torch.zeros(())
+    total = torch.zeros((), device=out["who"].device)
     for i, name in enumerate(sorted(out)):
         x = out[name]
-        total = total + ((x - 0.1 * (i + 1)) ** 2 * torch.linspace(0.5, 1.5, x.shape[1])).sum()
+        total = total + ((x - 0.1 * (i + 1)) ** 2 * torch.linspace(0.5, 1.5, x.shape[1], device=x.device)).sum()
     return total / 5
 
 

@@ -48,12 +48,12 @@ class Model(nn.Module):
         h = self.first(x)
         if self.overlap:
             sent = self.experts.start(h)
-            side = torch.tanh(h) @ torch.ones(D, D)
+            side = torch.tanh(h) @ h.new_ones(D, D)
             back = self.experts.run(sent)
             side = side + h.sin()
             y = self.experts.finish(back) + 0.01 * side
         else:
-            side = torch.tanh(h) @ torch.ones(D, D) + h.sin()
+            side = torch.tanh(h) @ h.new_ones(D, D) + h.sin()
             y = self.experts(h) + 0.01 * side
         return (self.second(y) * self.scale).sum(-1)
 

@@ -23,7 +23,7 @@ from gemworks.parallel.timeline import Op, run_ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-STILL = SimulationConfig(sm_slowdown=0.0, balance="none")
+STILL = SimulationConfig(sm_slowdown=0.0, balance="none", flat_copies=False)
 CONSTANT = LengthLaw(name="uniform", max_len=64, low=64)
 
 
@@ -61,6 +61,25 @@ def test_fsdp_without_prefetch_of_one_layer_in_closed_form() -> None:
     scatter = collective_cost("reduce_scatter", GroupShape(size=8), 50e6 * 4, c).us
     # The last layer's weights stay for its backward: one gather.
     assert s.step_us == pytest.approx(gather + 300.0 + scatter, rel=1e-12)
+
+
+def test_fsdp_copies_of_one_layer_in_closed_form() -> None:
+    """Gathered weights leave the flat buffer (read + write, bf16), gradients enter it (bf16 read, fp32 written)."""
+    c = presets.h200_host(8)
+    plan, m = ParallelPlan.for_world(8, shard=8), dense_model(n=3, params=50_000_000, us=100_000.0)
+    with_copies = simulate(plan, m, c, dataclasses.replace(STILL, flat_copies=True))
+    gathers = 3 + 2  # the last layer's weights stay
+    want = 50e6 * (gathers * 2 * 2 + 3 * (2 + 4)) / c.gpu.hbm_bytes_per_s * 1e6
+    assert with_copies.items["flat-buffer copies"] == pytest.approx(want)
+    assert with_copies.step_us - simulate(plan, m, c, STILL).step_us == pytest.approx(want)
+
+
+def test_replicated_weights_are_averaged_in_one_piece_after_backward() -> None:
+    c, m = presets.h200_host(8), dense_model(n=5, params=10_000_000)
+    s = simulate(ParallelPlan.for_world(8, shard=1), m, c, STILL)
+    reduce = collective_cost("all_reduce", GroupShape(size=8), 5 * 10e6 * 4, c).us
+    assert s.step_us == pytest.approx(5 * 300.0 + reduce, rel=1e-12)
+    assert s.collectives["exposed: dense.replica all_reduce"][0] == 1
 
 
 def test_fsdp_hides_all_but_the_first_gather_and_last_scatter_behind_long_layers() -> None:
@@ -154,7 +173,9 @@ def test_items_sum_to_the_step_and_bytes_are_conserved(world, a, b, e, g, r, ove
     gathers = 2 if shard > 1 else 0
     want = sum(share(shard) * x.params * (gathers * 2 + 4) for x in layers)
     want -= share(shard) * layers[-1].params * 2  # the last layer's weights stay
-    for x in layers:
+    if shard == 1:  # replicated weights are averaged in one piece
+        want += reduced("dense", m.dense_params * 4.0)
+    for x in layers if shard > 1 else []:
         want += reduced("dense", x.params / shard * 4)
     for x in experts:
         w = x.params / expert
@@ -162,7 +183,7 @@ def test_items_sum_to_the_step_and_bytes_are_conserved(world, a, b, e, g, r, ove
         want += 4 * share(expert) * x.exchange_bytes * expert
     tables = m.table_bytes / group
     want += share(group) * m.ids_per_batch * (2 * m.bytes_per_row + 8)
-    want += 3 * share(replica_shard) * tables
+    want += share(replica_shard) * (2 * tables + m.table_weight_bytes / group)  # the lookup gathers weights alone
     want += reduced("sparse", tables / replica_shard)
     assert sum(s.bytes_by_tier.values()) == pytest.approx(want, rel=1e-9)
     layout = layout_of_splits(plan, s.splits, c)

@@ -54,9 +54,13 @@ def test_whole_rows_in_one_tile(name):
 
 
 @pytest.mark.parametrize("name", ["rms", "layer"])
-def test_rows_of_several_tiles(name, monkeypatch):
-    monkeypatch.setattr(norm, "norm_tile_config", lambda *_: TileConfig(32, 64, 1))
+@pytest.mark.parametrize("two_passes", [False, True])
+def test_rows_of_several_tiles(name, two_passes, monkeypatch):
+    monkeypatch.setattr(norm, "norm_tile_config", lambda *_: TileConfig(32, 64, 1, None, two_passes))
+    monkeypatch.setattr(norm, "norm_sum_width", lambda _: 64)
     check((48, 80), GemmKind.MXFP8, name)
+    if two_passes:
+        check((16, 64), GemmKind.MXFP8, name, residual=False)
 
 
 @pytest.mark.parametrize("kind", [GemmKind.FP8_BLOCK128, GemmKind.MXFP8_REGROUP128])

@@ -1,11 +1,15 @@
 """Shared fixtures of the recipe's tests."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from gemworks.gem.data.movielens import MovieLens
 from gemworks.gem.data.movielens_files import DEFAULT_CACHE, fetch
+
+# gem_ranks.py is shared by tests of this folder; importlib mode does not put the folder on the path.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

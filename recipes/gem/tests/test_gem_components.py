@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from gemworks.gem import components
-from torchx.specs import finder
+from torchx.specs import finder, macros
 
 pytestmark = pytest.mark.reference
 
@@ -51,6 +51,31 @@ def test_what_is_asked_for_is_passed_on() -> None:
     assert (role.resource.cpu, role.resource.gpu, role.resource.memMB) == (4, 1, 512)
     assert role.env["A"] == "b"
     assert (role.image, role.max_retries) == ("image:1", 2)
+
+
+def test_several_processes_go_through_the_launcher() -> None:
+    role = components.train("--set", "train.seed=1", preset="tiny", j="1x2").roles[0]
+    assert role.entrypoint == sys.executable
+    at = role.args.index("--")
+    assert role.args[:6] == ["-m", "gemworks.gem.launch", "--nnodes", "1", "--nproc-per-node", "2"]
+    assert role.args[at - 1 :] == ["localhost:0", "--", "--preset", "tiny", "--set", "train.seed=1"]
+    assert role.num_replicas == 1
+
+
+def test_several_machines_meet_at_the_first() -> None:
+    role = components.train("--set", "data.path=my data", preset="tiny", image="image:1", j="2x8").roles[0]
+    assert (role.entrypoint, role.num_replicas) == ("bash", 2)
+    values = macros.Values(img_root="", app_id="app", replica_id="0", rank0_env="FIRST_HOST")
+    assert values.apply(role).args == [
+        "-c",
+        "python -m gemworks.gem.launch --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id app "
+        "--rdzv-endpoint ${FIRST_HOST:=localhost}:29500 -- --preset tiny --set 'data.path=my data'",
+    ]
+
+
+def test_wrong_shape_says_what_is_expected() -> None:
+    with pytest.raises(ValueError, match="j: got '2', expected machines x processes on each, such as 1x2"):
+        components.train(j="2")
 
 
 def test_torchx_shows_the_error_and_fails(tmp_path: Path) -> None:

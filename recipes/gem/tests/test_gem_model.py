@@ -1,6 +1,5 @@
 """What must hold for the whole model: gradients, independence of samples, empty inputs, determinism, bf16."""
 
-import contextlib
 import dataclasses
 import math
 
@@ -154,23 +153,23 @@ def test_empty_batch(variant: str):
     assert all(p.grad is None or float(p.grad.abs().max()) == 0.0 for p in model.parameters())
 
 
-def test_an_empty_batch_reaches_collections_that_want_it():
-    """What is put into `rows` and `bags` from outside may need every batch: one attribute, no look at their types."""
+@pytest.mark.parametrize("num_samples", [0, 2])
+def test_a_small_batch_reaches_the_collections_filled_up_and_nobody_sees_it(num_samples: int):
+    """What is put into `rows` and `bags` from outside may want batches of one size (case M2 with sharded tables)."""
     embeddings = build(tiny()).embeddings
     assert embeddings.rows is not None
     assert embeddings.bags is not None
-    embeddings.skips_empty = False
-    calls: list[str] = []
+    batch = random_batch(SCHEMA, {"click": [3, 0][:num_samples], "view": [1, 2][:num_samples]})
+    expected_BnW, expected_rows = embeddings(batch)
+    sizes: list[int] = []
     for name in ("rows", "bags"):
-        getattr(embeddings, name).register_forward_pre_hook(lambda *_, name=name: calls.append(name))
-    with contextlib.suppress(Exception):  # torchrec's own, which fail at it
-        embeddings(random_batch(SCHEMA, {"click": [], "view": []}))
-    assert calls
-    calls.clear()
-    embeddings.skips_empty = True
-    sample_BnW, _ = embeddings(random_batch(SCHEMA, {"click": [], "view": []}))
-    assert sample_BnW.shape == (0, 4, embeddings.dim)
-    assert calls == []
+        getattr(embeddings, name).register_forward_pre_hook(lambda _, args: sizes.append(args[0].stride()))
+    embeddings.min_samples = 5
+    sample_BnW, rows = embeddings(batch)
+    assert sizes == [5, 5]
+    assert sample_BnW.shape == (num_samples, 4, embeddings.dim)
+    assert torch.equal(sample_BnW, expected_BnW)
+    assert all(torch.equal(rows[key], expected_rows[key]) for key in expected_rows)
 
 
 @pytest.mark.parametrize("variant", ["default", "event_sizes"])

@@ -18,6 +18,7 @@ from gemworks.gem import checkpoint
 from gemworks.gem.config import GemConfig
 from gemworks.gem.data import Source, open_source
 from gemworks.gem.device import resolve_device
+from gemworks.gem.errors import report
 from gemworks.gem.evaluate import evaluate_run
 from gemworks.gem.optim import Optimizers, learning_rate_factor
 from gemworks.gem.presets import load_config
@@ -371,10 +372,21 @@ def test_main_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path, mon
     assert (tmp_path / "here" / "summary.json").exists()
 
 
+def test_a_value_error_is_the_users_mistake_only_if_our_code_raised_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="got an empty parameter list") as theirs:
+        torch.optim.SGD([])
+    assert report(theirs.value) == 1
+    assert "Traceback" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="preset: got 'tinny'") as ours:
+        load_config("tinny")
+    assert report(ours.value) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_optimizers_leave_no_parameter_out() -> None:
     config = tiny()
     trainer = Trainer(config, open_source(config.data), CPU)
     optimizers: Optimizers = trainer.optimizers
-    every = [optimizers.dense, *optimizers.tables]
-    held = [id(p) for o in every for group in o.param_groups for p in group["params"]]
+    groups = [*optimizers.dense.param_groups, *optimizers.tables.param_groups]
+    held = [id(p) for group in groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in trainer.model.parameters())

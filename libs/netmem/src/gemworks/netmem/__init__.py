@@ -6,7 +6,9 @@ from gemworks.netmem.codec import Bf16Codec, Codec, Fp8Codec, MXFP8Codec, get_co
 from gemworks.netmem.collectives import QuantizedCollective
 from gemworks.netmem.copy_engine import (
     CopyEngineAllGather,
+    CopyEngineReduceScatter,
     copy_engine_all_gather,
+    copy_engine_reduce_scatter,
     few_ctas_options,
     verify_copy_engines,
 )
@@ -38,6 +40,7 @@ __all__ = [
     "CodecError",
     "CollectiveMismatchError",
     "CopyEngineAllGather",
+    "CopyEngineReduceScatter",
     "Fp8Codec",
     "InfeasibleBudgetError",
     "Link",
@@ -61,6 +64,7 @@ __all__ = [
     "apply_policy",
     "compile_with_budget",
     "copy_engine_all_gather",
+    "copy_engine_reduce_scatter",
     "curve",
     "evaluate",
     "few_ctas_options",

@@ -82,19 +82,12 @@ class _Buffer:
     data: torch.Tensor
     handle: SymmetricHandle
     user: weakref.ref[torch.Tensor] | None = None
+    # after the last collective over it: no peer touches it any more
+    done: torch.cuda.Event | None = None
 
 
-class CopyEngineAllGather:
-    """An all-gather in FSDP2's `AllGather` interface (`allocate` and call), over symmetric memory.
-
-    Args:
-        group: ranks that can access each other's memory.
-        device: this rank's GPU.
-        num_buffers: buffers per distinct size.
-        memory: symmetric memory; None: torch's.
-
-    All ranks make the same calls in the same order, as with any collective.
-    """
+class _Rings:
+    """Rings of symmetric buffers, one per size. All ranks ask in the same order, so a fixed order of use agrees."""
 
     def __init__(
         self,
@@ -112,12 +105,7 @@ class CopyEngineAllGather:
         self._next: dict[int, int] = {}
         self._compute = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer for the gathered result, from the ring of its size.
-
-        Raises:
-            RuntimeError: the oldest buffer of the ring is still in use; more are needed.
-        """
+    def _take(self, size: Sequence[int | torch.SymInt], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         num_bytes = math.prod(int(n) for n in size) * dtype.itemsize
         ring = self._rings.setdefault(num_bytes, [])
         if len(ring) < self._num:
@@ -139,16 +127,44 @@ class CopyEngineAllGather:
                 event = torch.cuda.Event()
                 event.record(self._compute)
                 torch.cuda.current_stream(device).wait_event(event)
+                if buffer.done is not None:
+                    torch.cuda.current_stream(device).wait_event(buffer.done)
         out = buffer.data[:num_bytes].view(dtype).view(tuple(int(n) for n in size))
         buffer.user = weakref.ref(out)
         return out
 
-    def _handle_of(self, output: torch.Tensor) -> SymmetricHandle:
+    def _buffer_of(self, tensor: torch.Tensor) -> _Buffer:
         for ring in self._rings.values():
             for buffer in ring:
-                if buffer.data.data_ptr() == output.data_ptr():
-                    return buffer.handle
-        raise ValueError("output_tensor: expected a tensor from allocate(), got another one")
+                if buffer.data.data_ptr() == tensor.data_ptr():
+                    return buffer
+        raise ValueError("tensor: expected one from allocate(), got another one")
+
+    def _mark_done(self, buffer: _Buffer) -> None:
+        if self._compute is not None:
+            buffer.done = torch.cuda.Event()
+            buffer.done.record(torch.cuda.current_stream(self._device))
+
+
+class CopyEngineAllGather(_Rings):
+    """An all-gather in FSDP2's `AllGather` interface (`allocate` and call), over symmetric memory.
+
+    Args:
+        group: ranks that can access each other's memory.
+        device: this rank's GPU.
+        num_buffers: buffers per distinct size.
+        memory: symmetric memory; None: torch's.
+
+    All ranks make the same calls in the same order, as with any collective.
+    """
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer for the gathered result, from the ring of its size.
+
+        Raises:
+            RuntimeError: the oldest buffer of the ring is still in use; more are needed.
+        """
+        return self._take(size, dtype, device)
 
     def __call__(
         self,
@@ -165,7 +181,8 @@ class CopyEngineAllGather:
         world, rank, n = group.size(), group.rank(), input_tensor.numel()
         if n == 0 and output_tensor.numel() == 0:
             return None
-        handle = self._handle_of(output_tensor)
+        buffer = self._buffer_of(output_tensor)
+        handle = buffer.handle
         if output_tensor.numel() != world * n:
             raise ValueError(
                 f"output_tensor: expected {world * n} elements, {world} times the input, got {output_tensor.numel()}"
@@ -179,6 +196,85 @@ class CopyEngineAllGather:
             peer = (rank + step) % world
             handle.get_buffer(peer, (n,), output_tensor.dtype, rank * n).copy_(own, non_blocking=True)
         handle.barrier(channel=1)
+        self._mark_done(buffer)
+        return None
+
+
+class CopyEngineReduceScatter(_Rings):
+    """A reduce-scatter in FSDP2's `ReduceScatter` interface: copy engines bring the peers' parts, one kernel adds them.
+
+    Copy engines can't add, so this rank pulls its part of every peer's input into a staging buffer and adds the W
+    parts in rank order in float32: `(W - 1) n` elements over NVLink without SMs, then one memory-bound kernel that
+    reads `W n` and writes `n`. NCCL reads and writes less memory and takes SMs all the while.
+
+    Args:
+        group, device, num_buffers, memory: as for `CopyEngineAllGather`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        num_buffers: int = NUM_BUFFERS,
+        memory: SymmetricMemory | None = None,
+    ) -> None:
+        super().__init__(group, device, num_buffers=num_buffers, memory=memory)
+        self._output_size: int | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """FSDP2 asks for the input first and for the output next; only the input has to be symmetric.
+
+        Raises:
+            RuntimeError: as `CopyEngineAllGather.allocate`.
+        """
+        numel = math.prod(int(n) for n in size)
+        if numel == self._output_size:
+            self._output_size = None
+            # gradients are views of it and live long: it must not come from a ring
+            return torch.empty(tuple(int(n) for n in size), dtype=dtype, device=device)
+        self._output_size = numel // self._group.size()
+        return self._take(size, dtype, device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce `[W * n]` of every rank into this rank's `[n]`; ordered on the current stream.
+
+        Raises:
+            ValueError: `input_tensor` is not from `allocate`, its size is not W outputs, or `op` is neither SUM nor
+                AVG.
+        """
+        world, rank, n = group.size(), group.rank(), output_tensor.numel()
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(f"op: expected ReduceOp.SUM or ReduceOp.AVG, got {op}")
+        if n == 0 and input_tensor.numel() == 0:
+            return None
+        buffer = self._buffer_of(input_tensor)
+        handle = buffer.handle
+        if input_tensor.numel() != world * n:
+            raise ValueError(
+                f"input_tensor: expected {world * n} elements, {world} times the output, got {input_tensor.numel()}"
+            )
+        parts = input_tensor.new_empty((world, n))
+        handle.barrier(channel=2)
+        for step in range(1, world):
+            peer = (rank + step) % world
+            parts[peer].copy_(handle.get_buffer(peer, (n,), input_tensor.dtype, rank * n), non_blocking=True)
+        handle.barrier(channel=3)  # nobody reads this rank's input any more
+        self._mark_done(buffer)
+        parts[rank] = input_tensor.view(-1)[rank * n : (rank + 1) * n]
+        output = output_tensor.view(-1)
+        # a sum over dim 0 of a contiguous tensor adds in float32, in order
+        if op == dist.ReduceOp.AVG:
+            torch.mean(parts, dim=0, out=output)
+        else:
+            torch.sum(parts, dim=0, out=output)
         return None
 
 
@@ -232,6 +328,43 @@ def copy_engine_all_gather(
         comm = FallbackAllGather(problem)
     for module in modules:
         module.set_custom_all_gather(comm)  # type: ignore[arg-type]
+    return comm
+
+
+def copy_engine_reduce_scatter(
+    model: nn.Module, group: dist.ProcessGroup | None = None, *, num_buffers: int = NUM_BUFFERS
+) -> CopyEngineReduceScatter | None:
+    """Let every FSDP2 module in a model reduce its gradients by copy-engine pulls and one local sum.
+
+    Args:
+        model, group, num_buffers: as for `copy_engine_all_gather`.
+
+    Returns:
+        What was installed; None, after a `RuntimeWarning` with the reason, where copy engines can't be used: FSDP2's
+        own reduce-scatter stays.
+
+    Raises:
+        ValueError: there is no FSDP2 module in the model, or this torch's has no `set_custom_reduce_scatter`.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    if not modules or not hasattr(modules[0], "set_custom_reduce_scatter"):
+        raise ValueError(
+            "model: expected FSDP2 modules with set_custom_reduce_scatter, got none; call fully_shard first"
+        )
+    group = group or dist.group.WORLD
+    assert group is not None
+    device = next(p.device for p in model.parameters())
+    problem = copy_engine_problem(group, device)
+    if problem is not None:
+        warnings.warn(
+            f"copy-engine reduce-scatter is off, the ordinary one runs: {problem}", RuntimeWarning, stacklevel=2
+        )
+        return None
+    comm = CopyEngineReduceScatter(group, device, num_buffers=num_buffers)
+    for module in modules:
+        module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
     return comm
 
 

@@ -261,7 +261,7 @@ class FullyShardedEmbeddings(nn.Module):
                 ids_T = inputs[f.name][0].to(torch.int64)
                 self._check_ids(f, ids_T)
                 keys.append(bank.keys(f.table, ids_T))
-            keys_T = torch.cat(keys) if keys else torch.empty(0, dtype=torch.int64)
+            keys_T = torch.cat(keys) if keys else torch.empty(0, dtype=torch.int64, device=self._anchor.device)
             route = _Route(keys_T, bank.stride, bank.group, bank.group_size)
             rows_UD: Tensor = _Lookup.apply(self._anchor, bank, route)  # type: ignore[assignment]
             parts = rows_UD[route.inverse_T].split([k.numel() for k in keys])

@@ -64,9 +64,13 @@ class Heartbeat:
 
     def silent_ranks(self) -> tuple[int, ...]:
         """Ranks whose counter does not move within `patience` intervals; it waits that long."""
-        before = [self._read(r) for r in range(self._world)]
+        before = [self.beats(r) for r in range(self._world)]
         time.sleep(self._interval * self._patience)
-        return tuple(r for r in range(self._world) if r != self._rank and self._read(r) == before[r])
+        return tuple(r for r in range(self._world) if r != self._rank and self.beats(r) == before[r])
+
+    def beats(self, rank: int) -> int:
+        """How often a rank has beaten so far, for whoever watches one rank without waiting in `silent_ranks`."""
+        return self._store.add(f"beat/{rank}", 0)
 
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:
@@ -96,6 +100,3 @@ class Heartbeat:
 
     def _beat(self) -> None:
         self._store.add(f"beat/{self._rank}", 1)
-
-    def _read(self, rank: int) -> int:
-        return self._store.add(f"beat/{rank}", 0)

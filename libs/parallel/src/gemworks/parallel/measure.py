@@ -11,7 +11,26 @@ import torch
 import torch.distributed as dist
 from gemworks.parallel.cluster import COLLECTIVES, ClusterSpec, Collective, Rate, Tier
 from gemworks.parallel.costs import edge_bytes
+from gemworks.parallel.meshes import members_group
 from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One measured collective.
+
+    Attributes:
+        tier, collective: which.
+        nbytes: S.
+        seconds: median of the slowest rank.
+        fitted_seconds: what the fitted latency and bandwidth say.
+    """
+
+    tier: Tier
+    collective: Collective
+    nbytes: int
+    seconds: float
+    fitted_seconds: float
 
 
 def ring_steps(collective: Collective, size: int) -> int:
@@ -54,6 +73,7 @@ def measure_cluster(
     device: torch.device | str = "cpu",
     sizes: Sequence[int] = (64 * 1024, 16 * 2**20),
     repeats: int = 5,
+    record: list[Sample] | None = None,
 ) -> ClusterSpec:
     """`base` with its tiers' rates replaced by measurements; every rank of the world calls it.
 
@@ -67,6 +87,7 @@ def measure_cluster(
         device: where the buffers live.
         sizes: message bytes S, two or more.
         repeats: timed runs per size, after two to warm up.
+        record: filled with every measured time and what the fitted rate says of it (this rank's view).
 
     Raises:
         ValueError: no process group, or the shape is not the world's.
@@ -86,8 +107,20 @@ def measure_cluster(
             samples = [
                 (size, slowest_seconds(_runner(collective, group, size, target), target, repeats)) for size in sizes
             ]
-            tiers[tier][collective] = fit_rate(collective, dist.get_world_size(group), samples)
-        dist.destroy_process_group(group)
+            size = dist.get_world_size(group)
+            rate = tiers[tier][collective] = fit_rate(collective, size, samples)
+            if record is not None:
+                latency = ring_steps(collective, size) * rate.latency_us * 1e-6
+                record += [
+                    Sample(
+                        tier=tier,
+                        collective=collective,
+                        nbytes=s,
+                        seconds=t,
+                        fitted_seconds=latency + edge_bytes(collective, size, s) / rate.bytes_per_s,
+                    )
+                    for s, t in samples
+                ]
     # Least squares may round differently in two processes: all take rank 0's result.
     box = [tiers]
     dist.broadcast_object_list(box, src=0, device=target)
@@ -111,9 +144,7 @@ def _tier_group(base: ClusterSpec, tier: Tier) -> dist.ProcessGroup:
     dim = {"cross_zone": 0, "zone": 1, "nvlink": 2}[tier]
     lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
     mine = next(line for line in lines if dist.get_rank() in line)
-    group = dist.new_group(mine, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    return members_group(mine)
 
 
 def slowest_seconds(run: Callable[[], object], device: torch.device, repeats: int, *, num_warmup: int = 2) -> float:

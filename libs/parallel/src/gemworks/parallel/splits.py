@@ -23,7 +23,8 @@ def model_traffic(plan: ParallelPlan, model: ModelProfile) -> tuple[Traffic, ...
     n = max(1, sum(x.kind == "dense" for x in model.layers))
     add("dense", "shard", "all_gather", model.dense_params / n * model.weight_bytes, 2 * n)
     add("dense", "shard", "reduce_scatter", model.dense_params / n * model.gradient_bytes, n)
-    add("dense", "replica", "all_reduce", model.dense_params / n / d.shard * model.gradient_bytes, n)
+    pieces = n if d.shard > 1 else 1  # replicated weights are averaged in one piece
+    add("dense", "replica", "all_reduce", model.dense_params / pieces / d.shard * model.gradient_bytes, pieces)
     if e is not None and model.num_experts:
         k = sum(x.kind == "expert" for x in model.layers)
         weights = model.expert_params / k / e.expert
@@ -37,7 +38,8 @@ def model_traffic(plan: ParallelPlan, model: ModelProfile) -> tuple[Traffic, ...
         weights = model.table_bytes / s.table_group
         add("sparse", "table_group", "all_to_all", model.ids_per_batch * model.bytes_per_row, 2)
         add("sparse", "table_group", "all_to_all", model.ids_per_batch * 8)
-        add("sparse", "replica_shard", "all_gather", weights, 2)
+        add("sparse", "replica_shard", "all_gather", model.table_weight_bytes / s.table_group)
+        add("sparse", "replica_shard", "all_gather", weights)
         add("sparse", "replica_shard", "reduce_scatter", weights)
         add("sparse", "replica", "all_reduce", weights / s.replica_shard)
     return tuple(found)

@@ -29,8 +29,12 @@ class SimulationConfig:
         overlap_exchange: expert exchange overlaps the neighbouring layers.
         overlap_tables: table gathers are launched ahead.
         keep_gathered: gathered dense weights stay for backward (no second all-gather).
+        flat_copies: FSDP moves weights out of an all-gather's flat buffer and gradients into a reduce-scatter's, on the
+            compute stream; both are charged at the rate of a device copy.
         peer_us: cost of every peer in an all-to-all, on top of its bytes. Nothing here measures it, so it is 0: what
             groups of tables save in time over tables on the whole world depends on it.
+        blocking: every collective keeps the host waiting, as torch's FSDP does on gloo: nothing overlaps.
+        wire_factor: collective -> bytes on the wire / those of a ring, for a backend that does more; `GLOO` for gloo.
         validation: the error of these predictions on hardware, printed with every result.
     """
 
@@ -41,8 +45,15 @@ class SimulationConfig:
     overlap_exchange: bool = True
     overlap_tables: bool = True
     keep_gathered: bool = False
+    flat_copies: bool = True
     peer_us: float = 0.0
+    blocking: bool = False
+    wire_factor: Mapping[str, float] = field(default_factory=dict)
     validation: str = "error: no measurement on file for this cluster; closed forms and conservation only"
+
+
+# gloo has no reduce-scatter: torch runs an all-reduce and keeps this rank's part, twice a ring reduce-scatter's bytes.
+GLOO: Mapping[str, float] = {"reduce_scatter": 2.0}
 
 
 class StepGraph:
@@ -73,7 +84,7 @@ class StepGraph:
 
     def compute(self, name: str, parts: dict[str, float], deps: Sequence[int | None]) -> int:
         us = sum(parts.values())
-        self.ops.append(Op(name, "compute", us, _known(deps), next(iter(parts), "compute"), parts))
+        self.ops.append(Op(name, "compute", us, self._after(deps), next(iter(parts), "compute"), parts))
         return len(self.ops) - 1
 
     def collective(
@@ -92,10 +103,15 @@ class StepGraph:
         count, us, _ = self.calls.get(label, (0, 0.0, None))
         self.calls[label] = (count + 1, us + duration, shape.widest_tier)
         for tier, b in cost.bytes_by_tier.items():
-            self.sent[tier] = self.sent.get(tier, 0.0) + b
+            self.sent[tier] = self.sent.get(tier, 0.0) + b * self.config.wire_factor.get(collective, 1.0)
         queue: Queue = "nvlink" if shape.widest_tier == "nvlink" else "network"
-        self.ops.append(Op(f"{name} {view}.{axis} {collective}", queue, duration, _known(deps), label))
+        self.ops.append(Op(f"{name} {view}.{axis} {collective}", queue, duration, self._after(deps), label))
         return len(self.ops) - 1
+
+    def _after(self, deps: Sequence[int | None]) -> list[int]:
+        """What an operation waits for; the one before it too if everything blocks."""
+        before = [len(self.ops) - 1] if self.config.blocking and self.ops else []
+        return [*(d for d in deps if d is not None), *before]
 
     def layer_parts(self, x: LayerProfile, backward: bool) -> dict[str, float]:
         forward_us, backward_us = x.times_us(self.cluster, self.model.dtype)
@@ -112,12 +128,15 @@ class StepGraph:
         has_tables = s is not None and bool(model.tables)
         table_bytes = model.table_bytes / s.table_group if s is not None else 0.0
         rows_bytes = model.ids_per_batch * model.bytes_per_row
-        lookup_us = 2 * rows_bytes / self.cluster.gpu.hbm_bytes_per_s * 1e6
+        row_us = 2 * rows_bytes / self.cluster.gpu.hbm_bytes_per_s * 1e6
+        lookup_us = row_us if model.lookup_us is None else model.lookup_us
 
         # Forward: tables first, then layers.
         embedded: int | None = None
         if has_tables:
-            gather = self.collective("sparse", "replica_shard", "all_gather", table_bytes, [], "forward")
+            # A lookup needs no optimizer state.
+            weights_only = model.table_weight_bytes / s.table_group if s is not None else 0.0
+            gather = self.collective("sparse", "replica_shard", "all_gather", weights_only, [], "forward")
             ids = self.collective("sparse", "table_group", "all_to_all", model.ids_per_batch * 8, [], "ids")
             self.alone_us += lookup_us
             lookup = self.compute("lookup", {"lookup and table update": lookup_us}, [gather, ids])
@@ -164,7 +183,8 @@ class StepGraph:
                 )
             late = i - 2 if c.overlap_exchange else i - 1
             inputs += [v for k, v in returned.items() if k == late]
-            done.append(self.compute(f"forward {x.name}", self.layer_parts(x, False), inputs))
+            parts = self.layer_parts(x, False) | self._copies(x, weights[i] is not None, False)
+            done.append(self.compute(f"forward {x.name}", parts, inputs))
             if x.kind == "expert":
                 returned[i] = self.collective(
                     "experts",
@@ -212,7 +232,8 @@ class StepGraph:
                 table_gather = self.collective(
                     "sparse", "replica_shard", "all_gather", table_bytes, [before], "backward"
                 )
-            back[i] = self.compute(f"backward {x.name}", self.layer_parts(x, True), inputs)
+            parts = self.layer_parts(x, True) | self._copies(x, weights[i] is not None, True)
+            back[i] = self.compute(f"backward {x.name}", parts, inputs)
             if x.kind == "expert":
                 back_returned[i] = self.collective(
                     "experts",
@@ -224,13 +245,14 @@ class StepGraph:
                 )
             reduced += self._reduce(x, back[i])
         final = back[order[-1]]
+        averaged = self._average_replicated(final)
         if has_tables:
             assert s is not None
             tail = [final, *back_returned.values()]
             grads = self.collective("sparse", "table_group", "all_to_all", rows_bytes, tail, "gradients")
             if not c.overlap_tables:
                 table_gather = self.collective("sparse", "replica_shard", "all_gather", table_bytes, tail, "backward")
-            update_us = 1.5 * lookup_us
+            update_us = 1.5 * row_us if model.update_us is None else model.update_us
             self.alone_us += update_us
             final = self.compute("table update", {"lookup and table update": update_us}, [final, grads, table_gather])
             publish = self.collective("sparse", "replica_shard", "reduce_scatter", table_bytes, [final], "publish")
@@ -250,11 +272,48 @@ class StepGraph:
         self.compute(
             "optimizer",
             {"optimizer": stored / 1e6 * model.optimizer_us_per_million},
-            [final, *reduced, *back_returned.values()],
+            [final, *reduced, *averaged, *back_returned.values()],
         )
 
     def _expert_ranks(self) -> int:
         return 1 if self.plan.experts is None else self.plan.experts.expert
+
+    def _average_replicated(self, final: int) -> list[int | None]:
+        """Unsharded weights are averaged when backward ends: dense ones in one piece, experts one by one."""
+        plan, g = self.plan, self.model.gradient_bytes
+        e = plan.experts
+        pieces: list[tuple[View, float]] = []
+        if e is not None and e.expert_shard == 1:
+            pieces.extend(("experts", x.params / e.expert * g) for x in self.model.layers if x.kind == "expert")
+        if plan.dense.shard == 1:
+            pieces.append(("dense", self.model.dense_params * g))
+        done: list[int | None] = []
+        before = final
+        for view, nbytes in pieces:
+            shape = self.shapes.get((view, "replica"))
+            if shape is None or shape.size == 1 or nbytes <= 0:
+                continue
+            passes = nbytes / self.cluster.gpu.hbm_bytes_per_s * 1e6 if self.config.flat_copies else 0.0
+            # Into a flat buffer (read, write), then divided there and copied back (2 x read, write).
+            joined = self.compute("flatten gradients", {"flat-buffer copies": 2 * passes}, [before])
+            reduced = self.collective(view, "replica", "all_reduce", nbytes, [joined], "backward")
+            before = self.compute("spread gradients", {"flat-buffer copies": 4 * passes}, [reduced])
+            done.append(before)
+        return done
+
+    def _copies(self, x: LayerProfile, gathered: bool, backward: bool) -> dict[str, float]:
+        """Between parameters and the flat buffers of FSDP's collectives: read + write, in us."""
+        if not self.config.flat_copies:
+            return {}
+        m, axis = self.model, ("dense", "shard") if x.kind == "dense" else ("experts", "expert_shard")
+        shape = self.shapes.get(axis)  # type: ignore[call-overload]
+        if shape is None or shape.size == 1:
+            return {}
+        params = x.params if x.kind == "dense" else x.params / self._expert_ranks()
+        moved = params * 2 * m.weight_bytes if gathered else 0.0
+        if backward:
+            moved += params * (m.weight_bytes + m.gradient_bytes)
+        return {"flat-buffer copies": moved / self.cluster.gpu.hbm_bytes_per_s * 1e6} if moved else {}
 
     def _reduce(self, x: LayerProfile, dep: int) -> list[int | None]:
         plan, g = self.plan, self.model.gradient_bytes
@@ -268,6 +327,8 @@ class StepGraph:
                 x.params / self._expert_ranks(),
                 1 if e is None else e.expert_shard,
             )
+        if shards == 1:
+            return []
         name = f"backward {x.name}"
         scatter = self.collective(view, axis, "reduce_scatter", params * g, [dep], name)  # type: ignore[arg-type]
         reduce = self.collective(
@@ -279,7 +340,3 @@ class StepGraph:
             name,  # type: ignore[arg-type]
         )
         return [scatter, reduce]
-
-
-def _known(deps: Sequence[int | None]) -> list[int]:
-    return [d for d in deps if d is not None]

@@ -12,7 +12,13 @@ from torch import Tensor
 class TablePieces(torch.Tensor):
     """The rows of one table that this rank stores, as pieces of the whole table [num_rows, ...].
 
-    It only serves `torch.distributed.checkpoint` (its `_Checkpointable` protocol); it cannot be computed with.
+    It only serves `torch.distributed.checkpoint` (its `_Checkpointable` protocol, also of `async_save`); it cannot be
+    computed with.
+
+    Args:
+        shape: of the whole table.
+        pieces: first row and rows of each piece; loading writes into them.
+        like: dtype and device.
     """
 
     pieces: list[tuple[int, Tensor]]
@@ -61,6 +67,9 @@ class TablePieces(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
+        if func is torch.ops.aten.new_empty.default:
+            # DCP copies for a write in the background by making an empty one and copying the attributes into it
+            return TablePieces(tuple(args[1]), [], torch.empty(0, dtype=args[0].dtype, device="cpu"))
         raise ValueError(
             f"TablePieces: got {func}, but it only serves checkpoints; use FullyShardedEmbeddings.full_table"
         )

@@ -15,7 +15,7 @@ import torch
 from gemworks.precision.backends import choose
 from gemworks.precision.casts import CastSpec, cast, cast_both, device_of
 from gemworks.precision.mxtensor import MXTensor
-from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, tile_config
+from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, activation_tile_config
 from torch import Tensor, nn
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -94,7 +94,7 @@ def _activation_tiles(x: Tensor, spec: CastSpec, activation: str, columns: bool,
     planes, (codes, scales, codes_t, scales_t), inexact = empty_planes(x, spec)
     y = torch.empty_like(x) if return_y else x
     directions = ALONG_ROWS | ALONG_COLUMNS if columns else ALONG_ROWS
-    config = tile_config(spec.block, spec.regroups, directions)
+    config = activation_tile_config(spec.block, spec.regroups, directions)
     flags = cast_flags(spec)
     del flags["STOCHASTIC"]
     column_tiles = triton.cdiv(num_columns, config.columns)

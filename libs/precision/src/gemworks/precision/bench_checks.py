@@ -3,11 +3,18 @@ products."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from gemworks.precision.activation import ACTIVATIONS, activation_cast
+from gemworks.precision.backends import PrecisionCostWarning
 from gemworks.precision.bounds import fp32_bound, hopper_fp8_bound
 from gemworks.precision.casts import CastSpec, cast, cast_both
 from gemworks.precision.contract import check_backend
@@ -60,22 +67,12 @@ def check_contract(device: torch.device) -> None:
         raise AssertionError("; ".join(failures[:5]))
 
 
-def check_casts(device: torch.device) -> None:
-    """Codes, scales and counts bit-equal to the reference: directions, kinds, formats, dtypes, rounding, odd shapes."""
-    # Each combination is a kernel to compile (about a second and a half), so not every pair of choices is made.
-    noise = Stochastic(2**40 + 7, 3)
-    runs: list[tuple[tuple[int, int], torch.dtype, GemmKind, Stochastic | None]] = [
-        (shape, torch.bfloat16, kind, rounding)
-        for shape in ((33, 70), (256, 1024))
-        for kind in KINDS
-        for rounding in (None, noise)
-        # Noise costs five seconds a kernel: the general kernel with every kind, aligned sizes with one.
-        if rounding is None or shape == (33, 70) or kind is GemmKind.MXFP8
-    ]
-    # Sizes in multiples of 16 go through the tile kernel, others through the general one.
-    runs += [((144, 272), torch.bfloat16, kind, None) for kind in KINDS]
-    runs += [(shape, d, GemmKind.MXFP8, None) for shape in ((33, 70), (48, 80)) for d in (torch.float32, torch.float16)]
-    runs += [((1, 1), torch.bfloat16, GemmKind.MXFP8, None), ((513, 300), torch.bfloat16, GemmKind.MXFP8, None)]
+Run = tuple[tuple[int, int], torch.dtype, GemmKind, Stochastic | None]
+NOISE = Stochastic(2**40 + 7, 3)
+
+
+def _check_runs(device: torch.device, runs: list[Run]) -> None:
+    """Codes, scales and counts of every direction, alone and in one read, bit-equal to the reference."""
     for shape, dtype, kind, rounding in runs:
         x = _data(*shape, device, torch.float32).clamp(-6e4, 6e4).to(dtype)
         spec = CastSpec(kind, stochastic=rounding)
@@ -92,6 +89,48 @@ def check_casts(device: torch.device) -> None:
         _different(f"{name} both, columns", columns, columns_expected)
         if lost != expected:
             raise AssertionError(f"{name} both: {lost.item()} inexact codes, expected {expected.item()}")
+
+
+def check_tile_casts(device: torch.device) -> None:
+    """Sizes in multiples of 16, which go through the tile kernel; regrouping under every scale mode and on data that
+    loses few codes, many, and none."""
+    shapes = ((144, 272), (256, 1024))
+    _check_runs(device, [(shape, torch.bfloat16, kind, None) for shape in shapes for kind in KINDS])
+    _check_runs(device, [((48, 80), d, GemmKind.MXFP8, None) for d in (torch.float32, torch.float16)])
+    generator = torch.Generator().manual_seed(9)
+    plain = torch.randn(256, 384, generator=generator)
+    for mode in ScaleMode:
+        spec = CastSpec(GemmKind.MXFP8_REGROUP128, scale_mode=mode)
+        for name, x in (
+            ("normal", plain),
+            ("gated", plain.relu()),
+            ("spread", plain * torch.randint(-20, 20, plain.shape, generator=generator).float().exp2()),
+            ("equal", torch.full_like(plain, 3.0)),
+        ):
+            on_device = x.to(device, torch.bfloat16)
+            *ours, lost = cast_both(on_device, spec)
+            *expected, lost_expected = cast_both(on_device, spec, "reference")
+            for a, b in zip(ours, expected, strict=True):
+                _different(f"regrouping, {mode}, {name}", a, b)
+            if lost != lost_expected:
+                raise AssertionError(f"regrouping, {mode}, {name}: {lost.item()}, expected {lost_expected.item()}")
+
+
+def check_general_casts(device: torch.device) -> None:
+    """Odd sizes, which go through the general kernel."""
+    _check_runs(device, [((33, 70), torch.bfloat16, kind, None) for kind in KINDS])
+    _check_runs(device, [((33, 70), d, GemmKind.MXFP8, None) for d in (torch.float32, torch.float16)])
+    _check_runs(device, [(shape, torch.bfloat16, GemmKind.MXFP8, None) for shape in ((1, 1), (513, 300))])
+
+
+def check_noise(device: torch.device, kind: GemmKind) -> None:
+    """Stochastic rounding: the general kernel; aligned sizes are another specialisation."""
+    shapes = ((33, 70), (256, 1024)) if kind is GemmKind.MXFP8 else ((33, 70),)
+    _check_runs(device, [(shape, torch.bfloat16, kind, NOISE) for shape in shapes])
+
+
+def check_formats(device: torch.device) -> None:
+    """Hadamard transforms, modes of E5M2 and 4-bit storage."""
     x = _data(300, 520, device)
     specs = [(CastSpec(GemmKind.MXFP8, hadamard=Hadamard(size, 5)), dim) for size in (32, 256) for dim in (0, 1)]
     specs += [(CastSpec(GemmKind.MXFP8, Format.E5M2, mode), 1) for mode in ScaleMode]
@@ -118,7 +157,8 @@ def check_norm(device: torch.device) -> None:
     """Planes of the fused norm are those of its own y, and y is that of the reference to bf16 rounding."""
     # The general kernel, a row in one tile, rows of several tiles.
     runs = [((300, 520), "rms", kind) for kind in KINDS] + [((304, 528), "rms", kind) for kind in KINDS]
-    runs += [((304, 528), "layer", GemmKind.MXFP8), ((96, 2064), "layer", GemmKind.MXFP8)]
+    runs += [((304, 528), "layer", kind) for kind in (GemmKind.MXFP8, GemmKind.FP8_BLOCK128)]
+    runs += [((96, 2064), norm, GemmKind.MXFP8) for norm in ("rms", "layer")]
     for shape, norm, kind in runs:
         x, residual = _data(*shape, device).clamp(-100, 100), _data(*shape, device).flip(0).clamp(-100, 100)
         w = torch.randn(shape[1], device=device)
@@ -240,7 +280,10 @@ def check_linear(device: torch.device) -> None:
 
 CHECKS: dict[str, Callable[[torch.device], None]] = {
     "cast:contract": check_contract,
-    "cast:bits": check_casts,
+    "cast:tile": check_tile_casts,
+    "cast:general": check_general_casts,
+    **{f"cast:noise:{kind.value}": partial(check_noise, kind=kind) for kind in KINDS},
+    "cast:formats": check_formats,
     "norm": check_norm,
     "activation": check_activation,
     "gemm": check_products,
@@ -248,18 +291,52 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     "linear": check_linear,
     "cast:large": check_large,
 }
+NEED_GPU = ("cast:large",)
+
+
+def _run_one(name: str, device: torch.device) -> str:
+    """Empty if the check passed, otherwise what went wrong."""
+    start = time.perf_counter()
+    try:
+        CHECKS[name](device)
+    except Exception as error:  # whatever goes wrong, the op must not be timed
+        return f"{type(error).__name__}: {str(error)[:500]}"
+    print(f"check {name}: passed in {time.perf_counter() - start:.1f} s", flush=True)
+    return ""
+
+
+def run_in_processes(names: list[str]) -> dict[str, str]:
+    """Run checks on the GPU in a process each, as many at a time as there are processors: what takes time is compiling
+    their kernels. Failures by name, empty when all passed."""
+    failures: dict[str, str] = {}
+
+    def run(name: str) -> None:
+        command = [sys.executable, "-m", "gemworks.precision.bench_checks", name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        print(done.stdout, end="", flush=True)
+        if done.returncode:
+            failures[name] = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+
+    with ThreadPoolExecutor(max(1, min(len(names), os.cpu_count() or 1))) as pool:
+        list(pool.map(run, names))
+    return failures
 
 
 def run_checks(device: torch.device, smoke: bool) -> dict[str, str]:
-    """Run all checks; failures by name, empty when all passed. The one past 2^31 elements needs a GPU."""
-    failures = {}
-    for name, check in CHECKS.items():
-        if name == "cast:large" and (device.type != "cuda" or smoke):
-            continue
-        start = time.perf_counter()
-        try:
-            check(device)
-            print(f"check {name}: passed in {time.perf_counter() - start:.1f} s", flush=True)
-        except Exception as error:  # whatever goes wrong, the op must not be timed
-            failures[name] = f"{type(error).__name__}: {str(error)[:500]}"
-    return failures
+    """Run all checks; failures by name, empty when all passed."""
+    names = [name for name in CHECKS if not (name in NEED_GPU and (device.type != "cuda" or smoke))]
+    if device.type == "cuda":
+        return run_in_processes(names)
+    return {name: problem for name in names if (problem := _run_one(name, device))}
+
+
+def main(names: list[str]) -> int:
+    """Run the named checks on the GPU."""
+    warnings.filterwarnings("ignore", category=PrecisionCostWarning)
+    problems = [problem for name in names if (problem := _run_one(name, torch.device("cuda")))]
+    print(*problems, sep="\n", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

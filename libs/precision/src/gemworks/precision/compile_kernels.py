@@ -30,9 +30,9 @@ def tile_variants() -> Iterator[Variant]:
     """The tile kernels on bf16."""
     from gemworks.precision.kernel_activation import activation_tile_kernel
     from gemworks.precision.kernel_common import FORMATS, MODES
-    from gemworks.precision.kernel_norm_tile import norm_tile_kernel
+    from gemworks.precision.kernel_norm_tile import norm_apply_kernel, norm_sum_kernel, norm_tile_kernel
     from gemworks.precision.kernel_tile import cast_tile_kernel
-    from gemworks.precision.tiles import norm_tile_config, tile_config
+    from gemworks.precision.tiles import norm_sum_width, norm_tile_config, tile_config
 
     base = {"FORMAT": FORMATS["e4m3"], "MODE": MODES["rceil"], "HARDWARE": True}
     pairs = dict.fromkeys(("x_ptr", "residual_ptr", "sum_ptr", "y_ptr", "codes_ptr"), "*i32")
@@ -52,13 +52,21 @@ def tile_variants() -> Iterator[Variant]:
         yield "activation_tile", kind, activation_tile_kernel, types, constants, config.num_warps, None
         for columns in (512, 1024, 4096):
             config = norm_tile_config(columns, kind != "mxfp8")
-            constants = {**base, "R8": config.rows // 8, "C": config.columns, "B": block, "REGROUP": regroup}
-            constants |= {"HAS_RESIDUAL": True, "HAS_BIAS": False, "SUBTRACT_MEAN": False, "WRITE_Y": False}
-            constants |= {"DIRECTIONS": 3, "ONCE": columns <= config.columns}
-            types = argument_types(norm_tile_kernel, pointers, constants)
-            limit = config.max_registers
-            if columns == 512 or kind == "mxfp8":
-                yield "norm_tile", f"{kind} {columns}", norm_tile_kernel, types, constants, config.num_warps, limit
+            if columns > 512 and kind != "mxfp8":
+                continue
+            norms = {"HAS_BIAS": False, "SUBTRACT_MEAN": False, "WRITE_Y": False, "DIRECTIONS": 3}
+            constants = {**base, **norms, "R8": config.rows // 8, "C": config.columns, "B": block, "REGROUP": regroup}
+            kernel = norm_apply_kernel
+            if not config.two_passes:
+                constants |= {"HAS_RESIDUAL": True, "ONCE": columns <= config.columns}
+                kernel = norm_tile_kernel
+            types = argument_types(kernel, pointers, constants)
+            name = "norm_apply" if config.two_passes else "norm_tile"
+            yield name, f"{kind} {columns}", kernel, types, constants, config.num_warps, config.max_registers
+    width = norm_sum_width(1024)
+    constants = {"HAS_RESIDUAL": True, "SUBTRACT_MEAN": False, "ROWS": 4096 // width, "C": width, "HARDWARE": True}
+    types = argument_types(norm_sum_kernel, pointers, constants)
+    yield "norm_sum", "1024", norm_sum_kernel, types, constants, 4, None
 
 
 def variants() -> Iterator[Variant]:

@@ -132,6 +132,55 @@ def zero_rows(R8: tl.constexpr, C4: tl.constexpr):
 
 
 @triton.jit
+def normalise(
+    hs,
+    means,
+    rstds,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    first_column,
+    left_rows,
+    num_columns,
+    HAS_BIAS: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
+    WRITE_Y: tl.constexpr,
+    R8: tl.constexpr,
+    C: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """(h - mean) * rstd * weight + bias of a tile, rounded to bf16 (and stored at y_ptr, the tile's first row)."""
+    octet = tl.arange(0, R8)
+    column = first_column + tl.arange(0, C)
+    weight = tl.load(weight_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)
+    w = quads(tl.broadcast_to(weight[None, :], [R8, C]), R8, C)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)
+        b = quads(tl.broadcast_to(bias[None, :], [R8, C]), R8, C)
+    ys = ()
+    for i in tl.static_range(8):
+        v = ()
+        for j in tl.static_range(4):
+            h = value(hs[i], j, True, True, HARDWARE)
+            if SUBTRACT_MEAN:
+                h = h - means[i][:, None]
+            y = h * rstds[i][:, None] * w[j]
+            if HAS_BIAS:
+                y += b[j]
+            v = v + (y,)  # noqa: RUF005
+        # Rows past the end must not show in the column blocks: a bias would, and 0 / 0 without eps.
+        real = (octet * 8 + i < left_rows)[:, None]
+        pair = (
+            tl.where(real, round_to_bf16(v[0], v[1], HARDWARE), 0),
+            tl.where(real, round_to_bf16(v[2], v[3], HARDWARE), 0),
+        )
+        if WRITE_Y:
+            store_pairs(pair, y_ptr, i, first_column, left_rows, num_columns, R8, C)
+        ys = ys + (pair,)  # noqa: RUF005
+    return ys
+
+
+@triton.jit
 def norm_tile_kernel(
     x_ptr,
     residual_ptr,
@@ -206,32 +255,23 @@ def norm_tile_kernel(
     for first in range(0, C if ONCE else num_columns, C):
         if not ONCE:
             hs = sum_tile(sum_ptr, sum_ptr, sum_ptr, first, left_rows, num_columns, False, R8, C, HARDWARE)
-        column = first + tl.arange(0, C)
-        weight = tl.load(weight_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)
-        w = quads(tl.broadcast_to(weight[None, :], [R8, C]), R8, C)
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)
-            b = quads(tl.broadcast_to(bias[None, :], [R8, C]), R8, C)
-        ys = ()
-        for i in tl.static_range(8):
-            v = ()
-            for j in tl.static_range(4):
-                h = value(hs[i], j, True, True, HARDWARE)
-                if SUBTRACT_MEAN:
-                    h = h - means[i][:, None]
-                y = h * rstds[i][:, None] * w[j]
-                if HAS_BIAS:
-                    y += b[j]
-                v = v + (y,)  # noqa: RUF005
-            # Rows past the end must not show in the column blocks: a bias would, and 0 / 0 without eps.
-            real = (octet * 8 + i < left_rows)[:, None]
-            pair = (
-                tl.where(real, round_to_bf16(v[0], v[1], HARDWARE), 0),
-                tl.where(real, round_to_bf16(v[2], v[3], HARDWARE), 0),
-            )
-            if WRITE_Y:
-                store_pairs(pair, y_ptr, i, first, left_rows, num_columns, R8, C)
-            ys = ys + (pair,)  # noqa: RUF005
+        ys = normalise(
+            hs,
+            means,
+            rstds,
+            weight_ptr,
+            bias_ptr,
+            y_ptr,
+            first,
+            left_rows,
+            num_columns,
+            HAS_BIAS,
+            SUBTRACT_MEAN,
+            WRITE_Y,
+            R8,
+            C,
+            HARDWARE,
+        )
         store_tile(
             ys,
             first_row,
@@ -253,3 +293,147 @@ def norm_tile_kernel(
             True,
             HARDWARE,
         )
+
+
+@triton.jit
+def norm_sum_kernel(
+    x_ptr,
+    residual_ptr,
+    sum_ptr,
+    mean_ptr,
+    rstd_ptr,
+    num_rows,
+    num_columns,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    C: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """The first of two passes: the sum, and each row's mean and reciprocal deviation. bf16 `[M, K]` as int32."""
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)
+    half = (num_columns // 16) * 8
+    offset = first_row * half
+    x_ptr += offset
+    residual_ptr += offset
+    sum_ptr += offset
+    inside_row = row < num_rows - first_row
+    total = tl.zeros([ROWS, C // 2], tl.float32)
+    for first in range(0, num_columns, C):
+        pair = first // 2 + tl.arange(0, C // 2)
+        at = (row * half)[:, None] + pair[None, :]
+        inside = inside_row[:, None] & (pair < half)[None, :]
+        h = tl.load(x_ptr + at, mask=inside, other=0)
+        if HAS_RESIDUAL:
+            r = tl.load(residual_ptr + at, mask=inside, other=0)
+            low = (h << 16).to(tl.float32, bitcast=True) + (r << 16).to(tl.float32, bitcast=True)
+            high = (h & -65536).to(tl.float32, bitcast=True) + (r & -65536).to(tl.float32, bitcast=True)
+            h = round_to_bf16(low, high, HARDWARE)
+            tl.store(sum_ptr + at, h, mask=inside)
+        low, high = (h << 16).to(tl.float32, bitcast=True), (h & -65536).to(tl.float32, bitcast=True)
+        if SUBTRACT_MEAN:
+            total += low + high
+        else:
+            total += low * low + high * high
+    if SUBTRACT_MEAN:
+        mean = tl.sum(total, axis=1) / num_columns
+        tl.store(mean_ptr + first_row + row, mean, mask=inside_row)
+        total = tl.zeros([ROWS, C // 2], tl.float32)
+        # The sum is read back by other threads than wrote it where the compiler chooses so.
+        tl.debug_barrier()
+        for first in range(0, num_columns, C):
+            pair = first // 2 + tl.arange(0, C // 2)
+            inside = inside_row[:, None] & (pair < half)[None, :]
+            h = tl.load(sum_ptr + (row * half)[:, None] + pair[None, :], mask=inside, other=0)
+            low = tl.where(inside, (h << 16).to(tl.float32, bitcast=True) - mean[:, None], 0.0)
+            high = tl.where(inside, (h & -65536).to(tl.float32, bitcast=True) - mean[:, None], 0.0)
+            total += low * low + high * high
+    rstd = 1.0 / tl.sqrt(tl.sum(total, axis=1) / num_columns + eps)
+    tl.store(rstd_ptr + first_row + row, rstd, mask=inside_row)
+
+
+@triton.jit
+def norm_apply_kernel(
+    sum_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    codes_ptr,
+    scales_ptr,
+    codes_t_ptr,
+    scales_t_ptr,
+    inexact_ptr,
+    num_rows,
+    num_columns,
+    num_column_tiles,
+    HAS_BIAS: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
+    WRITE_Y: tl.constexpr,
+    DIRECTIONS: tl.constexpr,
+    R8: tl.constexpr,
+    C: tl.constexpr,
+    B: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MODE: tl.constexpr,
+    REGROUP: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """The second of two passes: a tile of the sum is normalised and quantised."""
+    tile = tl.program_id(0)
+    first_row = (tile // num_column_tiles).to(tl.int64) * (R8 * 8)
+    first_column = (tile % num_column_tiles) * C
+    left_rows = num_rows - first_row
+    octet = tl.arange(0, R8) * 8
+    offset = first_row * (num_columns // 2)
+    hs = sum_tile(sum_ptr + offset, sum_ptr, sum_ptr, first_column, left_rows, num_columns, False, R8, C, HARDWARE)
+    means = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    if SUBTRACT_MEAN:
+        means = ()
+        for i in tl.static_range(8):
+            mean = tl.load(mean_ptr + first_row + octet + i, mask=octet + i < left_rows, other=0.0)
+            means = means + (mean,)  # noqa: RUF005
+    rstds = ()
+    for i in tl.static_range(8):
+        rstds = rstds + (tl.load(rstd_ptr + first_row + octet + i, mask=octet + i < left_rows, other=0.0),)  # noqa: RUF005
+    ys = normalise(
+        hs,
+        means,
+        rstds,
+        weight_ptr,
+        bias_ptr,
+        y_ptr + offset,
+        first_column,
+        left_rows,
+        num_columns,
+        HAS_BIAS,
+        SUBTRACT_MEAN,
+        WRITE_Y,
+        R8,
+        C,
+        HARDWARE,
+    )
+    store_tile(
+        ys,
+        first_row,
+        first_column,
+        codes_ptr,
+        scales_ptr,
+        codes_t_ptr,
+        scales_t_ptr,
+        inexact_ptr,
+        num_rows,
+        num_columns,
+        R8,
+        C,
+        B,
+        FORMAT,
+        MODE,
+        REGROUP,
+        DIRECTIONS,
+        True,
+        HARDWARE,
+    )

@@ -124,33 +124,45 @@ def pack4(v0, v1, v2, v3, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def pack4_shifted(v0, v1, v2, v3, shift, lost, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
-    """Codes of v, rounded, moved by 2^shift (shift <= 0) and rounded again, packed; and `lost` plus the codes that the
-    second rounding changed.
+def pack4_merged(
+    x0, x1, x2, x3, wide_factor, byte, wide, lost, FORMAT: tl.constexpr, MODE: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """Codes of x under the scale `byte` of their own block of 32, moved to the scale `wide` of 128 (`wide_factor` is
+    its inverse) and rounded again, packed; and `lost` plus the codes that the second rounding changed.
 
-    In hardware: where all four codes stay normal numbers, moving them subtracts 8 |shift| from each byte, and nothing
-    is lost. Otherwise the second rounding works on pairs in fp16, in which a code times 2^s, s >= -14, is exact. What
-    is left of the shift down to -24 is a second factor: results that it rounds in fp16 are far under half of the
-    smallest code, and under -24 every code is zero anyway. `lost` holds two fp16 counts (exact up to 2048).
+    In hardware: one rounding under the wide scale gives the same codes, none lost, if all four of them are normal
+    numbers above the smallest (that one may have been reached by two roundings) and no mode saturates the first
+    rounding. Otherwise, unless both scales are equal, the definition is followed: the second rounding works on pairs in
+    fp16, in which a code times 2^s, s >= -14, is exact. What is left of the shift down to -24 is a second factor:
+    results that it rounds in fp16 are far under half of the smallest code, and under -24 every code is zero anyway.
+    `lost` holds two fp16 counts (exact up to 2048).
     """
     if HARDWARE and FORMAT == 0:
-        # A byte m stays a normal code where m - 8 |shift| >= 8, that is, where m + 0x78 - 8 |shift| has its bit 7; the
-        # sum never carries. At 15 binades and more no code does.
-        step = tl.minimum(-shift, 15) * 0x08080808
-        slack = 0x78787878 - step
+        # Bit 7 of m + 0x77 is set where the magnitude m >= 9; the sum never carries. A mode that saturates (floor,
+        # even) adds nothing, so that the quick way is never taken.
+        slack: tl.constexpr = 0x77777777 if MODE == 1 or MODE == 2 else 0
         return tl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b16 lo, hi; .reg .b32 m, d, e, f, g, wp, wq, sp, sq;"
-            " cvt.rn.satfinite.e4m3x2.f32 lo, $3, $2;"
-            " cvt.rn.satfinite.e4m3x2.f32 hi, $5, $4;"
-            " mov.b32 m, {lo, hi};"
-            " and.b32 d, m, 0x7f7f7f7f;"
-            " add.s32 d, d, $7;"
+            "{ .reg .pred p, q; .reg .b16 lo, hi; .reg .b32 d, e, f, g, s, wp, wq, sp, sq; .reg .f32 h, v, w;"
+            " mul.rn.f32 v, $2, $6; mul.rn.f32 w, $3, $6;"
+            " cvt.rn.satfinite.e4m3x2.f32 lo, w, v;"
+            " mul.rn.f32 v, $4, $6; mul.rn.f32 w, $5, $6;"
+            " cvt.rn.satfinite.e4m3x2.f32 hi, w, v;"
+            " mov.b32 $0, {lo, hi};"
+            " and.b32 d, $0, 0x7f7f7f7f;"
+            f" add.s32 d, d, {slack};"
             " and.b32 d, d, 0x80808080;"
             " setp.eq.u32 p, d, 0x80808080;"
-            " sub.s32 $0, m, $8;"
             " @p bra DONE;"
-            " max.s32 e, $6, -14;"
-            " sub.s32 d, $6, e;"
+            " sub.s32 s, $7, $8;"
+            " setp.ge.s32 q, s, 0;"
+            " @q bra DONE;"
+            " sub.s32 g, 254, $7; max.s32 g, g, 0; shl.b32 g, g, 23; mov.b32 h, g;"
+            " mul.rn.f32 v, $2, h; mul.rn.f32 w, $3, h;"
+            " cvt.rn.satfinite.e4m3x2.f32 lo, w, v;"
+            " mul.rn.f32 v, $4, h; mul.rn.f32 w, $5, h;"
+            " cvt.rn.satfinite.e4m3x2.f32 hi, w, v;"
+            " max.s32 e, s, -14;"
+            " sub.s32 d, s, e;"
             " max.s32 d, d, -10;"
             " shl.b32 f, e, 10; add.s32 f, f, 15360; prmt.b32 f, f, f, 0x1010;"
             " shl.b32 d, d, 10;"
@@ -174,24 +186,26 @@ def pack4_shifted(v0, v1, v2, v3, shift, lost, FORMAT: tl.constexpr, HARDWARE: t
             " add.rn.f16x2 sp, sp, sq;"
             " add.rn.f16x2 $1, sp, $1;"
             " DONE: }",
-            "=&r,=&r,f,f,f,f,r,r,r,1",
-            [v0, v1, v2, v3, shift, slack, step, lost],
+            "=&r,=&r,f,f,f,f,f,r,r,1",
+            [x0, x1, x2, x3, wide_factor, byte, wide, lost],
             dtype=(tl.int32, tl.int32),
             is_pure=True,
             pack=1,
         )
     else:
-        c0, n0 = shift_codes(encode(v0, v0, FORMAT, False, False), shift, FORMAT, False)
-        c1, n1 = shift_codes(encode(v1, v1, FORMAT, False, False), shift, FORMAT, False)
-        c2, n2 = shift_codes(encode(v2, v2, FORMAT, False, False), shift, FORMAT, False)
-        c3, n3 = shift_codes(encode(v3, v3, FORMAT, False, False), shift, FORMAT, False)
+        f = inverse_power(byte)
+        shift = tl.minimum(byte - wide, 0)
+        c0, n0 = shift_codes(encode(x0 * f, x0, FORMAT, False, False), shift, FORMAT, False)
+        c1, n1 = shift_codes(encode(x1 * f, x1, FORMAT, False, False), shift, FORMAT, False)
+        c2, n2 = shift_codes(encode(x2 * f, x2, FORMAT, False, False), shift, FORMAT, False)
+        c3, n3 = shift_codes(encode(x3 * f, x3, FORMAT, False, False), shift, FORMAT, False)
         lost += n0.to(tl.int32) + n1.to(tl.int32) + n2.to(tl.int32) + n3.to(tl.int32)
         return c0 | (c1 << 8) | (c2 << 16) | (c3 << 24), lost
 
 
 @triton.jit
 def total_lost(lost, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
-    """Sum of the counts of `pack4_shifted`, int32."""
+    """Sum of the counts of `pack4_merged`, int32."""
     if HARDWARE and FORMAT == 0:
         low = lost.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         high = (lost >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -237,23 +251,25 @@ def row_words(
     if PACKED:
         amax = amax << 16
     byte = scale_byte(amax, FORMAT, MODE, 0 if B == 32 else 1)
-    f = spread_last(inverse_power(byte), R8, G, B4)
-    v0 = value(x, 0, PACKED, False, HARDWARE) * f
-    v1 = value(x, 1, PACKED, False, HARDWARE) * f
-    v2 = value(x, 2, PACKED, False, HARDWARE) * f
-    v3 = value(x, 3, PACKED, False, HARDWARE) * f
+    x0 = value(x, 0, PACKED, False, HARDWARE)
+    x1 = value(x, 1, PACKED, False, HARDWARE)
+    x2 = value(x, 2, PACKED, False, HARDWARE)
+    x3 = value(x, 3, PACKED, False, HARDWARE)
     if REGROUP:
         merged = tl.max(tl.reshape(byte, [R8, G // 4, 4]), axis=2)
         merged = tl.where(merged == 255, 255, tl.maximum(merged, 1))
-        wide = spread_last(merged, R8, G // 4, 4)
-        shift = spread_last(tl.minimum(byte - wide, 0), R8, G, B4)
-        poisoned = spread_last(merged, R8, G // 4, 32) == 255
-        word, counted = pack4_shifted(v0, v1, v2, v3, shift, lost, FORMAT, HARDWARE)
+        four = spread_last(merged, R8, G // 4, 4)
+        wide = spread_last(four, R8, G, B4)
+        f = spread_last(inverse_power(four), R8, G, B4)
+        own = spread_last(byte, R8, G, B4)
+        word, counted = pack4_merged(x0, x1, x2, x3, f, own, wide, lost, FORMAT, MODE, HARDWARE)
+        poisoned = wide == 255
         lost = tl.where(poisoned, lost, counted)
         byte = merged
     else:
+        f = spread_last(inverse_power(byte), R8, G, B4)
         poisoned = spread_last(byte, R8, G, B4) == 255
-        word = pack4(v0, v1, v2, v3, FORMAT, HARDWARE)
+        word = pack4(x0 * f, x1 * f, x2 * f, x3 * f, FORMAT, HARDWARE)
     return tl.where(poisoned, nan_word_of(FORMAT), word), byte, lost
 
 
@@ -315,27 +331,29 @@ def column_words(
     G: tl.constexpr = R8 * 8 // B
     B8: tl.constexpr = B // 8
     byte = scale_byte(column_amax(xs, R8, C, G, PACKED, HARDWARE), FORMAT, MODE, 0 if B == 32 else 1)
-    f = quads(spread_first(inverse_power(byte), G, B8, C), R8, C)
     if REGROUP:
         # The scale of 128 is that of the largest of its four blocks: scale bytes grow with amax.
         merged = scale_byte(column_amax(xs, R8, C, G // 4, PACKED, HARDWARE), FORMAT, MODE, 1)
         wide = spread_first(merged, G // 4, 16, C)
-        shift = quads(tl.minimum(spread_first(byte, G, B8, C) - wide, 0), R8, C)
-        poison = wide == 255
+        f = quads(spread_first(inverse_power(merged), G // 4, 16, C), R8, C)
+        own = quads(spread_first(byte, G, B8, C), R8, C)
         bad = quads(wide, R8, C)
+        poison = wide == 255
         byte = merged
     else:
-        shift = f
+        f = quads(spread_first(inverse_power(byte), G, B8, C), R8, C)
+        own = f
         bad = f
         poison = spread_first(byte, G, B8, C) == 255
     words = ()
     for j in tl.static_range(4):
         v = ()
         for i in tl.static_range(8):
-            v = v + (value(xs[i], j, PACKED, True, HARDWARE) * f[j],)  # noqa: RUF005
+            x = value(xs[i], j, PACKED, True, HARDWARE)
+            v = v + (x if REGROUP else x * f[j],)  # noqa: RUF005
         if REGROUP:
-            low, counted = pack4_shifted(v[0], v[1], v[2], v[3], shift[j], lost, FORMAT, HARDWARE)
-            high, counted = pack4_shifted(v[4], v[5], v[6], v[7], shift[j], counted, FORMAT, HARDWARE)
+            low, counted = pack4_merged(v[0], v[1], v[2], v[3], f[j], own[j], bad[j], lost, FORMAT, MODE, HARDWARE)
+            high, counted = pack4_merged(v[4], v[5], v[6], v[7], f[j], own[j], bad[j], counted, FORMAT, MODE, HARDWARE)
             lost = tl.where(bad[j] == 255, lost, counted)
         else:
             low = pack4(v[0], v[1], v[2], v[3], FORMAT, HARDWARE)

@@ -19,7 +19,7 @@ from gemworks.precision.gemms import gemm
 from gemworks.precision.linear import linear_backward, weight_plane
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.recipe import GemmKind, Recipe, Save, recipe
-from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, norm_tile_config
+from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, norm_sum_width, norm_tile_config
 from torch import Tensor
 
 NORMS = ("rms", "layer")
@@ -185,42 +185,78 @@ def _norm_tiles(
 ) -> None:
     """Fill `result` (and y, if it is asked for) by the tile kernel; `x` and `residual` are contiguous bf16."""
     import triton
-    from gemworks.precision.kernel_norm_tile import norm_tile_kernel
+    from gemworks.precision.kernel_norm_tile import norm_apply_kernel, norm_sum_kernel, norm_tile_kernel
     from gemworks.precision.triton_casts import cast_flags
 
     num_rows, num_columns = x.shape
     codes, scales, codes_t, scales_t = tensors
     config = norm_tile_config(num_columns, spec.block == 128 or spec.regroups)
+    directions = ALONG_ROWS | ALONG_COLUMNS if result.columns is not None else ALONG_ROWS
     flags = cast_flags(spec)
     del flags["STOCHASTIC"]
+    planes = codes.view(torch.int32), scales, codes_t.view(torch.int64), scales_t, result.inexact
+    source, hidden = x.view(torch.int32), result.hidden.view(torch.int32)
+    added = residual.view(torch.int32) if residual is not None else source
+    norms = {"HAS_BIAS": bias is not None, "SUBTRACT_MEAN": norm == "layer", "WRITE_Y": result.y is not None}
+    tile = {"DIRECTIONS": directions, "R8": config.rows // 8, "C": config.columns, "B": spec.block}
+    bias = bias if bias is not None else weight
     limit = {} if config.max_registers is None else {"maxnreg": config.max_registers}
+    if config.two_passes:
+        width = norm_sum_width(num_columns)
+        rows = max(1, 4096 // width)
+        norm_sum_kernel[(triton.cdiv(num_rows, rows),)](
+            source,
+            added,
+            hidden,
+            result.mean,
+            result.rstd,
+            num_rows,
+            num_columns,
+            eps,
+            HAS_RESIDUAL=residual is not None,
+            SUBTRACT_MEAN=norm == "layer",
+            ROWS=rows,
+            C=width,
+            HARDWARE=flags["HARDWARE"],
+            num_warps=4,
+        )
+        column_tiles = triton.cdiv(num_columns, config.columns)
+        norm_apply_kernel[(triton.cdiv(num_rows, config.rows) * column_tiles,)](
+            hidden,
+            weight,
+            bias,
+            y.view(torch.int32),
+            result.mean,
+            result.rstd,
+            *planes,
+            num_rows,
+            num_columns,
+            column_tiles,
+            num_warps=config.num_warps,
+            **norms,
+            **tile,
+            **limit,
+            **flags,
+        )
+        return
     norm_tile_kernel[(triton.cdiv(num_rows, config.rows),)](
-        x.view(torch.int32),
-        (residual if residual is not None else x).view(torch.int32),
+        source,
+        added,
         weight,
-        bias if bias is not None else weight,
-        result.hidden.view(torch.int32),
+        bias,
+        hidden,
         y.view(torch.int32),
         result.mean,
         result.rstd,
-        codes.view(torch.int32),
-        scales,
-        codes_t.view(torch.int64),
-        scales_t,
-        result.inexact,
+        *planes,
         num_rows,
         num_columns,
         eps,
         HAS_RESIDUAL=residual is not None,
-        HAS_BIAS=bias is not None,
-        SUBTRACT_MEAN=norm == "layer",
-        WRITE_Y=result.y is not None,
-        DIRECTIONS=ALONG_ROWS | ALONG_COLUMNS if result.columns is not None else ALONG_ROWS,
         ONCE=num_columns <= config.columns,
-        R8=config.rows // 8,
-        C=config.columns,
-        B=spec.block,
         num_warps=config.num_warps,
+        **norms,
+        **tile,
         **limit,
         **flags,
     )

@@ -2,6 +2,8 @@
 
 A checkpoint holds the model, the optimizers, the random generators and the host's state (step, reader, metrics). It is
 copied at once, written beside its final name by a thread, sealed, and renamed when it is whole (`checkpoint_files.py`).
+Of several ranks each writes the parts it holds; the first one seals and renames. Any number of ranks can read it, from a
+folder that all of them see.
 """
 
 from __future__ import annotations
@@ -19,13 +21,17 @@ import torch
 from gemworks.gem import checkpoint_files as files
 from gemworks.gem.checkpoint_files import DamagedCheckpointError, find
 from gemworks.gem.numerics import NonFiniteError
+from gemworks.gem.ranks import Ranks
+from gemworks.parallel.table_checkpoint import TablePieces
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 __all__ = ["CheckpointError", "DamagedCheckpointError", "Writer", "find", "load", "load_model", "newest_whole", "save"]
 
@@ -49,13 +55,16 @@ class Writer:
     Args:
         folder: the run's checkpoint folder.
         keep_last: newest checkpoints to keep beside the best one.
+        ranks: every one of them has a writer and saves when the others do.
 
-    A failure in the background is raised by the next call. Always end with `wait`.
+    A failure in the background is raised by the next call, of sealing and renaming on the first rank alone. Always end
+    with `wait`.
     """
 
-    def __init__(self, folder: Path, keep_last: int = 2) -> None:
+    def __init__(self, folder: Path, keep_last: int = 2, ranks: Ranks | None = None) -> None:
         self.folder = folder
         self.keep_last = keep_last
+        self.ranks = ranks or Ranks()
         self._job: _Job | None = None
 
     def save(
@@ -72,7 +81,7 @@ class Writer:
         Args:
             step: steps done.
             model, optimizers: their tensors are copied before this returns.
-            host: what lives on the host and is JSON: reader position, counters, best so far.
+            host: what lives on the host and is JSON: reader position, counters, best so far; the same on every rank.
             best: makes this checkpoint the best one, with these facts.
 
         Raises:
@@ -80,21 +89,25 @@ class Writer:
             NonFiniteError: the model holds a value that is not finite; nothing is written (case P9).
         """
         self.wait()
-        state = {
-            "model": model.state_dict(),
+        state: dict[str, Any] = {
+            "model": _model_state(model),
             "optimizers": optimizers.state_dict(),
-            "rng": rng_state(),
-            "host": json.dumps({"step": step, **host}),
+            "rng": {_rank_key(self.ranks.rank): rng_state()},
         }
-        _refuse_non_finite(state["model"], step)
+        if self.ranks.is_first:
+            state["host"] = json.dumps({"step": step, **host})
+        _refuse_non_finite(state["model"], step, self.ranks)
         partial = self.folder / f".partial_{files.step_dir(self.folder, step).name}"
         # DCP says so once per save, from its thread, when there is only one process
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         job = _Job(step, best, Future())
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(partial, ignore_errors=True)
-            written = async_save(state, checkpoint_id=str(partial), no_dist=True)
+            if self.ranks.is_first:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(partial, ignore_errors=True)
+            written = async_save(
+                state, checkpoint_id=str(partial), no_dist=self.ranks.alone, process_group=self.ranks.save_group
+            )
         except (OSError, CheckpointException) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise self._error(step, error) from error
@@ -105,14 +118,16 @@ class Writer:
     def _finish(self, written: Future[Any], partial: Path, job: _Job) -> None:
         """In DCP's thread, after the last byte: seal, rename, point to it, throw away what is not needed any more."""
         try:
-            written.result()
-            files.seal(partial)
-            files.publish(partial, files.step_dir(self.folder, job.step))
-            if job.best is not None:
-                files.mark_best(self.folder, job.step, job.best)
-            files.prune(self.folder, self.keep_last)
+            written.result()  # on the first rank it comes when every rank has written
+            if self.ranks.is_first:
+                files.seal(partial)
+                files.publish(partial, files.step_dir(self.folder, job.step))
+                if job.best is not None:
+                    files.mark_best(self.folder, job.step, job.best)
+                files.prune(self.folder, self.keep_last)
         except BaseException as error:  # it belongs to the thread that waits
-            shutil.rmtree(partial, ignore_errors=True)
+            if self.ranks.is_first:
+                shutil.rmtree(partial, ignore_errors=True)
             job.done.set_exception(error)
         else:
             job.done.set_result(None)
@@ -141,17 +156,27 @@ class Writer:
 
 
 def save(
-    folder: Path, step: int, model: nn.Module, optimizers: Stateful, host: dict[str, Any], *, keep_last: int = 2
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizers: Stateful,
+    host: dict[str, Any],
+    *,
+    keep_last: int = 2,
+    ranks: Ranks | None = None,
 ) -> Path:
     """Writes the checkpoint of `step` and waits for it; returns its folder. See `Writer.save`."""
-    writer = Writer(folder, keep_last)
+    writer = Writer(folder, keep_last, ranks)
     writer.save(step, model, optimizers, host)
     writer.wait()
+    writer.ranks.on_first(lambda: None)  # on the others the end of their own part is no news of the whole
     return files.step_dir(folder, step)
 
 
-def load(path: Path, model: nn.Module, optimizers: Stateful) -> dict[str, Any]:
-    """Reads a checkpoint into a model, its optimizers and the random generators.
+def load(path: Path, model: nn.Module, optimizers: Stateful, ranks: Ranks | None = None) -> dict[str, Any]:
+    """Reads a checkpoint into a model, its optimizers and the random generators; of any number of ranks into any other.
+
+    A rank that the checkpoint has no random generator of keeps its own.
 
     Returns:
         The host's state, with "step".
@@ -160,28 +185,30 @@ def load(path: Path, model: nn.Module, optimizers: Stateful) -> dict[str, Any]:
         DamagedCheckpointError: it is not what was written. The model is untouched.
         ValueError: it is of another model or vocabulary; says which tensors differ. The model is untouched.
     """
+    ranks = ranks or Ranks()
+    key = _rank_key(ranks.rank)
     state: dict[str, Any] = {
-        "model": model.state_dict(),
+        "model": _model_state(model),
         "optimizers": optimizers.state_dict(),
-        "rng": rng_state(),
+        "rng": {key: rng_state()},
         "host": "",
     }
-    _read(state, path)
-    model.load_state_dict(state["model"])
+    _read(state, path, ranks)
+    _give_back(model, state["model"])
     optimizers.load_state_dict(state["optimizers"])
-    set_rng_state(state["rng"])
+    set_rng_state(state["rng"][key])
     return json.loads(state["host"])
 
 
-def load_model(path: Path, model: nn.Module) -> int:
+def load_model(path: Path, model: nn.Module, ranks: Ranks | None = None) -> int:
     """Reads only the model's tensors; returns the step they come from.
 
     Raises:
         ValueError: as `load`.
     """
-    state: dict[str, Any] = {"model": model.state_dict(), "host": ""}
-    _read(state, path)
-    model.load_state_dict(state["model"])
+    state: dict[str, Any] = {"model": _model_state(model), "host": ""}
+    _read(state, path, ranks or Ranks())
+    _give_back(model, state["model"])
     return int(json.loads(state["host"])["step"])
 
 
@@ -256,10 +283,35 @@ def differences(
     return lines
 
 
-def _read(state: dict[str, Any], path: Path) -> None:
-    files.verify(path)
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    """Its tensors; of a sharded table the pieces held here. They share memory with the model's own."""
+    state = model.state_dict()
+    return {name: table_pieces(t) if isinstance(t, ShardedTensor) else t for name, t in state.items()}
+
+
+def table_pieces(table: ShardedTensor) -> TablePieces:
+    """The rows of a torchrec table that are held here, sharing its memory, as what DCP can also write in the background."""
+    shards = table.local_shards()
+    pieces = [(shard.metadata.shard_offsets[0], shard.tensor.detach()) for shard in shards]
+    like = torch.empty(0, dtype=table.metadata().tensor_properties.dtype)
+    return TablePieces(tuple(table.metadata().size), pieces, like)
+
+
+def _give_back(model: nn.Module, state: dict[str, Any]) -> None:
+    """Tables have been read in place; what remains is what `load_state_dict` does beyond copying."""
+    tables = {name: t for name, t in model.state_dict().items() if isinstance(t, ShardedTensor)}
+    model.load_state_dict({**state, **tables})
+
+
+def _rank_key(rank: int) -> str:
+    return f"rank_{rank}"
+
+
+def _read(state: dict[str, Any], path: Path, ranks: Ranks) -> None:
+    ranks.on_first(lambda: files.verify(path))
     own = {name: tuple(t.shape) for name, t in state["model"].items() if isinstance(t, Tensor)}
-    lines = differences(tensor_shapes(read_metadata(path), "model."), own)
+    metadata = read_metadata(path)
+    lines = differences(tensor_shapes(metadata, "model."), own)
     if lines:
         shown = "; ".join(lines[:MAX_TENSORS_IN_A_MESSAGE])
         rest = len(lines) - MAX_TENSORS_IN_A_MESSAGE
@@ -267,9 +319,11 @@ def _read(state: dict[str, Any], path: Path) -> None:
             f"{str(path)!r}: is of another model or vocabulary: {shown}{f'; and {rest} more' if rest > 0 else ''}; "
             "use the configuration and the data it was trained with"
         )
+    wanted = _without_missing_generators(state, metadata)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     try:
-        load_state(state, checkpoint_id=str(path), no_dist=True)
+        load_state(wanted, checkpoint_id=str(path), no_dist=ranks.alone, process_group=ranks.save_group)
+        state["host"] = wanted["host"]
     except CheckpointException as error:
         raise ValueError(
             f"{str(path)!r}: cannot be read into this run ({_reason(error)}); "
@@ -277,12 +331,29 @@ def _read(state: dict[str, Any], path: Path) -> None:
         ) from error
 
 
-def _refuse_non_finite(model_state: dict[str, Any], step: int) -> None:
-    names = [
-        name
-        for name, tensor in model_state.items()
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
-    ]
+def _without_missing_generators(state: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """The state to ask DCP for: generators of a rank or a device that the checkpoint has none of are left out."""
+    kept = {
+        key: {name: t for name, t in generators.items() if f"rng.{key}.{name}" in metadata.state_dict_metadata}
+        for key, generators in state.get("rng", {}).items()
+    }
+    return {**state, "rng": kept}
+
+
+def _local(value: Any) -> list[Tensor]:
+    """The floating tensors of a state's entry that this process holds."""
+    if isinstance(value, TablePieces):
+        found = [x for _, x in value.pieces]
+    elif isinstance(value, DTensor):
+        found = [value.to_local()]
+    else:
+        found = [value] if isinstance(value, Tensor) else []
+    return [x for x in found if x.is_floating_point()]
+
+
+def _refuse_non_finite(model_state: dict[str, Any], step: int, ranks: Ranks) -> None:
+    own = [n for n, value in model_state.items() if not all(bool(torch.isfinite(x).all()) for x in _local(value))]
+    names = sorted({name for found in ranks.gather(own) for name in found}, key=list(model_state).index)
     if names:
         raise NonFiniteError(
             f"no checkpoint is written at step {step}: {', '.join(names[:MAX_TENSORS_IN_A_MESSAGE])} "

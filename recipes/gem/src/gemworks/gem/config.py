@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from gemworks.gem.kernels import KernelConfig
 from gemworks.gem.typed_config import ConfigError, build, to_mapping, to_toml
 
 AttentionKind = Literal["block", "window", "full"]
@@ -271,7 +272,9 @@ class DataConfig:
     Attributes:
         source: the reader.
         path: cache or file folder; files of kuairand, criteo and taobao are prepared once, in `.gemworks` beside them.
-        batch_size: B, samples per rank and step.
+        batch_size: samples of a batch, over all ranks together, so that a configuration means the same steps whatever the
+            number of ranks; they share it evenly.
+        eval_batch_size: samples of a batch of an evaluation, on each rank; None: batch_size.
         max_length: newest events kept per event type; a power of two.
         id_policy: what to do with an id outside its table.
         length_law: lengths of synthetic histories: uniform on [1, max], uniform on [0.4 max, max], or Zipf 1.2.
@@ -292,6 +295,7 @@ class DataConfig:
     source: Literal["movielens", "synthetic", "parquet", "kuairand", "criteo", "taobao"] = "synthetic"
     path: str | None = None
     batch_size: int = 128
+    eval_batch_size: int | None = None
     max_length: int = 256
     id_policy: Literal["error", "hash"] = "error"
     length_law: Literal["uniform", "uniform_0.7", "zipf"] = "uniform"
@@ -318,6 +322,12 @@ class DataConfig:
             "num_lanes",
         ):
             _check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a positive integer")
+        _check(
+            self.eval_batch_size is None or self.eval_batch_size > 0,
+            "data.eval_batch_size",
+            self.eval_batch_size,
+            "a positive integer or 'none'",
+        )
         _check(_is_power_of_two(self.max_length), "data.max_length", self.max_length, "a power of two such as 256")
         for name in ("shuffle_window", "prefetch", "num_id_fields", "num_dense", "seed"):
             _check(getattr(self, name) >= 0, f"data.{name}", getattr(self, name), "an integer, 0 or more")
@@ -375,7 +385,8 @@ class TrainConfig:
         eval_every: steps between two evaluations; None: at the end of each epoch.
         task_weights: weight of each task's loss; None: all 1.
         accumulate: batches per step; the dense gradient is the mean over the samples of all of them.
-        compile: compiles feature tokens, interactions, gates and the head's MLP with torch.compile.
+        compile: torch.compile of feature tokens, interactions, gates and the head's MLP, or of what
+            `kernels.compile_scope` names.
         save_every: steps between two checkpoints; None: after each evaluation.
         keep_last: newest checkpoints kept beside the best one.
         max_skipped: steps with a loss or gradient that is not finite are skipped, up to this many in a run.
@@ -383,6 +394,8 @@ class TrainConfig:
         profile_every: steps between two profiler traces; None: none.
         profile_steps: steps in a trace.
         memory_history: remembers where GPU memory was allocated, for the snapshot that running out of it writes.
+        rank_timeout_seconds: of several processes: how long a collective waits for a rank that does not come, before the
+            run stops and says which it is. A rank that dies is noticed at once.
         wandb_project: project of Weights & Biases to report to as well; its WANDB_MODE=offline works.
     """
 
@@ -403,10 +416,11 @@ class TrainConfig:
     profile_every: int | None = None
     profile_steps: int = 2
     memory_history: bool = False
+    rank_timeout_seconds: int = 300
     wandb_project: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "log_every", "accumulate", "keep_last", "profile_steps"):
+        for name in ("epochs", "log_every", "accumulate", "keep_last", "profile_steps", "rank_timeout_seconds"):
             _check(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "a positive integer")
         _check(self.max_skipped >= 0, "train.max_skipped", self.max_skipped, "an integer, 0 or more")
         _check(self.spike_factor > 1, "train.spike_factor", self.spike_factor, "a number above 1")
@@ -438,6 +452,7 @@ class GemConfig:
     data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def __post_init__(self) -> None:
         _check(
@@ -475,3 +490,7 @@ class GemConfig:
     def with_model(self, **changes: Any) -> GemConfig:
         """This configuration with other model fields, checked again."""
         return replace(self, model=replace(self.model, **changes))
+
+    def with_kernels(self, **changes: Any) -> GemConfig:
+        """This configuration with other kernels, checked again."""
+        return replace(self, kernels=replace(self.kernels, **changes))

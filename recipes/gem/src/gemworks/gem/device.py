@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from gemworks.gem.config import GemConfig
 from gemworks.gem.efficiency import H200_BF16_PEAK_FLOPS
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that `train.device` names; "auto" takes a GPU if there is one.
+    """The device that `train.device` names; "auto" takes a GPU if there is one. Of several processes on a machine each has
+    its own GPU, by LOCAL_RANK.
 
     Raises:
-        ValueError: "cuda" without a usable GPU, or an unknown name.
+        ValueError: "cuda" without a usable GPU, fewer GPUs than processes on this machine, or an unknown name.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cpu", "cuda"):
         raise ValueError(f"train.device: got {name!r}, expected 'auto', 'cpu' or 'cuda'")
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "train.device: got 'cuda', but PyTorch sees no GPU; use 'auto' or 'cpu' (`gemworks doctor` says more)"
         )
-    return torch.device(name)
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if name == "cpu" or local_size == 1:
+        return torch.device(name)
+    if torch.cuda.device_count() < local_size:
+        raise ValueError(
+            f"train.device: got {local_size} processes on a machine with {torch.cuda.device_count()} GPUs, expected a GPU "
+            "for each; start fewer processes, or set train.device=cpu"
+        )
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
 def autocast(config: GemConfig, device: torch.device) -> torch.autocast:

@@ -13,13 +13,15 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from gemworks.gem.config import GemConfig
 from gemworks.gem.flop_costs import PairRule, PartCost, part_costs
-from gemworks.gem.schema import Batch, Schema
 from torch import Tensor
+
+if TYPE_CHECKING:  # its ids need torchrec, which counting does without
+    from gemworks.gem.schema import Batch, Schema
 
 BWD_FACTOR = 2.0  # backward FLOPs per forward FLOP
 H200_BF16_PEAK_FLOPS = 989e12  # per second; dense, nominal, H100 and H200

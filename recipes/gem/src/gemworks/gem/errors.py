@@ -21,15 +21,27 @@ class Preempted(Exception):
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for what the caller can correct (a `ValueError`, a missing file or folder), 75 for a run that shall be started
-    again, 1 for everything else.
+    """2 for what the caller can correct (a `ValueError` of ours, a missing file or folder), 75 for a run that shall be
+    started again, 1 for everything else. A `ValueError` that torch or another package raised is not an answer to the
+    caller's input, whose checks are ours: the run failed.
 
     >>> exit_code(ValueError("data.batch_size: got 0")), exit_code(RuntimeError("no memory")), exit_code(Preempted())
     (2, 1, 75)
     """
     if isinstance(error, Preempted):
         return REQUEUE
-    return WRONG_INPUT if isinstance(error, (ValueError, FileNotFoundError, NotADirectoryError)) else RUN_FAILED
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return WRONG_INPUT
+    return WRONG_INPUT if isinstance(error, ValueError) and _is_ours(error) else RUN_FAILED
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether code of gemworks raised it; one that was never raised counts as ours."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames:
+        return True
+    spec = frames[-1].f_globals.get("__spec__")  # unlike __name__ it knows a module that runs as __main__
+    return spec is not None and spec.name.partition(".")[0] == "gemworks"
 
 
 def report(error: BaseException, stream: TextIO | None = None) -> int:

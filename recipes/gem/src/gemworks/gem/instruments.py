@@ -72,6 +72,7 @@ def memory_snapshot(folder: Path, device: torch.device, *, history: bool) -> Ite
         yield
     except torch.OutOfMemoryError as error:
         path = folder / "memory_snapshot.pickle"
+        folder.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(path))
         fix = "lower data.batch_size and raise train.accumulate"
         raise RuntimeError(f"out of GPU memory; {path} shows what filled it; {fix}: {error}") from error

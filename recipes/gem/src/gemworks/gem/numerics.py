@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 MAX_IDS_IN_A_LINE = 8
 
@@ -64,7 +65,8 @@ class SpikeWatch:
 def first_non_finite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | None:
     """Runs forward and backward once with hooks everywhere and names the first place with a value that is not finite.
 
-    Gradients of parameters are overwritten; the caller sees to it that no optimizer acts on them.
+    Gradients of parameters are overwritten; the caller sees to it that no optimizer acts on them. Forward and backward
+    run whatever is found: with a model on several ranks the others take part in them.
 
     Args:
         model: the model.
@@ -94,17 +96,15 @@ def first_non_finite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | N
         return hook
 
     for name, parameter in model.named_parameters():
-        look(f"parameter {name}", parameter.detach())
-    if found:
-        return found[0]
+        value = parameter.detach()
+        look(f"parameter {name}", value.to_local() if isinstance(value, DTensor) else value)
     handles: list[Any] = [m.register_forward_hook(after_forward(name or "the model")) for name, m in _modules(model)]
     for name, parameter in model.named_parameters():
         handles.append(parameter.register_hook(lambda g, name=name: look(f"gradient of {name}", g)))
     try:
         loss = loss_of()
         look("loss", loss)
-        if not found:
-            loss.backward()
+        loss.backward()
     finally:
         for handle in handles:
             handle.remove()

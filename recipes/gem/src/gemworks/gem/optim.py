@@ -4,19 +4,23 @@ Dense: AdamW, after the gradients have been seen whole. Embedding tables: fused 
 row. Fused means that a table is updated inside backward, as soon as its gradient is there, and that the gradient is
 then dropped. `DistributedModelParallel` reads the same declaration off the parameters and gives sharded tables fbgemm's
 kernels of the same formula. What must not reach a table is stopped before it, by `model/gate.py`.
+
+The state of both has one form, whatever the number of processes: a table's accumulators are `[num_rows]` by its name.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from gemworks.gem.config import OptimizerConfig
 from gemworks.gem.model.gem import Gem
+from gemworks.parallel.table_checkpoint import TablePieces
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 ADAGRAD_EPS = 1e-8
@@ -38,6 +42,61 @@ def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -
     return 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
 
 
+def declare_table_optimizer(model: Gem, config: OptimizerConfig) -> None:
+    """Says that the tables are updated inside backward, and how; whoever shards them afterwards reads it there.
+
+    Raises:
+        ValueError: it has been said before; the tables would move twice.
+    """
+    # torchrec takes seconds to import, and a command line that only prints help must not pay for it
+    with warnings.catch_warnings():
+        # importing the package uses torch.jit, which torch 2.13 itself has deprecated
+        warnings.filterwarnings("ignore", message=r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning)
+        from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    tables = list(model.sparse_parameters())
+    if any(_in_backward(p) for p in tables):
+        raise ValueError("model: its tables have optimizers already, expected none; make a new model for new ones")
+    _apply_optimizer_in_backward(RowWiseAdagrad, tables, {"lr": config.sparse_lr, "eps": ADAGRAD_EPS})
+
+
+class TableOptimizers(Protocol):
+    """The optimizers of all tables, which run inside backward."""
+
+    @property
+    def param_groups(self) -> Sequence[dict[str, Any]]:
+        """Each has an "lr"; `begin` makes changes take effect."""
+        ...
+
+    def begin(self) -> None: ...
+
+    def accumulators(self) -> dict[str, Tensor]:
+        """Sums of squares by the table's parameter name, [num_rows]; of sharded tables `TablePieces`. They share memory
+        with the optimizer's own."""
+        ...
+
+
+class _OwnTables:
+    """Of whole tables in this process."""
+
+    def __init__(self, model: Gem) -> None:
+        tables = {name: p for name, p in model.named_parameters() if any(p is table for table in model.sparse_parameters())}
+        self._by_name: dict[str, tuple[nn.Parameter, Optimizer]] = {
+            name: (p, optimizer) for name, p in tables.items() for optimizer in _in_backward(p)
+        }
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for _, optimizer in self._by_name.values() for group in optimizer.param_groups]
+
+    def begin(self) -> None:
+        pass
+
+    def accumulators(self) -> dict[str, Tensor]:
+        return {name: optimizer.state[p]["sum"].view(-1) for name, (p, optimizer) in self._by_name.items()}
+
+
 class Optimizers:
     """AdamW for `model.dense_parameters()` and fused row-wise Adagrad for `model.sparse_parameters()`.
 
@@ -47,25 +106,21 @@ class Optimizers:
         model: the model; its parameters keep their identity, the tables get hooks.
         config: learning rates, decay, clipping.
         total_steps: where the schedule ends.
+        tables: of tables that have been sharded; None: they are whole and in this process.
 
     Raises:
         ValueError: the model has been given optimizers before; its tables would move twice.
     """
 
-    def __init__(self, model: Gem, config: OptimizerConfig, total_steps: int) -> None:
-        # torchrec takes seconds to import, and a command line that only prints help must not pay for it
-        with warnings.catch_warnings():
-            # importing the package uses torch.jit, which torch 2.13 itself has deprecated
-            warnings.filterwarnings("ignore", message=r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning)
-            from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
-        from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
-
+    def __init__(
+        self, model: Gem, config: OptimizerConfig, total_steps: int, tables: TableOptimizers | None = None
+    ) -> None:
         self.config = config
         self.total_steps = total_steps
-        self._model = model
-        self._dense = [p for p in model.dense_parameters() if p.requires_grad]
-        matrices = [p for p in self._dense if p.ndim >= 2]
-        vectors = [p for p in self._dense if p.ndim < 2]
+        sparse = {id(p) for p in model.sparse_parameters()}
+        self._dense = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in sparse}
+        matrices = [p for p in self._dense.values() if p.ndim >= 2]
+        vectors = [p for p in self._dense.values() if p.ndim < 2]
         self.dense = AdamW(
             [
                 {"params": matrices, "weight_decay": config.weight_decay},
@@ -76,25 +131,28 @@ class Optimizers:
         )
         # A checkpoint is read into existing tensors, so they exist from the start, also for a parameter without a
         # gradient. RowWiseAdagrad makes its own at once.
-        for p in self._dense:
+        for p in self._dense.values():
             self.dense.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32),
                 "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
                 "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
             }
-        tables = list(model.sparse_parameters())
-        if any(_in_backward(p) for p in tables):
-            raise ValueError("model: its tables have optimizers already, expected none; make a new model for new ones")
-        _apply_optimizer_in_backward(RowWiseAdagrad, tables, {"lr": config.sparse_lr, "eps": ADAGRAD_EPS})
-        self.tables: list[Optimizer] = [optimizer for p in tables for optimizer in _in_backward(p)]
+        if tables is None:
+            declare_table_optimizer(model, config)
+            tables = _OwnTables(model)
+        self.tables: TableOptimizers = tables
 
     def begin(self, step: int) -> None:
         """Sets the learning rates of step `step` and drops the dense gradients; the tables move from here on."""
         factor = learning_rate_factor(step, self.config, self.total_steps)
         self.dense.zero_grad(set_to_none=True)
-        for optimizer, peak in [(self.dense, self.config.lr), *((t, self.config.sparse_lr) for t in self.tables)]:
-            for group in optimizer.param_groups:
+        for groups, peak in [
+            (self.dense.param_groups, self.config.lr),
+            (self.tables.param_groups, self.config.sparse_lr),
+        ]:
+            for group in groups:
                 group["lr"] = peak * factor
+        self.tables.begin()
 
     def clip(self) -> Tensor:
         """Clips the dense gradient.
@@ -103,7 +161,8 @@ class Optimizers:
             Its norm before, float32 scalar on the device. Tables are not clipped: Adagrad already divides by the
             gradient's own size, and a fused update is done by now.
         """
-        return nn.utils.clip_grad_norm_(self._dense, self.config.clip_norm)
+        norm = nn.utils.clip_grad_norm_(list(self._dense.values()), self.config.clip_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def step_dense(self) -> None:
         """Updates the dense part."""
@@ -111,15 +170,27 @@ class Optimizers:
 
     def learning_rates(self) -> tuple[float, float]:
         """Dense and sparse learning rate of the step begun last."""
-        sparse = self.tables[0].param_groups[0]["lr"] if self.tables else 0.0
+        sparse = self.tables.param_groups[0]["lr"] if self.tables.param_groups else 0.0
         return float(self.dense.param_groups[0]["lr"]), float(sparse)
 
     def state_dict(self) -> dict[str, Any]:
-        """Keyed by parameter name, so that it does not depend on the order of parameters."""
-        return get_optimizer_state_dict(self._model, [self.dense, *self.tables])
+        """Tensors by parameter name, so that it does not depend on the order of parameters; they share memory with the
+        optimizers' own. Learning rates are not in it: a step's are a function of the step."""
+        state: dict[str, Any] = {name: dict(self.dense.state[p]) for name, p in self._dense.items()}
+        state |= {name: {"sum": sums} for name, sums in self.tables.accumulators().items()}
+        return {"state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_optimizer_state_dict(self._model, [self.dense, *self.tables], optim_state_dict=state_dict)
+        """Takes over a `state_dict` of as many ranks; entries that share memory with this one's are there already."""
+        for name, entry in self.state_dict()["state"].items():
+            for key, own in entry.items():
+                given = state_dict["state"][name][key]
+                if isinstance(own, TablePieces):
+                    for (first, rows), (given_first, given_rows) in zip(own.pieces, given.pieces, strict=True):
+                        assert first == given_first
+                        rows.copy_(given_rows)
+                elif given is not own:
+                    own.copy_(given)
 
 
 def _in_backward(parameter: nn.Parameter) -> list[Optimizer]:

@@ -17,3 +17,6 @@ def prepare_process() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # torchrec 1.8 calls a function of torch.fx that torch 2.13 warns about, once per process
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    # its planner warns about a hardware description and an estimate of its own, which we do not use
+    for name in ("types", "storage_reservations"):
+        logging.getLogger(f"torchrec.distributed.planner.{name}").setLevel(logging.ERROR)

@@ -132,6 +132,25 @@ class LineDisplay:
         pass
 
 
+class SilentDisplay:
+    """Shows nothing: for the ranks after the first."""
+
+    def start(self, total_steps: int, done: int = 0) -> None:
+        pass
+
+    def advance(self) -> None:
+        pass
+
+    def row(self, row: StepRow) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
 class LoggingDisplay:
     """Another display, and the same lines with the time of day in a file.
 

@@ -3,6 +3,9 @@
 In order: fit the baselines, train with an evaluation and a checkpoint now and then, take the model that was best on the
 validation part, evaluate it on the test part, write the summary and the picture. A run folder that holds checkpoints is
 gone on with from the newest whole one.
+
+With several ranks each goes through all of it. What one process must do (baselines, judging predictions, files) the
+first rank does, and the others learn its result or its failure.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from gemworks.gem.baselines import BaselineResult, BaselineSource, as_dict, base
 from gemworks.gem.config import GemConfig
 from gemworks.gem.curve import draw
 from gemworks.gem.data import Source
-from gemworks.gem.device import device_name, peak_flops_per_second
+from gemworks.gem.device import device_name
 from gemworks.gem.efficiency import mfu
 from gemworks.gem.errors import Preempted
 from gemworks.gem.evaluate import evaluate, task_table
@@ -38,7 +41,7 @@ class Run:
         config: of the run.
         source: the data.
         trainer: model and optimizers, fresh.
-        run_dir: where files go, claimed by this process.
+        run_dir: where files go, claimed by this process, or followed by a rank after the first.
         display: where progress goes.
         stop: says when the scheduler wants the machine back.
     """
@@ -58,12 +61,14 @@ class Run:
         self.run_dir = run_dir
         self.display = display
         self.stop = stop or StopRequest()
-        self.writer = checkpoint.Writer(run_dir.checkpoints, config.train.keep_last)
+        self.ranks = trainer.ranks
+        self.writer = checkpoint.Writer(run_dir.checkpoints, config.train.keep_last, self.ranks)
         self.best_ne = math.inf
         self.best_step = -1
         self.eval_seconds = 0.0
         self._eval_due = self._save_due = False
         self._saved_step = -1
+        self._fitted: list[BaselineResult] = []  # on the first rank
 
     def go(self) -> dict[str, Any]:
         """Everything; returns the content of `summary.json`.
@@ -76,10 +81,20 @@ class Run:
         self._announce()
         if self.run_dir.resumed:
             self._resume()
-        self.run_dir.open_sinks()  # what is missing is missing now, not after the first lines
-        fitted = self._baselines()
+        self.ranks.on_first(self._begin)
         self._train()
-        summary = self._test(fitted) | {
+        best = self.ranks.on_first(lambda: checkpoint.find(self.run_dir.checkpoints, "best"))
+        checkpoint.load_model(best, self.trainer.model, self.ranks)
+        predictions = self._evaluate("test")
+        return self.ranks.on_first(lambda: self._conclude(predictions))
+
+    def _begin(self) -> None:
+        self.run_dir.open_sinks()  # what is missing is missing now, not after the first lines
+        self._fitted = self._baselines()
+
+    def _conclude(self, predictions: Predictions) -> dict[str, Any]:
+        """Judges the best model on the test part, against the baselines; writes the summary and the picture."""
+        summary = self._judge(predictions) | {
             "train_seconds": self.trainer.total.seconds,
             "eval_seconds": self.eval_seconds,
             **self._speed(),
@@ -91,7 +106,9 @@ class Run:
 
     def _resume(self) -> None:
         """Goes to the newest whole checkpoint, or to the start if there is none yet."""
-        found = checkpoint.newest_whole(self.run_dir.checkpoints, self.display.message)
+        found = self.ranks.on_first(
+            lambda: checkpoint.newest_whole(self.run_dir.checkpoints, self.display.message)
+        )
         if found is not None:
             host = self.trainer.load(found)["run"]
             self.best_ne = math.inf if host["best_ne"] is None else host["best_ne"]
@@ -104,9 +121,10 @@ class Run:
     def _train(self) -> None:
         trainer = self.trainer
         self.display.start(trainer.total_steps, trainer.step)
-        traces = Traces(self.config.train, self.run_dir.path / "profile", trainer.device, trainer.step)
+        own = self.run_dir.path if self.ranks.is_first else self.run_dir.path / f"rank_{self.ranks.rank}"
+        traces = Traces(self.config.train, own / "profile", trainer.device, trainer.step)
         try:
-            with memory_snapshot(self.run_dir.path, trainer.device, history=self.config.train.memory_history):
+            with memory_snapshot(own, trainer.device, history=self.config.train.memory_history):
                 if self._eval_due:
                     self._validate()
                 for step in trainer.steps():
@@ -155,7 +173,8 @@ class Run:
         """Evaluates on the validation part, remembers the best, and saves."""
         trainer = self.trainer
         began = time.perf_counter()
-        tasks = task_table(self._evaluate("valid"), trainer.schema.tasks)
+        predictions = self._evaluate("valid")
+        tasks = self.ranks.on_first(lambda: task_table(predictions, trainer.schema.tasks))
         quality = tasks[trainer.schema.tasks[0]]
         if not math.isfinite(quality["ne"]):
             raise self._no_ne(quality)
@@ -175,7 +194,15 @@ class Run:
 
     def _evaluate(self, split: str) -> Predictions:
         trainer = self.trainer
-        return evaluate(trainer.model, self.source, self.config, split, trainer.device, after_batch=self.stop.check)
+        return evaluate(
+            trainer.model,
+            self.source,
+            self.config,
+            split,
+            trainer.device,
+            after_batch=self.stop.check,
+            ranks=self.ranks,
+        )
 
     def _save(self, best: dict[str, Any] | None = None) -> None:
         """Starts a checkpoint of the step done last, unless there is one or that step was not finite."""
@@ -212,11 +239,8 @@ class Run:
             )
         return RuntimeError(f"the predictions are not finite at step {self.trainer.step}; lower optimizer.lr")
 
-    def _test(self, fitted: list[BaselineResult]) -> dict[str, Any]:
-        """The best model on the test part, against the baselines."""
+    def _judge(self, predictions: Predictions) -> dict[str, Any]:
         trainer = self.trainer
-        checkpoint.load_model(checkpoint.find(self.run_dir.checkpoints, "best"), trainer.model)
-        predictions = self._evaluate("test")
         tasks = task_table(predictions, trainer.schema.tasks)
         primary = trainer.schema.tasks[0]
         self.run_dir.log("test", self.best_step, **tasks[primary])
@@ -225,7 +249,7 @@ class Run:
             "ne": tasks[primary]["ne"],
             "auc": tasks[primary]["auc"],
             "calibration": tasks[primary]["calibration"],
-            **comparison(predictions, fitted, self.config.train.seed),
+            **comparison(predictions, self._fitted, self.config.train.seed),
             "bayes_ne": self.source.bayes_ne("test")[primary] if isinstance(self.source, _PlantedSource) else None,
             "valid_ne": self.best_ne,
             "tasks": tasks,
@@ -241,7 +265,7 @@ class Run:
         results: list[BaselineResult] = []
         logged = {row["name"] for row in self.run_dir.rows("baseline")}
         for result in baselines(self.source):
-            self.stop.check()
+            self.stop.check(alone=True)
             results.append(result)
             facts = as_dict(result)
             if result.chosen.name not in logged:
@@ -261,17 +285,20 @@ class Run:
             f"{facts['num_table_parameters']:,} table parameters on {facts['device']}; "
             f"{self.trainer.total_steps} steps of {self.config.data.batch_size * self.config.train.accumulate} samples"
         )
+        if not self.ranks.alone:
+            self.display.message(f"ranks: {self.ranks.world_size}; each takes its part of every batch")
 
     def _facts(self) -> dict[str, Any]:
-        model = self.trainer.model
-        num_dense = sum(p.numel() for p in model.dense_parameters())
-        num_table = sum(p.numel() for p in model.sparse_parameters())
-        return run_facts(self.config, device_name(self.trainer.device), num_dense, num_table)
+        trainer = self.trainer
+        facts = run_facts(
+            self.config, device_name(trainer.device), trainer.num_dense_parameters, trainer.num_table_parameters
+        )
+        return facts | {"num_ranks": self.ranks.world_size}
 
     def _speed(self) -> dict[str, Any]:
         """Means over all training steps; evaluations are not in them."""
         clock, seconds = self.trainer.total, max(self.trainer.total.seconds, 1e-9)
-        peak = peak_flops_per_second(self.trainer.device)
+        peak = self.trainer.peak_flops_per_second()
         return {
             "samples_per_s": clock.num_samples / seconds,
             "tokens_per_s": clock.num_tokens / seconds,

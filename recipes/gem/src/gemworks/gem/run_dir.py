@@ -102,6 +102,13 @@ class RunDir:
             raise
         return run
 
+    @staticmethod
+    def follow(path: str | Path, *, resumed: bool) -> RunDir:
+        """The folder of a run that another process has claimed: it is read, and nothing is written."""
+        run = _FollowedRunDir(path)
+        run.resumed = resumed
+        return run
+
     def _adopt(self, config: GemConfig) -> None:
         self._config = config
         if not self.config_path.exists():
@@ -194,6 +201,25 @@ class RunDir:
     def summary(self) -> dict[str, Any] | None:
         """The result, or None when the run did not end well."""
         return json.loads(self.summary_path.read_text(encoding="utf-8")) if self.summary_path.is_file() else None
+
+
+class _FollowedRunDir(RunDir):
+    """For the ranks after the first."""
+
+    def rewind(self, step: int) -> None:
+        pass
+
+    def log(self, kind: str, step: int, **values: Any) -> None:
+        pass
+
+    def open_sinks(self) -> list[Sink]:
+        return []
+
+    def write_report(self, name: str, report: dict[str, Any]) -> Path:
+        return self.path / f"{name}.json"
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        pass
 
 
 def config_differences(before: GemConfig, now: GemConfig) -> list[str]:

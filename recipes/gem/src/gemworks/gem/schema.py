@@ -8,10 +8,13 @@ Shapes: B samples, T packed events of one type, S = B + 1 offsets, C float colum
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+if TYPE_CHECKING:  # a schema, and the dense parts of a model, do without torchrec
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -16,10 +17,15 @@ class StopRequest:
     with StopRequest() as stop:
         ...
         stop.check()  # raises Preempted once the signal has come
+
+    Attributes:
+        requested: the signal has come to this process.
+        agree: makes that a decision of all ranks, each of which then calls `check`; set by whoever knows them.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self.agree: Callable[[bool], bool] = bool
         self._before: Any = None
         self._installed = False
 
@@ -38,7 +44,7 @@ class StopRequest:
         del number, frame
         self.requested = True
 
-    def check(self) -> None:
-        """Raises `Preempted` if the signal has come."""
-        if self.requested:
+    def check(self, *, alone: bool = False) -> None:
+        """Raises `Preempted` if the signal has come, to any rank; with `alone` to this one."""
+        if self.requested if alone else self.agree(self.requested):
             raise Preempted("stopped by SIGTERM; the same command goes on from the last checkpoint")

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gemworks.gem.config import GemConfig
-from gemworks.gem.errors import report
+from gemworks.gem.errors import Preempted, report
 from gemworks.gem.presets import load_config
 from gemworks.gem.process import prepare_process
 
 if TYPE_CHECKING:
+    import torch
     from gemworks.gem.data import Source
+    from gemworks.gem.ranks import Ranks
+    from gemworks.gem.signals import StopRequest
     from rich.console import Console
 
 PIPED_WIDTH = 120  # columns of the summary table where there is no terminal
@@ -23,6 +27,9 @@ PIPED_WIDTH = 120  # columns of the summary table where there is no terminal
 
 def train(config: GemConfig, run_dir: str | Path | None = None, *, console: Console | None = None) -> dict[str, Any]:
     """Trains and evaluates one model, or goes on with a run that was interrupted.
+
+    Where the environment says that this is one of several processes (WORLD_SIZE and its companions, as torchrun sets
+    them), all of them train together.
 
     Args:
         config: of the run.
@@ -36,45 +43,97 @@ def train(config: GemConfig, run_dir: str | Path | None = None, *, console: Cons
     Raises:
         ValueError: wrong configuration, data or folder; another configuration in the folder; another job at work in it.
         Preempted: a SIGTERM came. The run saved a checkpoint and goes on when it is called again.
-        RuntimeError: the run failed, for instance because the loss became NaN or the disk is full.
+        RuntimeError: the run failed, for instance because the loss became NaN, the disk is full, or another rank ended.
     """
     prepare_process()
     # torchrec takes seconds to import; `--help` and a wrong configuration answer at once
-    from gemworks.gem.data import open_source
     from gemworks.gem.device import resolve_device
-    from gemworks.gem.reporting import LoggingDisplay, open_display
-    from gemworks.gem.run import Run
-    from gemworks.gem.run_dir import RunDir, default_run_dir
     from gemworks.gem.signals import StopRequest
     from gemworks.gem.summary import table
-    from gemworks.gem.trainer import Trainer
+    from gemworks.gem.world import open_world
     from rich.console import Console
 
     console = console or Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     with StopRequest() as stop:
         device = resolve_device(config.train.device)
-        source = open_source(config.data)
-        _check_parts(source, config)
-        trainer = Trainer(config, source, device)
-        folder = RunDir.claim(run_dir or default_run_dir(config), config)
-        display = LoggingDisplay(open_display(console), folder.log_path)
-        try:
-            summary = folder.summary()
-            if summary is None:
-                summary = Run(config, source, trainer, folder, display, stop).go()
-            else:
-                display.message(f"{folder.path} holds a complete run; nothing is left to do")
-        except Exception as error:
-            display.message(f"{type(error).__name__}: {error}")
-            with folder.log_path.open("a", encoding="utf-8") as log:
-                traceback.print_exception(error, file=log)
-            raise
-        finally:
-            display.stop()
-            folder.close()
-    console.print(table(summary))
-    console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
+        with open_world(config.train.rank_timeout_seconds, cuda=device.type == "cuda") as ranks:
+            stop.agree = ranks.any
+            try:
+                summary, folder = _train(config, run_dir, device, ranks, stop, console)
+            except Preempted:
+                raise
+            except Exception as error:
+                _raise(ranks.explain(error), error)
+    if ranks.is_first:
+        console.print(table(summary))
+        console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
     return summary
+
+
+def _train(
+    config: GemConfig,
+    run_dir: str | Path | None,
+    device: torch.device,
+    ranks: Ranks,
+    stop: StopRequest,
+    console: Console,
+) -> tuple[dict[str, Any], Path]:
+    """What each rank does; returns the summary and the folder."""
+    from gemworks.gem.reporting import LoggingDisplay, SilentDisplay, open_display
+    from gemworks.gem.run import Run
+    from gemworks.gem.run_dir import RunDir, default_run_dir
+    from gemworks.gem.trainer import Trainer
+
+    source = _open_source(config, ranks)
+    trainer = Trainer(config, source, device, ranks)
+    claimed: list[RunDir] = []
+
+    def claim() -> tuple[Path, bool]:
+        claimed.append(RunDir.claim(run_dir or default_run_dir(config), config))
+        return claimed[0].path, claimed[0].resumed
+
+    path, resumed = ranks.on_first(claim)
+    folder = claimed[0] if claimed else RunDir.follow(path, resumed=resumed)
+    log = folder.log_path if ranks.is_first else path / f"rank_{ranks.rank}.log"
+    display = LoggingDisplay(open_display(console), log) if ranks.is_first else SilentDisplay()
+    try:
+        summary = ranks.on_first(folder.summary)
+        if summary is None:
+            summary = Run(config, source, trainer, folder, display, stop).go()
+        else:
+            display.message(f"{folder.path} holds a complete run; nothing is left to do")
+    except Exception as error:
+        told = error if isinstance(error, Preempted) else ranks.explain(error)
+        display.message(f"{type(told).__name__}: {told}")
+        with log.open("a", encoding="utf-8") as file:
+            traceback.print_exception(error, file=file)
+            if told is not error:
+                file.write(f"{type(told).__name__}: {told}\n")
+        _raise(told, error)
+    finally:
+        display.stop()
+        folder.close()
+    return summary, path
+
+
+def _raise(told: Exception, error: Exception) -> NoReturn:
+    if told is error:
+        raise error
+    raise told from error
+
+
+def _open_source(config: GemConfig, ranks: Ranks) -> Source:
+    """The data, checked. The first rank opens it before the others: it may have to be fetched or prepared first."""
+    from gemworks.gem.data import open_source
+
+    opened: list[Source] = []
+
+    def first() -> None:
+        opened.append(open_source(config.data))
+        _check_parts(opened[0], config)
+
+    ranks.on_first(first)
+    return opened[0] if opened else open_source(config.data)
 
 
 def _check_parts(source: Source, config: GemConfig) -> None:
@@ -120,9 +179,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
+        _write_error_file(error)
         return report(error)
     return 0
 
 
+def _write_error_file(error: Exception) -> None:
+    """Tells torchrun, if that started this process, what it then shows as the first failure of all ranks."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        handler = get_error_handler()
+        handler.initialize()
+        handler.record_exception(error)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Threads may still be writing or talking to ranks that have gone; the interpreter would wait for them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -1,4 +1,7 @@
-"""One process's model in training: a step, its figures, and everything a checkpoint must hold.
+"""A model in training: a step, its figures, and everything a checkpoint must hold.
+
+With several ranks each has a part of every step's samples. Loss, gradient norm, counts and metrics are those of the
+whole step on every rank, so that all ranks decide alike; times are the rank's own.
 
 Shapes: B samples of a batch, K tasks.
 """
@@ -16,8 +19,10 @@ import torch
 from gemworks.gem import checkpoint
 from gemworks.gem.config import GemConfig
 from gemworks.gem.data import Source, open_loader
+from gemworks.gem.data.hashing import hash_u64
 from gemworks.gem.device import autocast, peak_flops_per_second
 from gemworks.gem.efficiency import count_batch_flops, mfu
+from gemworks.gem.implement import implement
 from gemworks.gem.metrics import BinaryMetrics
 from gemworks.gem.model.gem import Gem
 from gemworks.gem.numerics import NonFiniteError, SpikeWatch, describe_ids, first_non_finite, is_finite
@@ -43,17 +48,13 @@ def task_loss(logits_BK: Tensor, labels_BK: Tensor, weights_K: Tensor) -> Tensor
     return (losses_BK.sum(0) * weights_K).sum() / (max(logits_BK.shape[0], 1) * weights_K.sum())
 
 
-def compile_dense(model: Gem) -> None:
-    """Compiles what works on dense tokens [B, n, D], in place: feature tokens, interactions, gates, the head's MLP.
+def rank_seed(seed: int, rank: int) -> int:
+    """The seed of what a rank draws for itself, such as dropout; ranks and neighbouring seeds share none.
 
-    Names of parameters stay as they are, so checkpoints do too. The sequence parts stay eager: their kernels are opaque
-    to the compiler anyway, and the CPU's rotary embedding, which writes into slices of its result, breaks it.
+    >>> len({rank_seed(seed, rank) for seed in range(9) for rank in range(9)})
+    81
     """
-    model.tokens.compile()
-    for layer in model.layers:
-        for name in ("summary", "gate", "interaction"):
-            layer.get_submodule(name).compile()
-    model.head.mlp.compile()
+    return int(hash_u64(seed, rank)[0]) >> 1
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,11 @@ class Trainer:
         config: of the run.
         source: the data.
         device: where the model lives.
-        ranks: this process among those that train together.
+        ranks: this process among those that train together. All of them make a trainer, and do everything with it
+            together: a step, a row of figures, a save.
+
+    Attributes:
+        num_dense_parameters, num_table_parameters: of the whole model.
     """
 
     def __init__(self, config: GemConfig, source: Source, device: torch.device, ranks: Ranks | None = None) -> None:
@@ -83,8 +88,17 @@ class Trainer:
         self.schema = source.schema
         torch.manual_seed(config.train.seed)
         self.model = Gem(source.schema, config, device=device)
-        if config.train.compile:
-            compile_dense(self.model)
+        implement(self.model, config)
+        self.num_dense_parameters = sum(p.numel() for p in self.model.dense_parameters())
+        self.num_table_parameters = sum(p.numel() for p in self.model.sparse_parameters())
+        tables = None
+        if not self.ranks.alone:
+            from gemworks.gem.parallelize import parallelize  # seconds to import, and one process has no use for it
+
+            tables = parallelize(self.model, config.optimizer, self.ranks, device)
+            self.model.embeddings.min_samples = config.data.batch_size // self.ranks.world_size  # one size on all ranks
+            # one seed made equal models; from here on each rank draws its own dropout
+            torch.manual_seed(rank_seed(config.train.seed, self.ranks.rank))
         self.loader = open_loader(
             source,
             config.data,
@@ -97,7 +111,7 @@ class Trainer:
         self.total_steps = self.steps_per_epoch * config.train.epochs
         if config.train.max_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_steps)
-        self.optimizers = Optimizers(self.model, config.optimizer, self.total_steps)
+        self.optimizers = Optimizers(self.model, config.optimizer, self.total_steps, tables)
         self.step = 0
         self.total = StepClock()
         self.num_skipped = 0
@@ -112,6 +126,7 @@ class Trainer:
         self._window_loss = 0.0
         self._window_skipped = 0
         self._grad_norm = 0.0
+        self._num_step_samples = 0
 
     def steps(self) -> Iterator[int]:
         """Trains to the end of the run, one step per iteration; yields the number of steps done.
@@ -123,7 +138,9 @@ class Trainer:
         mark = time.perf_counter()
         while self.step < self.total_steps:
             batches = iter(self.loader)
+            before = self.loader.num_given
             while group := list(itertools.islice(batches, self.config.train.accumulate)):
+                self._num_step_samples, before = self.loader.num_given - before, self.loader.num_given
                 now = time.perf_counter()
                 self._window.wait_seconds += now - mark
                 self._train_step(group)
@@ -134,20 +151,20 @@ class Trainer:
                 mark = time.perf_counter()
 
     def _train_step(self, batches: list[Batch]) -> None:
-        self._count(batches)
         self.optimizers.begin(self.step)
         gate = self.model.embeddings.gate
         gate.reset()
         rng = checkpoint.rng_state()
-        num_samples = max(sum(batch.num_samples for batch in batches), 1)
         loss = torch.zeros((), device=self.device)
         outcomes: list[tuple[Tensor, Tensor]] = []
         for host_batch in batches:
             batch = host_batch.to(self.device, non_blocking=True)
             with self._phase("forward"):
                 logits_BK, part = self._forward(batch)
-                # each batch by its share of the samples, so that the sum is the mean over all of them
-                part = part * (batch.num_samples / num_samples) if len(batches) > 1 else part
+                # By its share of the samples, so that the sum is the mean over all of them. Gradients are averaged over
+                # the ranks, so the share is of what one rank has on average.
+                share = batch.num_samples * self.ranks.world_size / max(self._num_step_samples, 1)
+                part = part if share == 1 else part * share
             with self._phase("backward"):
                 part.backward()
             loss += part.detach()
@@ -155,17 +172,21 @@ class Trainer:
         with self._phase("optimizer"):
             norm = self.optimizers.clip()
             refused = torch.zeros_like(norm) if gate.finite is None else (~gate.finite).to(norm.dtype)
+            counts = torch.tensor(self._counts(batches), dtype=torch.float64, device=self.device)
+            figures = torch.cat([torch.stack([loss, norm, refused]).double(), counts])
             # the one place where the host waits for the device: whether this step counts must be known before it ends
-            loss_value, norm_value, num_refused = self.ranks.sum(torch.stack([loss, norm, refused])).tolist()
+            loss_value, norm_value, num_refused, *totals = self.ranks.sum(figures).tolist()
             self.last_step_finite = is_finite(loss_value, norm_value) and num_refused == 0
             if self.last_step_finite:
                 self.optimizers.step_dense()
+        self._add_counts(totals)
         self.step += 1
+        loss_value /= self.ranks.world_size
+        norm_value /= self.ranks.world_size  # it is the whole gradient's on each rank
         if not self.last_step_finite:
             self._skip(batches, rng, loss_value, norm_value)
             return
-        loss_value /= self.ranks.world_size
-        self._grad_norm = norm_value / self.ranks.world_size
+        self._grad_norm = norm_value
         self._window_loss += loss_value
         for logits_BK, labels_BK in outcomes:
             self._window_metrics.update(logits_BK, labels_BK)
@@ -177,18 +198,26 @@ class Trainer:
             logits_BK = self.model(batch)
         return logits_BK, task_loss(logits_BK, batch.labels_BK, self._weights_K)
 
-    def _count(self, batches: list[Batch]) -> None:
+    def _counts(self, batches: list[Batch]) -> list[float]:
+        """Samples, tokens and training FLOPs of this rank's batches."""
+        return [
+            sum(batch.num_samples for batch in batches),
+            sum(e.timestamps_T.shape[0] for batch in batches for e in batch.events.values()),
+            sum(count_batch_flops(self.config, self.schema, batch).training for batch in batches),
+        ]
+
+    def _add_counts(self, totals: list[float]) -> None:
+        num_samples, num_tokens, flops = totals
         self._window.num_steps += 1
-        for batch in batches:
-            self._window.flops += count_batch_flops(self.config, self.schema, batch).training
-            self._window.num_samples += batch.num_samples
-            self._window.num_tokens += sum(e.timestamps_T.shape[0] for e in batch.events.values())
+        self._window.num_samples += int(num_samples)
+        self._window.num_tokens += int(num_tokens)
+        self._window.flops += flops
 
     def _watch(self, batches: list[Batch], loss: float) -> None:
         ratio = self._spikes.see(loss)
         if ratio is None:
             return
-        ids = _sample_ids(batches)
+        ids = self._sample_ids(batches)
         text = f"loss spike in step {self.step}: {loss:.4f}, {ratio:.1f} times its running mean; samples "
         self._note("spike", {"loss": loss, "ratio": ratio, "sample_ids": ids}, text + describe_ids(ids))
 
@@ -196,7 +225,7 @@ class Trainer:
         """Counts a step that changed nothing, and ends the run when there were too many."""
         self.num_skipped += 1
         self._window_skipped += 1
-        ids = _sample_ids(batches)
+        ids = self._sample_ids(batches)
         facts = {"loss": loss, "grad_norm": norm, "num_skipped": self.num_skipped, "sample_ids": ids}
         what = f"loss {loss:.4g}, gradient norm {norm:.4g}, samples {describe_ids(ids)}"
         limit = self.config.train.max_skipped
@@ -214,25 +243,35 @@ class Trainer:
         )
 
     def _search(self, batches: list[Batch], rng: dict[str, Tensor]) -> tuple[str | None, list[int]]:
-        """Runs the step once more with hooks: where it begins, and the samples whose own logits are not finite."""
+        """Runs the step once more with hooks: where it begins, and the samples whose own logits are not finite.
+
+        Every rank runs all of it, whatever it finds, because others wait for it in between; the first that found
+        something is believed.
+        """
         gate = self.model.embeddings.gate
         gate.closed = True
-        culprits: list[int] = []
+        found: list[tuple[str, list[int]]] = []
         try:
             checkpoint.set_rng_state(rng)
             for host_batch in batches:
-                where = _in_batch(host_batch, self.schema.dense_names)
+                in_data = _in_batch(host_batch, self.schema.dense_names)
                 batch = host_batch.to(self.device)
-                if where is None:
-                    where = first_non_finite(self.model, lambda batch=batch: self._forward(batch)[1])
+                in_model = first_non_finite(self.model, lambda batch=batch: self._forward(batch)[1])
+                with torch.no_grad():
+                    bad_B = ~torch.isfinite(self._forward(batch)[0]).all(1)
+                where = in_data or in_model
                 if where is not None:
-                    with torch.no_grad():
-                        bad_B = ~torch.isfinite(self._forward(batch)[0]).all(1)
-                    culprits = host_batch.sample_ids_B[bad_B.cpu()].tolist()
-                    return where, culprits
+                    found.append((where, host_batch.sample_ids_B[bad_B.cpu()].tolist()))
         finally:
             gate.closed = False
-        return None, culprits
+        for rank, places in enumerate(self.ranks.gather(found[:1])):
+            for where, culprits in places:
+                return where if self.ranks.alone else f"{where} on rank {rank}", culprits
+        return None, []
+
+    def _sample_ids(self, batches: list[Batch]) -> list[int]:
+        own = [i for batch in batches for i in batch.sample_ids_B.tolist()]
+        return [i for ids in self.ranks.gather(own) for i in ids]
 
     def _note(self, kind: str, facts: dict[str, Any], text: str) -> None:
         self._notes.append(Note(kind, self.step, facts, text))
@@ -250,14 +289,14 @@ class Trainer:
             setattr(self._window, name, getattr(self._window, name) + seconds)
         self._window.work_seconds += time.perf_counter() - before  # on a GPU `drain` waits for the step done last
         window, seconds = self._window, max(self._window.seconds, 1e-9)
-        peak = peak_flops_per_second(self.device)
+        peak = self.peak_flops_per_second()
         lr, sparse_lr = self.optimizers.learning_rates()
         num_counted = window.num_steps - self._window_skipped
         row = StepRow(
             step=self.step,
             total_steps=self.total_steps,
             loss=self._window_loss / num_counted if num_counted else float("nan"),
-            ne=self._window_metrics.compute()[0].ne,
+            ne=self._all_metrics().compute()[0].ne,
             samples_per_s=window.num_samples / seconds,
             tokens_per_s=window.num_tokens / seconds,
             flops_per_s=window.flops / seconds,
@@ -279,9 +318,24 @@ class Trainer:
         self._window_skipped = 0
         return row
 
+    def peak_flops_per_second(self) -> float | None:
+        """Of all ranks together; None for devices whose peak we do not state."""
+        peak = peak_flops_per_second(self.device)
+        return peak and peak * self.ranks.world_size
+
+    def _all_metrics(self) -> BinaryMetrics:
+        """The metrics since the last row, of all ranks."""
+        metrics = BinaryMetrics(self._window_metrics.num_tasks, self.device)
+        metrics.merge(self._window_metrics)
+        if not self.ranks.alone:
+            counts = torch.tensor([metrics.num_samples], dtype=torch.float64, device=self.device)
+            sums = self.ranks.sum(torch.cat([metrics.sums_3K.reshape(-1), counts]))
+            metrics.sums_3K, metrics.num_samples = sums[:-1].view_as(metrics.sums_3K), int(sums[-1])
+        return metrics
+
     def host_state(self) -> dict[str, Any]:
         """Everything of this trainer that is not a tensor of the model or its optimizers, as JSON."""
-        metrics = self._window_metrics.state_dict()
+        metrics = self._all_metrics().state_dict()
         return {
             "loader": self.loader.state_dict(),
             "clock": vars(self.total),
@@ -297,11 +351,11 @@ class Trainer:
 
     def save(self, folder: Path) -> Path:
         """A checkpoint after the step done last; waits until it is written."""
-        return checkpoint.save(folder, self.step, self.model, self.optimizers, self.host_state())
+        return checkpoint.save(folder, self.step, self.model, self.optimizers, self.host_state(), ranks=self.ranks)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Goes on where a checkpoint was saved; returns the host's state, in which the caller may have things too."""
-        host = checkpoint.load(path, self.model, self.optimizers)
+        host = checkpoint.load(path, self.model, self.optimizers, self.ranks)
         self.loader.load_state_dict(host["loader"])
         self.step = int(host["step"])
         vars(self.total).update(host["clock"])
@@ -311,14 +365,12 @@ class Trainer:
         vars(self._window).update(window["clock"])
         self._window_loss, self._window_skipped = float(window["loss"]), int(window["skipped"])
         metrics = window["metrics"]
-        self._window_metrics.load_state_dict(
-            {"sums": torch.tensor(metrics["sums"], dtype=torch.float64), "num_samples": metrics["num_samples"]}
-        )
+        self._window_metrics.reset()
+        if self.ranks.is_first:  # they are of all ranks, which add theirs up again
+            self._window_metrics.load_state_dict(
+                {"sums": torch.tensor(metrics["sums"], dtype=torch.float64), "num_samples": metrics["num_samples"]}
+            )
         return host
-
-
-def _sample_ids(batches: list[Batch]) -> list[int]:
-    return [i for batch in batches for i in batch.sample_ids_B.tolist()]
 
 
 def _in_batch(batch: Batch, dense_names: tuple[str, ...]) -> str | None:

@@ -35,8 +35,14 @@ def why_unused(config: GemConfig, key: str) -> str | None:
             return "data.source is 'synthetic', which reads no files; set data.source too"
         if name == "id_policy" and data.source in ("movielens", "synthetic"):
             return f"data.source is {data.source!r}, which has no ids outside its tables"
+        if name == "num_lanes" and data.source in ("movielens", "synthetic"):
+            return f"data.source is {data.source!r}, which has no row groups to deal to lanes"
+        if name == "prefetch_threads" and data.prefetch == 0:
+            return "data.prefetch is 0: batches are made by the training thread; set data.prefetch too"
         if name == "seed" and data.source != "synthetic" and data.shuffle_window == 0:
             return f"data.source is {data.source!r} and data.shuffle_window is 0: nothing is drawn at random"
+    if section == "train" and name == "profile_steps" and config.train.profile_every is None:
+        return "train.profile_every is none: no trace is written; set train.profile_every too"
     if section == "model":
         kinds = _used_kinds(config)
         if name == "window" and "window" not in kinds:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from pathlib import Path
 
 import torch
 from gemworks.netmem.bench import pair, single
+from gemworks.netmem.bench.budgets import budgets, plot_budgets
 from gemworks.netmem.bench.rows import Rows
 from gemworks.netmem.bench.stack import SMOKE, StackSize
 from gemworks.netmem.ledger import HBM, BandwidthLedger
@@ -41,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--suite", nargs="+", default=["all"], choices=[*SUITES, "pair", "all"])
+    parser.add_argument("--suite", nargs="+", default=["all"], choices=[*SUITES, "pair", *pair.SUITES, "all"])
     parser.add_argument("--out", required=True, help="the CSV; the cluster file, plots and traces go beside it")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU: does it run?")
     parser.add_argument("--compile", action="store_true", help="compile every region")
@@ -63,32 +65,41 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     size = SMOKE if args.smoke else StackSize(batch=args.batch, depth=args.depth)
 
-    def make_rows(device: torch.device, num_gpus: int) -> Rows:
-        ledger = _ledger(device, args.smoke)
-        return Rows(device, ledger.capacity[HBM] / 1e9, _matmul_tflops(device, args.smoke), num_gpus)
+    if any(name.startswith("pair") for name in args.suite):
+        suites = list(pair.SUITES) if args.suite == ["pair"] else args.suite
+        if not set(suites) <= set(pair.SUITES):
+            parser.error("the pair suites run alone, under torchrun")
 
-    if args.suite == ["pair"]:
-        rows = pair.run(make_rows, args.smoke, out.parent)
-        if rows is not None:
+        def make_rows(device: torch.device, num_gpus: int) -> Rows:
+            if int(os.environ.get("RANK", "0")):
+                return Rows(device, 0, 0, num_gpus, quiet=True)
+            # rank 0 measures while the others wait: the links are idle
+            ledger = _ledger(device, args.smoke)
+            rows = Rows(device, ledger.capacity[HBM] / 1e9, _matmul_tflops(device, args.smoke), num_gpus, out)
+            for name, link in ledger.links.items():
+                if name.startswith("nvlink"):
+                    rows.add("link", setting=name, gbps=link.bytes_per_s / 1e9, ms=link.latency_s * 1e3)
+            return rows
+
+        rows = pair.run(make_rows, suites, args.smoke)
+        if not int(os.environ.get("RANK", "0")):
             rows.write(out)
         return 0
-    if "pair" in args.suite:
-        parser.error("--suite pair runs alone, under torchrun")
     ledger = _ledger(device, args.smoke)
     ledger.to_toml(out.with_suffix(".cluster.toml"))
-    rows = Rows(device, ledger.capacity[HBM] / 1e9, _matmul_tflops(device, args.smoke))
-    setup = single.Setup(device, ledger, rows, args.smoke, out.parent, args.compile)
+    rows = Rows(device, ledger.capacity[HBM] / 1e9, _matmul_tflops(device, args.smoke), path=out)
+    setup = single.Setup(device, ledger, rows, args.smoke, args.compile)
     failed = []
     for name in SUITES if "all" in args.suite else args.suite:
         try:
             if name == "budgets":
-                found = single.budgets(setup, size)
-                single.plot_budgets(found, out.with_suffix(".budgets.png"))
+                plot_budgets(budgets(setup, size), out.with_suffix(".budgets.png"))
             else:
                 getattr(single, name)(setup)
         except (RuntimeError, AssertionError, ValueError, MemoryError) as error:
             # the other suites' rows are worth keeping; the exit status still says that one failed
             failed.append(name)
+            traceback.print_exc()
             print(f"error: suite {name}: {type(error).__name__}: {error}", file=sys.stderr)
         rows.write(out)
     return 1 if failed else 0

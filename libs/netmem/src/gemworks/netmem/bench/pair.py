@@ -1,176 +1,329 @@
 """Benchmarks of several GPUs of one host; one process per GPU: `torchrun --nproc-per-node 2 -m gemworks.netmem.bench
 --suite pair`.
+
+Times are between events on the device, every rank runs the same calls, rank 0 reports.
 """
 
 from __future__ import annotations
 
+import datetime
+import functools
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from gemworks.netmem.bench.rows import Rows, synchronize, timed_ms
+from gemworks.netmem.bench.rows import Rows, synchronize, timed_ms, timed_on_device_ms
 from gemworks.netmem.bench.stack import SMOKE, StackSize, make_stack
 from gemworks.netmem.collectives import QuantizedCollective
 from gemworks.netmem.copy_engine import (
     CopyEngineAllGather,
+    CopyEngineReduceScatter,
     copy_engine_all_gather,
     copy_engine_problem,
+    copy_engine_reduce_scatter,
     few_ctas_options,
     verify_copy_engines,
 )
-from gemworks.netmem.overlap import overlap_report
+from gemworks.netmem.overlap import overlap_report, read_trace
 from torch import nn
 
 MIB = 1 << 20
+FEW_CTAS = 4
+SUITES = ("pair_gather", "pair_reduce", "pair_quantized", "pair_fsdp")
+# layers wide enough for parameters to be worth gathering; `large`'s width of 512 gathers a megabyte
+WIDE = StackSize(batch=2, length=2048, width=4096, heads=32, keys=256, depth=4)
+_TIMEOUT = datetime.timedelta(seconds=60)
 
 
-def _gather_rows(rows: Rows, device: torch.device, smoke: bool, out: Path) -> None:
+def _native(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _gather(o: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(o, x, group=group)
+
+
+def _reduce(o: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce(o, x, group=group)
+
+
+def _few_group(device: torch.device) -> dist.ProcessGroup | None:
+    if device.type != "cuda":
+        return None
+    group = dist.new_group(pg_options=few_ctas_options(FEW_CTAS))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _trace_of(run: Callable[[], object], device: torch.device) -> Path:
+    """A profiler trace of one call, in a temporary file."""
+    cpu_or_cuda = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
+    synchronize(device)
+    with torch.profiler.profile(activities=[cpu_or_cuda]) as prof:
+        run()
+        synchronize(device)
+    path = Path(tempfile.mkdtemp()) / f"rank{dist.get_rank()}.json"
+    prof.export_chrome_trace(str(path))
+    return path
+
+
+def _ctas(trace: Path) -> str:
+    """Sizes of the communication kernels, for the setting column."""
+    found = {a.num_ctas for a in read_trace(trace).activities if a.kind == "communication" and not a.link}
+    return "/".join(str(n) for n in sorted(found)) or "0"
+
+
+def _values_of(rows: Rows, device: torch.device, run: Callable[[], Any], moved_bytes: float, smoke: bool) -> dict:
+    ms, p20, p80 = timed_on_device_ms(run, device, 3 if smoke else 11, 1 if smoke else 4)
+    return {"ms": ms, "ms_p20": p20, "ms_p80": p80, "gbps": moved_bytes / ms / 1e6, "dtype": "bf16"}
+
+
+def pair_gather(rows: Rows, device: torch.device, smoke: bool) -> None:
+    """All-gathers of the same tensors: NCCL, NCCL with few CTAs, copy engines."""
     world, rank = dist.get_world_size(), dist.get_rank()
     group = dist.group.WORLD
     assert group is not None
-    impls: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {}
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    impls["nccl" if device.type == "cuda" else "gloo"] = lambda o, x: gather(o, x)
+    impls: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {_native(device): _gather}
+    if (few := _few_group(device)) is not None:
+        impls[f"nccl {FEW_CTAS} CTAs"] = lambda o, x: _gather(o, x, few)
     problem = copy_engine_problem(group, device)
-    if device.type == "cuda":
-        few = dist.new_group(pg_options=few_ctas_options(4))
-        impls["nccl 4 CTAs"] = lambda o, x: gather(o, x, group=few)
     for mib in (1,) if smoke else (64, 128, 256, 512):
         n = mib * MIB // 2 // world
-        x = torch.full((n,), float(rank), dtype=torch.bfloat16, device=device)
+        x = torch.randn(n, generator=torch.Generator(device).manual_seed(rank), device=device).bfloat16()
         o = torch.empty(world * n, dtype=torch.bfloat16, device=device)
+        _gather(o, x)
+        expected, moved = o.clone(), (world - 1) * n * 2
         times: dict[str, float] = {}
         for name, run in impls.items():
+            o.fill_(float("nan"))
             run(o, x)
-            assert o.view(world, n)[:, 0].tolist() == [float(r) for r in range(world)]
-            times[name], p20, p80 = timed_ms(lambda run=run, o=o, x=x: run(o, x), device, 3 if smoke else 20)
-            rows.add(
-                "all_gather",
-                shape=f"{mib}MiB",
-                impl=name,
-                ms=times[name],
-                ms_p20=p20,
-                ms_p80=p80,
-                dtype="bf16",
-                gbps=(world - 1) * n * 2 / times[name] / 1e6,
-            )
+            assert torch.equal(o, expected), f"{name}: wrong result"
+            values = _values_of(rows, device, lambda run=run, o=o, x=x: run(o, x), moved, smoke)
+            times[name] = values["ms"]
+            ctas = _ctas(_trace_of(lambda run=run, o=o, x=x: run(o, x), device)) if device.type == "cuda" else ""
+            rows.add("all_gather", shape=f"{mib}MiB", impl=name, setting=f"CTAs {ctas}" if ctas else "", **values)
         if problem is not None:
             rows.add("all_gather", shape=f"{mib}MiB", impl="copy engine", setting=f"not run: {problem}")
             continue
         comm = CopyEngineAllGather(group, device)
         buffer = comm.allocate((world * n,), dtype=torch.bfloat16, device=device)
+        buffer.fill_(float("nan"))
         own = buffer[rank * n : (rank + 1) * n]
         own.copy_(x)
         comm(buffer, own, group)
-        assert buffer.view(world, n)[:, 0].tolist() == [float(r) for r in range(world)]
-        ms, p20, p80 = timed_ms(lambda comm=comm, buffer=buffer, own=own: comm(buffer, own, group), device, 20)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        assert torch.equal(buffer, expected), "copy engine: wrong result"
+
+        def push(comm: CopyEngineAllGather = comm, buffer: torch.Tensor = buffer, own: torch.Tensor = own) -> None:
             comm(buffer, own, group)
-            synchronize(device)
-        path = out / f"copy_engine_{mib}mib_rank{rank}.json"
-        prof.export_chrome_trace(str(path))
-        check = verify_copy_engines(path)
+
+        values = _values_of(rows, device, push, moved, smoke)
+        trace = _trace_of(push, device)
+        check = verify_copy_engines(trace)
+        if rank == 0:
+            for a in read_trace(trace).activities:
+                us = a.end_us - a.start_us
+                print(f"  trace {mib}MiB: {a.name[:60]} {us:.1f} us, {a.num_bytes} B, {a.num_ctas} CTAs")
         best = min(times, key=lambda k: times[k])
         rows.add(
             "all_gather",
             shape=f"{mib}MiB",
             impl="gemworks",
-            setting=f"on copy engines: {check.ok}, SM kernels {dict(check.sm_kernels)}",
-            ms=ms,
-            ms_p20=p20,
-            ms_p80=p80,
-            dtype="bf16",
-            gbps=(world - 1) * n * 2 / ms / 1e6,
+            setting=f"on copy engines: {check.ok}, barriers {check.barrier_us:.1f} us, "
+            f"SM kernels {dict(check.sm_kernels)}",
             best_peer=best,
-            ratio_to_best_peer=times[best] / ms,
+            ratio_to_best_peer=times[best] / values["ms"],
+            **values,
         )
 
 
-def _quantized_rows(rows: Rows, device: torch.device, smoke: bool) -> None:
+def pair_reduce(rows: Rows, device: torch.device, smoke: bool) -> None:
+    """Reduce-scatters of the same tensors."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.group.WORLD
+    assert group is not None
+    impls: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {_native(device): _reduce}
+    if (few := _few_group(device)) is not None:
+        impls[f"nccl {FEW_CTAS} CTAs"] = lambda o, x: _reduce(o, x, few)
+    problem = copy_engine_problem(group, device)
+    for mib in (1,) if smoke else (64, 256):
+        n = mib * MIB // 2 // world
+        x = torch.randn(world * n, generator=torch.Generator(device).manual_seed(rank), device=device).bfloat16()
+        o = torch.empty(n, dtype=torch.bfloat16, device=device)
+        everyone = torch.empty(world * world * n, dtype=torch.bfloat16, device=device)
+        _gather(everyone, x)
+        expected = everyone.view(world, world, n)[:, rank].float().sum(0)
+        del everyone
+        moved = (world - 1) * n * 2
+        times: dict[str, float] = {}
+        for name, run in impls.items():
+            run(o, x)
+            assert (o.float() - expected).norm() <= 2e-2 * expected.norm(), f"{name}: wrong result"
+            values = _values_of(rows, device, lambda run=run, o=o, x=x: run(o, x), moved, smoke)
+            times[name] = values["ms"]
+            rows.add("reduce_scatter", shape=f"{mib}MiB", impl=name, **values)
+        if problem is not None:
+            rows.add("reduce_scatter", shape=f"{mib}MiB", impl="copy engine", setting=f"not run: {problem}")
+            continue
+        comm = CopyEngineReduceScatter(group, device)
+        buffer = comm.allocate((world * n,), dtype=torch.bfloat16, device=device)
+        out = comm.allocate((n,), dtype=torch.bfloat16, device=device)
+        buffer.copy_(x)
+        out.fill_(float("nan"))
+
+        def pull(comm: Any = comm, out: torch.Tensor = out, buffer: torch.Tensor = buffer) -> None:
+            comm(out, buffer, group, dist.ReduceOp.SUM)
+
+        pull()
+        assert torch.equal(out, expected.bfloat16()), "copy engine: wrong result"
+        values = _values_of(rows, device, pull, moved, smoke)
+        best = min(times, key=lambda k: times[k])
+        rows.add(
+            "reduce_scatter",
+            shape=f"{mib}MiB",
+            impl="gemworks",
+            setting="pulled by copy engines, one local sum",
+            best_peer=best,
+            ratio_to_best_peer=times[best] / values["ms"],
+            **values,
+        )
+
+
+def pair_quantized(rows: Rows, device: torch.device, smoke: bool) -> None:
+    """`QuantizedCollective` against the plain collectives of the same tensors."""
     world = dist.get_world_size()
-    x = torch.randn((1 if smoke else 64) * MIB // 2 // 512, 512, device=device, dtype=torch.bfloat16)
-    for codec in ("bf16", "fp8_row", "mxfp8"):
-        for check in ("always", "never"):
+    x = torch.randn((1 if smoke else 256) * MIB // 2 // 512, 512, device=device).bfloat16()
+    x = x[: x.shape[0] // world * world]
+    out = torch.empty(x.shape[0] // world, 512, device=device, dtype=x.dtype)
+    everyone = torch.empty(world * x.shape[0], 512, device=device, dtype=x.dtype)
+    cases = {
+        "reduce_scatter": (lambda: _reduce(out, x), lambda q: q.reduce_scatter(x), (world - 1) / world),
+        "all_gather": (lambda: _gather(everyone, x), lambda q: q.all_gather(x), world - 1),
+    }
+    repeats = 3 if smoke else 11
+    for op, (plain, coded, share) in cases.items():
+        moved = share * x.numel() * 2
+
+        def add(
+            impl: str, setting: str, run: Callable[[], Any], peer_ms: float | None = None, op=op, moved=moved
+        ) -> float:
+            ms, p20, p80 = timed_ms(run, device, repeats)
+            values = {} if peer_ms is None else {"best_peer": _native(device), "ratio_to_best_peer": peer_ms / ms}
+            values |= {"ms": ms, "ms_p20": p20, "ms_p80": p80, "gbps": moved / ms / 1e6, "dtype": "bf16"}
+            rows.add(f"quantized_{op}", shape=str(tuple(x.shape)), impl=impl, setting=setting, **values)
+            return ms
+
+        plain_ms = add(_native(device), "plain", plain)
+        checks: tuple[tuple[str, Literal["always", "never"]], ...]
+        checks = (("bf16", "never"), ("fp8_row", "always"), ("fp8_row", "never"), ("mxfp8", "never"))
+        for codec, check in checks:
             q = QuantizedCollective(codec=codec, check=check)
-            ms, p20, p80 = timed_ms(lambda q=q: q.reduce_scatter(x), device, 3 if smoke else 20)
-            rows.add(
-                "reduce_scatter",
-                shape=str(tuple(x.shape)),
-                setting=f"{codec}, check {check}",
-                ms=ms,
-                ms_p20=p20,
-                ms_p80=p80,
-                dtype="bf16",
-                gbps=(world - 1) / world * x.numel() * 2 / ms / 1e6,
-            )
+            add("gemworks", f"{codec}, check {check}", lambda q=q, coded=coded: coded(q), plain_ms)
 
 
-def _fsdp_rows(rows: Rows, device: torch.device, size: StackSize, out: Path, repeats: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
+def pair_fsdp(rows: Rows, device: torch.device, smoke: bool) -> None:
+    """An FSDP2 stack of GEM layers under NCCL, NCCL with few CTAs, and copy engines."""
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    world = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (world,))
-    losses = {}
-    for impl in ("nccl" if device.type == "cuda" else "gloo", "copy engine"):
+    size = SMOKE if smoke else WIDE
+    world_group = dist.group.WORLD
+    assert world_group is not None
+    problem = copy_engine_problem(world_group, device)
+    few = _few_group(device)
+    impls = {_native(device): world_group}
+    if few is not None:
+        impls[f"nccl {FEW_CTAS} CTAs"] = few
+    impls |= {"copy-engine gather": world_group, "copy-engine gather and reduce": world_group}
+    losses: dict[str, float] = {}
+    steps: dict[str, Callable[[], torch.Tensor]] = {}
+    texts: dict[str, str] = {}
+    for impl, group in impls.items():
+        if impl.startswith("copy") and problem is not None:
+            rows.add("fsdp_stack", shape=size.label, impl=impl, setting=f"not run: {problem}")
+            continue
         model, batch = make_stack(size, device)
+        mesh = DeviceMesh.from_group(group, device.type)
         for part in model.parts:
             fully_shard(part, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        setting = ""
-        if impl == "copy engine":
-            problem = copy_engine_problem(mesh.get_group(), device)
-            if problem is not None:
-                rows.add("fsdp_stack", shape=size.label, impl=impl, setting=f"not run: {problem}")
-                continue
-            copy_engine_all_gather(model, mesh.get_group())
+        if impl.startswith("copy"):
+            copy_engine_all_gather(model, group)
+        if impl.endswith("reduce"):
+            copy_engine_reduce_scatter(model, group)
 
-        def step(model: nn.Module = model, batch: torch.Tensor = batch) -> torch.Tensor:
-            loss = model(batch)
-            loss.backward()
-            return loss
-
+        steps[impl] = step = functools.partial(_step, model, batch)
         losses[impl] = step().item()
         assert len(set(losses.values())) == 1, losses
-        ms, p20, p80 = timed_ms(step, device, repeats)
-        activities = [
-            torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
-        ]
-        with torch.profiler.profile(activities=activities) as prof:
-            step()
-            synchronize(device)
-        path = out / f"fsdp_{impl.replace(' ', '_')}_rank{dist.get_rank()}.json"
-        prof.export_chrome_trace(str(path))
-        report = overlap_report(path).devices[0]
-        if report.sm_share is not None:
-            setting = f"SM share of communication {report.sm_share:.3f}"
+        # where the trace says what took SMs, and for how long
+        trace = _trace_of(step, device)
+        report = overlap_report(trace).devices[0]
+        copies = verify_copy_engines(trace).fsdp_copy_us
+        share = "" if report.sm_share is None else f"SM share of communication {report.sm_share:.4f}, "
+        texts[impl] = (
+            f"{share}CTAs {_ctas(trace)}, exposed {report.exposed_us:.0f} us, FSDP copies {copies:.0f} us"
+            if device.type == "cuda"
+            else ""
+        )
+    # interleaved, so that clocks and neighbours treat all alike
+    repeats, times = (3 if smoke else 15), {impl: [] for impl in steps}
+    for _ in range(repeats):
+        for impl, step in steps.items():
+            dist.barrier()
+            times[impl].append(timed_ms(step, device, 1)[0] if smoke else _once_ms(step, device))
+    first = sorted(times[_native(device)])[repeats // 2]
+    for impl, found in times.items():
+        found.sort()
         rows.add(
             "fsdp_stack",
             shape=size.label,
-            impl=impl,
-            setting=setting,
-            ms=ms,
-            ms_p20=p20,
-            ms_p80=p80,
-            exposed_ms=report.exposed_us / 1e3,
-            dtype=str(batch.dtype),
+            impl=impl if not impl.startswith("copy") else f"gemworks {impl}",
+            setting=texts[impl],
+            ms=found[repeats // 2],
+            ms_p20=found[round(0.2 * (repeats - 1))],
+            ms_p80=found[round(0.8 * (repeats - 1))],
+            best_peer=_native(device),
+            ratio_to_best_peer=first / found[repeats // 2],
+            dtype="bf16" if device.type == "cuda" else "float32",
         )
 
 
-def run(make_rows: Callable[[torch.device, int], Rows], smoke: bool, out: Path) -> Rows | None:
-    """Run on all ranks; returns the rows on rank 0."""
+def _step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss = model(batch)
+    loss.backward()
+    return loss
+
+
+def _once_ms(step: Callable[[], Any], device: torch.device) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    synchronize(device)
+    begin.record()
+    step()
+    end.record()
+    synchronize(device)
+    return begin.elapsed_time(end)
+
+
+def run(make_rows: Callable[[torch.device, int], Rows], suites: Sequence[str], smoke: bool) -> Rows:
+    """Run the suites on all ranks; every rank has rows, those of rank 0 count."""
     on_gpu = torch.cuda.is_available() and not smoke
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+        # the communicator is made now, so that symmetric memory finds it
+        dist.init_process_group("nccl", device_id=device, timeout=_TIMEOUT)
+    else:
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
     try:
         rows = make_rows(device, dist.get_world_size())
-        _gather_rows(rows, device, smoke, out)
-        _quantized_rows(rows, device, smoke)
-        _fsdp_rows(rows, device, SMOKE if smoke else StackSize(), out, 3 if smoke else 20)
-        return rows if dist.get_rank() == 0 else None
+        dist.barrier()
+        for suite in suites:
+            globals()[suite](rows, device, smoke)
+        return rows
     finally:
         dist.destroy_process_group()

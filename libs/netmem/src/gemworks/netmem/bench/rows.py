@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import subprocess
 import sys
 import time
@@ -42,7 +43,35 @@ def timed_ms(run: Callable[[], Any], device: torch.device, repeats: int) -> tupl
     return times[len(times) // 2], times[round(0.2 * last)], times[round(0.8 * last)]
 
 
+def timed_on_device_ms(
+    run: Callable[[], Any], device: torch.device, repeats: int, inner: int = 1
+) -> tuple[float, float, float]:
+    """As `timed_ms`, by events around `inner` calls, divided by it: host time stays out as long as the host keeps up.
+
+    The device first sleeps about a millisecond per call, so that the calls are queued when the clock starts.
+    """
+    if device.type != "cuda":
+        return timed_ms(run, device, repeats)
+    run()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        synchronize(device)
+        torch.cuda._sleep(2_000_000 * inner)
+        begin.record()
+        for _ in range(inner):
+            run()
+        end.record()
+        synchronize(device)
+        times.append(begin.elapsed_time(end) / inner)
+    times.sort()
+    last = len(times) - 1
+    return times[len(times) // 2], times[round(0.2 * last)], times[round(0.8 * last)]
+
+
 def _commit() -> str:
+    if os.environ.get("GEMWORKS_COMMIT"):
+        return os.environ["GEMWORKS_COMMIT"]
     try:
         done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -72,11 +101,22 @@ class Rows:
     Args:
         device: benchmarked device.
         copy_gbps, bf16_tflops: this run's ceilings.
+        path: written again after every row, so that a run that is cut short leaves the rows it had.
+        quiet: print nothing: this rank's rows are not kept.
     """
 
-    def __init__(self, device: torch.device, copy_gbps: float, bf16_tflops: float, num_gpus: int = 1) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        copy_gbps: float,
+        bf16_tflops: float,
+        num_gpus: int = 1,
+        path: str | Path | None = None,
+        quiet: bool = False,
+    ) -> None:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._device = device
+        self._path, self._quiet = path, quiet
         self._same = {
             "copy_gbps": f"{copy_gbps:.1f}",
             "bf16_tflops": f"{bf16_tflops:.2f}",
@@ -96,7 +136,10 @@ class Rows:
         row = {"op": op, "impl": "gemworks", "clock_mhz": _clock_mhz(self._device), **self._same, **values}
         self.rows.append(row)
         shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in values.items() if v != ""}
-        print(op, *[f"{k}={v}" for k, v in shown.items()], flush=True)
+        if not self._quiet:
+            print(op, *[f"{k}={v}" for k, v in shown.items()], flush=True)
+        if self._path is not None:
+            self.write(self._path)
         return row
 
     def write(self, path: str | Path) -> None:

@@ -65,13 +65,36 @@ def open_source(config: DataConfig) -> Source:
 
 
 def open_loader(
-    source: Source, config: DataConfig, split: str, *, rank: int = 0, world_size: int = 1, pin_memory: bool = False
+    source: Source,
+    config: DataConfig,
+    split: str,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    pin_memory: bool = False,
+    batch_size: int | None = None,
 ) -> Loader:
-    """A loader with a configuration's batch size, window, seed and prefetch; only "train" is ever shuffled."""
+    """A loader with a configuration's batch size, window, seed and prefetch; only "train" is ever shuffled.
+
+    Args:
+        source, config, split: what is read.
+        rank, world_size: each rank gets its part of every batch.
+        pin_memory: batches in page-locked memory.
+        batch_size: over all ranks, if another one than the configuration's.
+
+    Raises:
+        ValueError: a batch that cannot be split evenly over the ranks.
+    """
+    batch_size = batch_size or config.batch_size
+    if batch_size % world_size:
+        raise ValueError(
+            f"data.batch_size: got {batch_size}, expected a multiple of the number of ranks, {world_size}: each takes its "
+            "part of every batch"
+        )
     return Loader(
         source,
         split,
-        batch_size=config.batch_size,
+        batch_size=batch_size // world_size,
         shuffle_window=config.shuffle_window if split == "train" else 0,
         seed=config.seed,
         rank=rank,

@@ -120,6 +120,11 @@ class Loader:
     def schema(self) -> Schema:
         return self.source.schema
 
+    @property
+    def num_given(self) -> int:
+        """Samples given out so far, over all ranks and epochs."""
+        return self.epoch * self.num_samples + self.position
+
     def __len__(self) -> int:
         """Steps of a whole epoch, the same on every rank."""
         return -(-self.num_samples // (self.batch_size * self.world_size))

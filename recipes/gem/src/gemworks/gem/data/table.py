@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ from gemworks.gem.data.checks import check_offsets
 from gemworks.gem.schema import Batch, Events, Schema
 from numpy.typing import NDArray
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
@@ -220,6 +223,8 @@ def keyed_jagged(
     keys: Sequence[str], values: Sequence[Int64], lengths: Sequence[Int64], num_samples: int
 ) -> KeyedJaggedTensor:
     """A torchrec tensor with its per-key sums filled in, so that nothing later reads lengths back from a device."""
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # seconds to import, and a schema needs none of it
+
     lengths_all = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
     length_per_key = [len(v) for v in values]
     return KeyedJaggedTensor(

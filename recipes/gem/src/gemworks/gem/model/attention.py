@@ -9,9 +9,12 @@ import math
 
 import torch
 from gemworks.gem.config import EventSizes, ModelConfig
+from gemworks.gem.kernels import KernelConfig
 from gemworks.gem.model.events import Sequence
 from gemworks.gem.model.layers import linear
-from gemworks.jagged import apply_rope, block_attention, flash_attention, rms_norm
+from gemworks.gem.model.norms import rms_norm
+from gemworks.gem.model.plain import padded_attention, varlen_attention
+from gemworks.jagged import apply_rope, block_attention, block_attention_qkv, flash_attention
 from torch import Tensor, nn
 
 
@@ -22,30 +25,70 @@ class SelfAttention(nn.Module):
     mostly passes its input through and the stream stays near unit scale.
     """
 
-    def __init__(self, sizes: EventSizes, config: ModelConfig, *, device: torch.device | None = None) -> None:
+    def __init__(
+        self, sizes: EventSizes, config: ModelConfig, kernels: KernelConfig, *, device: torch.device | None = None
+    ) -> None:
         super().__init__()
+        self.kernels = kernels
         self.num_heads, self.head_dim = sizes.num_heads, sizes.head_dim
         self.kind, self.block, self.window = sizes.attention, config.block, sizes.window
         self.qkv = linear(sizes.dim, 3 * sizes.dim, bias=False, device=device)
         self.out = linear(sizes.dim, sizes.dim, gain=0.5, bias=False, device=device)
 
     def forward(self, sequence: Sequence) -> Tensor:
-        s_TE, offsets_S, max_length = sequence.s_TD, sequence.offsets_S, sequence.max_length
-        q_TNH, k_TNH, v_TNH = (
-            part.unflatten(-1, (self.num_heads, self.head_dim)) for part in self.qkv(rms_norm(s_TE)).chunk(3, dim=-1)
-        )
-        scale = 1.0 / math.sqrt(self.head_dim)
+        s_TE = sequence.s_TD
+        qkv_TXH = self.qkv(rms_norm(s_TE, self.kernels.norm)).unflatten(-1, (3 * self.num_heads, self.head_dim))
+        return s_TE + self.out(self.attend(qkv_TXH, sequence).flatten(-2))
+
+    def attend(self, qkv_TXH: Tensor, sequence: Sequence) -> Tensor:
+        """Attention of a projection [T, 3 N, H], QK-norm and rotation included: [T, N, H]."""
+        fused = self.kernels.fused_qk and self.kernels.attention == "gemworks"
+        return self._fused(qkv_TXH, sequence) if fused else self._separate(qkv_TXH, sequence)
+
+    def _fused(self, qkv_TXH: Tensor, sequence: Sequence) -> Tensor:
+        """QK-norm and rotation are the op's business."""
+        bound, scale = sequence.max_length, 1.0 / math.sqrt(self.head_dim)
         if self.kind == "block":
-            o_TNH = block_attention(
-                q_TNH, k_TNH, v_TNH, offsets_S, max_length_q=max_length, scale=scale, block=self.block,
-                rope=sequence.rope, qk_norm=True,
+            return block_attention_qkv(
+                qkv_TXH, sequence.offsets_S, num_heads=self.num_heads, max_length=bound, scale=scale, block=self.block,
+                rope=sequence.rope, qk_norm=True, schedule=sequence.plan.blocks,
             )  # fmt: skip
-        else:
-            q_TNH, k_TNH = rms_norm(q_TNH), rms_norm(k_TNH)
-            if sequence.rope is not None:
-                q_TNH, k_TNH = apply_rope(q_TNH, sequence.rope), apply_rope(k_TNH, sequence.rope)
-            o_TNH = flash_attention(
-                q_TNH, k_TNH, v_TNH, offsets_S, max_length_q=max_length, max_length_k=max_length, scale=scale,
-                window=(self.window, self.window) if self.kind == "window" else None,
+        q_TNH, k_TNH, v_TNH = qkv_TXH.chunk(3, dim=1)
+        return flash_attention(
+            q_TNH, k_TNH, v_TNH, sequence.offsets_S, max_length_q=bound, max_length_k=bound, scale=scale,
+            window=self._window, qk_norm=True, rope=sequence.rope, schedule=sequence.plan.attention,
+        )  # fmt: skip
+
+    def _separate(self, qkv_TXH: Tensor, sequence: Sequence) -> Tensor:
+        """QK-norm, then rotation, then attention, as three steps."""
+        q_TNH, k_TNH, v_TNH = qkv_TXH.chunk(3, dim=1)
+        q_TNH, k_TNH = rms_norm(q_TNH, self.kernels.norm), rms_norm(k_TNH, self.kernels.norm)
+        if sequence.rope is not None:
+            q_TNH, k_TNH = apply_rope(q_TNH, sequence.rope), apply_rope(k_TNH, sequence.rope)
+        bound, scale, plan = sequence.max_length, 1.0 / math.sqrt(self.head_dim), sequence.plan
+        if sequence.lengths_B is not None:
+            return padded_attention(
+                q_TNH, k_TNH, v_TNH, sequence.lengths_B, max_length=bound, scale=scale,
+                block=self.block if self.kind == "block" else None,
+                window=self.window if self.kind == "window" else None,
             )  # fmt: skip
-        return s_TE + self.out(o_TNH.flatten(-2))
+        if self.kernels.attention == "varlen":
+            assert plan.cu_attention is not None
+            longest = min(self.block, bound) if self.kind == "block" else bound
+            return varlen_attention(
+                q_TNH, k_TNH, v_TNH, plan.cu_attention, plan.cu_attention, max_q=longest, max_k=longest, scale=scale,
+                window=self.window if self.kind == "window" else None,
+            )  # fmt: skip
+        if self.kind == "block":
+            return block_attention(
+                q_TNH, k_TNH, v_TNH, sequence.offsets_S, max_length_q=bound, scale=scale, block=self.block,
+                schedule=plan.blocks,
+            )  # fmt: skip
+        return flash_attention(
+            q_TNH, k_TNH, v_TNH, sequence.offsets_S, max_length_q=bound, max_length_k=bound, scale=scale,
+            window=self._window, schedule=plan.attention,
+        )  # fmt: skip
+
+    @property
+    def _window(self) -> tuple[int, int] | None:
+        return (self.window, self.window) if self.kind == "window" else None

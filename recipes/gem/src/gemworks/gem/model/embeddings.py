@@ -32,10 +32,10 @@ class SparseEmbeddings(nn.Module):
 
     Tables that some event type uses are read row by row, by an `EmbeddingCollection`, and so are the sample's features
     that share such a table (they are averaged per sample afterwards): this way the item of the sample and the items of
-    the history have the same rows. Tables of the sample alone are read by an `EmbeddingBagCollection` that averages.
+    the history have the same rows. Tables of the sample alone are read by an `EmbeddingBagCollection` that adds up;
+    the division is here, because torchrec's sharded mean divides by 1e-6 more than the number of ids.
 
-    A batch of no samples is answered without asking the collections, which fail at one. Whoever puts others that can
-    take it, or that must see every batch, into `rows` and `bags` sets `skips_empty` to False.
+    The collections fail at a batch of no samples, so they are asked about one sample without ids then; see `min_samples`.
 
     Args:
         schema: names of features and their tables.
@@ -47,12 +47,15 @@ class SparseEmbeddings(nn.Module):
 
     Attributes:
         gate: what every gradient passes on its way to a table.
+        min_samples: a smaller batch is filled up to this many samples, with samples that have no ids, before the
+            collections see it. Whoever puts collections into `rows` and `bags` that want batches of one size sets it.
     """
 
     def __init__(self, schema: Schema, dim: int, *, device: torch.device | None = None) -> None:
         super().__init__()
         self.dim = dim
         self.gate = GradientGate()
+        self.min_samples = 1
         events = [(schema.event_key(event.name, f.name), f) for event in schema.events for f in event.ids]
         row_tables = {f.table for _, f in events}
         pooled = [f for f in schema.ids if f.table in row_tables]
@@ -61,7 +64,6 @@ class SparseEmbeddings(nn.Module):
         self._sample_names = tuple(f.name for f in schema.ids)
         self._pooled_names = tuple(f.name for f in pooled)
         self._bagged_names = tuple(f.name for f in bagged)
-        self.skips_empty = True
         where = device or torch.device("cpu")
         self.bags: EmbeddingBagCollection | None = None
         self.rows: EmbeddingCollection | None = None
@@ -73,7 +75,7 @@ class SparseEmbeddings(nn.Module):
                         num_embeddings=sizes[table],
                         embedding_dim=dim,
                         feature_names=names,
-                        pooling=PoolingType.MEAN,
+                        pooling=PoolingType.SUM,
                         init_fn=partial(_init_rows),
                     )
                     for table, names in _features_by_table([(f.name, f) for f in bagged]).items()
@@ -106,34 +108,31 @@ class SparseEmbeddings(nn.Module):
             `[B, n, W]` with the sample's features in schema order (an id list is averaged, an empty one is 0), and the
             packed rows `[T, W]` of every event feature by its key.
         """
-        if batch.num_samples == 0 and self.skips_empty:
-            return self._nothing(batch)
+        sample_ids, event_ids = batch.ids, batch.event_ids
+        missing = self.min_samples - batch.num_samples
+        if missing > 0:
+            sample_ids, event_ids = _filled_up(sample_ids, missing), _filled_up(event_ids, missing)
         found: dict[str, Tensor] = {}
         if self.bags is not None:
-            ids = batch.ids if not self._pooled_names else _select(batch.ids, self._bagged_names)
-            found.update(self.bags(ids).to_dict())
+            ids = sample_ids if not self._pooled_names else _select(sample_ids, self._bagged_names)
+            found.update(_means(self.bags(ids).to_dict(), ids))
         event_rows: dict[str, Tensor] = {}
         if self.rows is not None:
-            ids = batch.event_ids
+            ids = event_ids
             if self._pooled_names:
-                ids = KeyedJaggedTensor.concat([_select(batch.ids, self._pooled_names), ids])
+                ids = KeyedJaggedTensor.concat([_select(sample_ids, self._pooled_names), ids])
             for key, jagged in self.rows(ids).items():
                 if key in self._pooled_names:
                     found[key] = _mean_rows(jagged)
                 else:
                     event_rows[key] = jagged.values()
         if self._sample_names:
-            sample_BnW = torch.stack([found[name] for name in self._sample_names], dim=1)
+            sample_BnW = torch.stack([found[name] for name in self._sample_names], dim=1)[: batch.num_samples]
         else:
             sample_BnW = batch.dense_BC.new_empty(batch.num_samples, 0, self.dim)
         # all through the gate together, so that it decides before the first table is updated
         sample_BnW, *rows = self.gate(sample_BnW, *event_rows.values())
         return sample_BnW, dict(zip(event_rows, rows, strict=True))
-
-    def _nothing(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The embeddings of a batch of no samples."""
-        rows = {key: batch.dense_BC.new_empty(0, self.dim) for key in batch.event_ids.keys()}  # noqa: SIM118
-        return batch.dense_BC.new_empty(0, len(self._sample_names), self.dim), rows
 
 
 def _table_sizes(features: list[IdFeature]) -> dict[str, int]:
@@ -157,6 +156,20 @@ def _features_by_table(features: list[tuple[str, IdFeature]]) -> dict[str, list[
 def _select(ids: KeyedJaggedTensor, names: tuple[str, ...]) -> KeyedJaggedTensor:
     keys = ids.keys()
     return ids.permute([keys.index(name) for name in names])
+
+
+def _filled_up(ids: KeyedJaggedTensor, num: int) -> KeyedJaggedTensor:
+    """The same with `num` samples more, which have no ids."""
+    keys = ids.keys()
+    lengths_KB = ids.lengths().view(len(keys), ids.stride())
+    filled_KB = torch.cat([lengths_KB, lengths_KB.new_zeros(len(keys), num)], dim=1)
+    return KeyedJaggedTensor(keys, ids.values(), lengths=filled_KB.reshape(-1))
+
+
+def _means(sums: dict[str, Tensor], ids: KeyedJaggedTensor) -> dict[str, Tensor]:
+    """Sums [B, W] over each sample's ids to means; 0 for none."""
+    lengths_KB = ids.lengths().view(len(ids.keys()), ids.stride()).clamp(min=1)
+    return {key: sums[key] / lengths_B[:, None] for key, lengths_B in zip(ids.keys(), lengths_KB, strict=True)}  # noqa: SIM118
 
 
 def _mean_rows(jagged: JaggedTensor) -> Tensor:

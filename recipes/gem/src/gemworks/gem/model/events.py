@@ -6,15 +6,21 @@ event type, H head width, S = B + 1 offsets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from gemworks.gem.config import EventSizes, ModelConfig
 from gemworks.gem.flop_costs import merged_width
+from gemworks.gem.kernels import KernelConfig
 from gemworks.gem.model.layers import linear, normal, unit_rms
-from gemworks.gem.schema import Events, EventType
+from gemworks.gem.model.plain import pad_rows, slots
+from gemworks.gem.model.sequence_plan import SequencePlan, make_plan
 from gemworks.jagged import Rope, RopeTables
 from torch import Tensor, nn
+
+if TYPE_CHECKING:  # its ids need torchrec, which the layers alone do without
+    from gemworks.gem.schema import Events, EventType
 
 
 @dataclass(frozen=True)
@@ -26,15 +32,21 @@ class Sequence:
         offsets_S: int64.
         max_length: bound of the lengths, known on the host.
         rope: rotations of all tokens for this type's head width; None with bucketed encodings.
+        plan: what the layers share.
+        lengths_B: None for packed tokens. Else the batch is padded: T = B * max_length, offsets are multiples of
+            max_length, and the first `lengths_B[b]` rows of sample b are real.
     """
 
     s_TD: Tensor
     offsets_S: Tensor
     max_length: int
     rope: RopeTables | None
+    plan: SequencePlan = field(default_factory=SequencePlan)
+    lengths_B: Tensor | None = None
 
     def replace_tokens(self, s_TD: Tensor) -> Sequence:
-        return Sequence(s_TD, self.offsets_S, self.max_length, self.rope)
+        # spelled out, not dataclasses.replace: torch.compile follows it
+        return Sequence(s_TD, self.offsets_S, self.max_length, self.rope, self.plan, self.lengths_B)
 
 
 class MaskNetMerge(nn.Module):
@@ -78,9 +90,16 @@ class EventTokens(nn.Module):
     """Everything of one event type before the first layer."""
 
     def __init__(
-        self, event: EventType, sizes: EventSizes, config: ModelConfig, *, device: torch.device | None = None
+        self,
+        event: EventType,
+        sizes: EventSizes,
+        config: ModelConfig,
+        kernels: KernelConfig,
+        *,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        self.sizes, self.config, self.kernels = sizes, config, kernels
         # An event without ids and floats still says that it happened, and when: its merge gets a constant column.
         self.has_columns = bool(event.ids or event.float_names)
         num_merged = merged_width(event, config.embedding_dim)
@@ -104,13 +123,28 @@ class EventTokens(nn.Module):
         total = events.timestamps_T.shape[0]
         columns = [*ids_TW, events.floats_TC] if self.has_columns else [events.floats_TC.new_ones(total, 1)]
         s_TD = unit_rms(self.merge(torch.cat(columns, dim=1)))
-        lengths_B = events.offsets_S.diff()
+        if self.kernels.stream == "float32":
+            s_TD = s_TD.float()
+        offsets_S, max_length = events.offsets_S, events.max_length
+        lengths_B = offsets_S.diff()
         sample_T = torch.repeat_interleave(lengths_B, output_size=total)
         age_T = (timestamps_B[sample_T] - events.timestamps_T).clamp(min=0)
+        if self.buckets is not None:
+            position_T = offsets_S[1:][sample_T] - 1 - torch.arange(total, device=sample_T.device)
+            s_TD = s_TD + self.buckets(position_T, age_T)
+        s_TD = self.dropout(s_TD)
+        plan = SequencePlan()
+        if self.kernels.layout == "padded":
+            batch = lengths_B.shape[0]
+            slot_T, total = slots(offsets_S, sample_T, max_length), batch * max_length
+            s_TD, age_T = pad_rows(s_TD, slot_T, total), pad_rows(age_T, slot_T, total)
+            offsets_S = torch.arange(batch + 1, device=offsets_S.device) * max_length
+        else:
+            plan = make_plan(offsets_S, sample_T, max_length, self.sizes, self.config, self.kernels)
         rope = None
         if self.rope is not None:
-            rope = self.rope.tables(events.offsets_S, self.head_dim, total=total, dt=age_T)
-        if self.buckets is not None:
-            position_T = events.offsets_S[1:][sample_T] - 1 - torch.arange(total, device=sample_T.device)
-            s_TD = s_TD + self.buckets(position_T, age_T)
-        return Sequence(self.dropout(s_TD), events.offsets_S, events.max_length, rope)
+            half = self.kernels.rope_tables == "float16"
+            dtype = torch.float16 if half else torch.float32
+            rope = self.rope.tables(offsets_S, self.head_dim, total=total, dt=age_T, dtype=dtype)
+        padded = lengths_B if self.kernels.layout == "padded" else None
+        return Sequence(s_TD, offsets_S, max_length, rope, plan, padded)

@@ -7,6 +7,7 @@ Adagrad and its accumulator as they are. This holds for the tables of one proces
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ class GradientGate:
         finite: bool scalar on the tensors' device, False once a gradient was refused; None before the first backward.
             It is read by whoever wants to pay for the synchronisation.
         closed: lets no gradient through at all.
+        total: what makes this batch's sum of squares, a scalar, that of the whole step, where the batch is only a part of
+            it; whoever trains on parts sets it, so that all of them decide alike.
 
     >>> gate, x = GradientGate(), torch.ones(2, requires_grad=True)
     >>> (y,) = gate(x)
@@ -31,6 +34,7 @@ class GradientGate:
     def __init__(self) -> None:
         self.finite: Tensor | None = None
         self.closed = False
+        self.total: Callable[[Tensor], Tensor] = _itself
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The tensors, behind the gate; of any shapes, on one device."""
@@ -44,9 +48,13 @@ class GradientGate:
 
     def _judge(self, gradients: tuple[Tensor, ...]) -> Tensor:
         # The sum of squares, not the gradients: Adagrad squares them, and an accumulator of infinity freezes its row.
-        finite = torch.isfinite(torch.stack([g.float().square().sum() for g in gradients]).sum())
+        finite = torch.isfinite(self.total(torch.stack([g.float().square().sum() for g in gradients]).sum()))
         self.finite = finite if self.finite is None else self.finite & finite
         return torch.zeros_like(finite) if self.closed else finite
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 class _Gate(torch.autograd.Function):

@@ -45,13 +45,14 @@ class Gem(nn.Module):
         self.embeddings = SparseEmbeddings(schema, model.embedding_dim, device=where)
         self.tokens = FeatureTokens(len(schema.ids), len(schema.dense_names), model, device=where)
         self.events = nn.ModuleList(
-            EventTokens(event, size, model, device=where) for event, size in zip(schema.events, sizes, strict=True)
+            EventTokens(event, size, model, config.kernels, device=where)
+            for event, size in zip(schema.events, sizes, strict=True)
         )
         self.layers = nn.ModuleList(
             GemLayer(config, sizes, layer, model.num_tokens if layer == 0 else num_tokens, device=where)
             for layer in range(model.num_layers)
         )
-        self.head = Head(num_tokens, sizes, len(schema.tasks), model, device=where)
+        self.head = Head(num_tokens, sizes, len(schema.tasks), model, config.kernels, device=where)
 
     def sparse_parameters(self) -> Iterator[nn.Parameter]:
         """The embedding tables."""

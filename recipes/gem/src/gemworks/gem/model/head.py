@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import torch
 from gemworks.gem.config import EventSizes, ModelConfig
+from gemworks.gem.kernels import KernelConfig
 from gemworks.gem.model.events import Sequence
 from gemworks.gem.model.layers import Mlp, TokenMap, unit_rms
-from gemworks.jagged import mean_pool, rms_norm
+from gemworks.gem.model.norms import rms_norm
+from gemworks.jagged import mean_pool
 from torch import Tensor, nn
 
 
@@ -25,10 +27,12 @@ class Head(nn.Module):
         events: list[EventSizes],
         num_tasks: int,
         config: ModelConfig,
+        kernels: KernelConfig,
         *,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        self.kernels = kernels
         self.pool = TokenMap(num_tokens, config.head_tokens, device=device)
         num_in = config.head_tokens * config.dim + sum(sizes.dim for sizes in events)
         # Logits start near 0: the first steps learn the base rate, not to undo noise.
@@ -37,5 +41,16 @@ class Head(nn.Module):
 
     def forward(self, x_BnD: Tensor, sequences: list[Sequence]) -> Tensor:
         parts = [unit_rms(self.pool(x_BnD)).flatten(1)]
-        parts += [mean_pool(rms_norm(s.s_TD), s.offsets_S) for s in sequences]
+        parts += [_mean(rms_norm(s.s_TD, self.kernels.norm), s) for s in sequences]
         return self.mlp(self.dropout(torch.cat([part.to(parts[0].dtype) for part in parts], dim=1)))
+
+
+def _mean(s_TD: Tensor, sequence: Sequence) -> Tensor:
+    """Mean of each sample's real rows, [B, D]; 0 for none."""
+    if sequence.lengths_B is None:
+        return mean_pool(s_TD, sequence.offsets_S)
+    rows_BLD = s_TD.view(-1, sequence.max_length, s_TD.shape[-1])
+    row_L = torch.arange(sequence.max_length, device=s_TD.device)
+    inside_BL = (row_L < sequence.lengths_B[:, None]).float()
+    summed_BD = torch.where(inside_BL[..., None] > 0, rows_BLD.float(), 0).sum(1)
+    return summed_BD / sequence.lengths_B.clamp(min=1)[:, None]

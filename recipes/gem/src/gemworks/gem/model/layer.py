@@ -23,9 +23,10 @@ class EventBlock(nn.Module):
     def __init__(self, config: GemConfig, sizes: EventSizes, layer: int, *, device: torch.device | None = None) -> None:
         super().__init__()
         parts, model = layer_parts(config, sizes, layer), config.model
-        self.pool = SeedPooling(sizes, model, device=device) if parts.pools else None
-        self.pffn = Pffn(sizes, model, scale=pffn_scale(config, sizes), device=device) if parts.pffn else None
-        self.attention = SelfAttention(sizes, model, device=device) if parts.attention else None
+        kernels, scale = config.kernels, pffn_scale(config, sizes)
+        self.pool = SeedPooling(sizes, model, kernels, device=device) if parts.pools else None
+        self.pffn = Pffn(sizes, model, kernels, scale=scale, device=device) if parts.pffn else None
+        self.attention = SelfAttention(sizes, model, kernels, device=device) if parts.attention else None
 
     def summarise(self, sequence: Sequence, cached_BnD: Tensor | None) -> Tensor:
         """The sequence summary [B, n_tok, D]: fresh, or the layer before's."""

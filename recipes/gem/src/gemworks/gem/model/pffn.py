@@ -10,9 +10,12 @@ import math
 
 import torch
 from gemworks.gem.config import Activation, EventSizes, ModelConfig
+from gemworks.gem.kernels import KernelConfig
 from gemworks.gem.model.events import Sequence
 from gemworks.gem.model.layers import TokenMap, linear, normal
-from gemworks.jagged import gdpa, layer_norm, rms_norm
+from gemworks.gem.model.norms import layer_norm, sum_rms_norm
+from gemworks.gem.model.plain import matmul_pffn
+from gemworks.jagged import gdpa
 from torch import Tensor, nn
 
 
@@ -58,13 +61,21 @@ class Pffn(nn.Module):
     """
 
     def __init__(
-        self, sizes: EventSizes, config: ModelConfig, *, scale: float, device: torch.device | None = None
+        self,
+        sizes: EventSizes,
+        config: ModelConfig,
+        kernels: KernelConfig,
+        *,
+        scale: float,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        self.kernels = kernels
         self.num_heads, self.head_dim = sizes.num_heads, sizes.head_dim
         self.scale = scale
         self.activation: Activation = config.pffn_activation
         rows, num_summary = config.pffn_rows, config.num_summary_tokens
+        self.num_rows = rows
         self.keys = WeightGenerator(rows, num_summary, config.dim, sizes, gain=1.0, device=device)
         # About a third of a sum of K activations is uncorrelated: V starts at the size that keeps o near LN(s).
         self.values = WeightGenerator(
@@ -75,16 +86,19 @@ class Pffn(nn.Module):
         s_TE = sequence.s_TD
         k_BKNH, v_BKNH = self.keys(x_sum_BnD), self.values(x_sum_BnD)
         dtype = torch.promote_types(k_BKNH.dtype, v_BKNH.dtype)
-        q_TE = layer_norm(s_TE)
-        o_TNH = gdpa(
-            q_TE.to(dtype).unflatten(-1, (self.num_heads, self.head_dim)),
-            k_BKNH.to(dtype),
-            v_BKNH.to(dtype),
-            sequence.offsets_S,
-            max_length_q=sequence.max_length,
-            max_length_k=k_BKNH.shape[1],
-            scale=self.scale,
-            activation=self.activation,
-        )
-        o_TE = o_TNH.flatten(-2).to(s_TE.dtype) + q_TE
-        return rms_norm(o_TE, add=s_TE)
+        q_TE = layer_norm(s_TE, self.kernels.norm)
+        q_TNH = q_TE.to(dtype).unflatten(-1, (self.num_heads, self.head_dim))
+        o_TNH = self.attend(q_TNH, k_BKNH.to(dtype), v_BKNH.to(dtype), sequence)
+        return sum_rms_norm(o_TNH.flatten(-2), q_TE, self.kernels.norm, add=s_TE)
+
+    def attend(self, q_TNH: Tensor, k_BKNH: Tensor, v_BKNH: Tensor, sequence: Sequence) -> Tensor:
+        """`act(scale * Q K^T) V` with each sample's K and V: [T, N, H]."""
+        if self.kernels.pffn == "matmul":
+            return matmul_pffn(
+                q_TNH, k_BKNH, v_BKNH, max_length=sequence.max_length, scale=self.scale, activation=self.activation,
+                slot_T=sequence.plan.slot_T,
+            )  # fmt: skip
+        return gdpa(
+            q_TNH, k_BKNH, v_BKNH, sequence.offsets_S, max_length_q=sequence.max_length, max_length_k=k_BKNH.shape[1],
+            scale=self.scale, activation=self.activation, schedule=sequence.plan.pffn,
+        )  # fmt: skip

@@ -10,9 +10,12 @@ import math
 
 import torch
 from gemworks.gem.config import Activation, EventSizes, ModelConfig
+from gemworks.gem.kernels import KernelConfig
 from gemworks.gem.model.events import Sequence
 from gemworks.gem.model.layers import linear, normal, unit_rms
-from gemworks.jagged import apply_rope, kronecker_compress, rms_norm, seed_pool
+from gemworks.gem.model.norms import rms_norm
+from gemworks.gem.model.plain import padded_gdpa_pool, padded_pool, varlen_attention
+from gemworks.jagged import apply_rope, flash_attention, gdpa, kronecker_compress
 from torch import Tensor, nn
 
 
@@ -26,8 +29,11 @@ class SeedPooling(nn.Module):
     arXiv 2602.10016.
     """
 
-    def __init__(self, sizes: EventSizes, config: ModelConfig, *, device: torch.device | None = None) -> None:
+    def __init__(
+        self, sizes: EventSizes, config: ModelConfig, kernels: KernelConfig, *, device: torch.device | None = None
+    ) -> None:
         super().__init__()
+        self.kernels = kernels
         self.num_heads, self.head_dim = sizes.num_heads, sizes.head_dim
         self.activation: Activation | None = config.pffn_activation if config.pooling == "gdpa" else None
         num_seeds, rank = sizes.num_seeds, config.kronecker_rank
@@ -37,16 +43,34 @@ class SeedPooling(nn.Module):
         self.w_kED = normal(rank, sizes.dim, config.dim, std=1.0 / math.sqrt(rank * sizes.dim), device=device)
 
     def forward(self, sequence: Sequence) -> Tensor:
-        k_TE, v_TE = self.kv(rms_norm(sequence.s_TD)).chunk(2, dim=-1)
-        k_TNH = rms_norm(k_TE.unflatten(-1, (self.num_heads, self.head_dim)))
+        norm = self.kernels.norm
+        k_TE, v_TE = self.kv(rms_norm(sequence.s_TD, norm)).chunk(2, dim=-1)
+        k_TNH = rms_norm(k_TE.unflatten(-1, (self.num_heads, self.head_dim)), norm)
         if sequence.rope is not None:
             k_TNH = apply_rope(k_TNH, sequence.rope)
-        h_BPNH = seed_pool(
-            rms_norm(self.seeds_PNH).to(k_TNH.dtype),
-            k_TNH,
-            v_TE.unflatten(-1, (self.num_heads, self.head_dim)),
-            sequence.offsets_S,
-            max_length_k=sequence.max_length,
-            activation=self.activation,
-        )
+        seeds_PNH = rms_norm(self.seeds_PNH, norm).to(k_TNH.dtype)
+        h_BPNH = self.attend(seeds_PNH, k_TNH, v_TE.unflatten(-1, (self.num_heads, self.head_dim)), sequence)
         return kronecker_compress(unit_rms(h_BPNH.flatten(2)), self.z_kPn, self.w_kED)
+
+    def attend(self, seeds_PNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, sequence: Sequence) -> Tensor:
+        """[B, P, N, H]."""
+        scale, plan, bound = 1.0 / math.sqrt(self.head_dim), sequence.plan, sequence.max_length
+        if sequence.lengths_B is not None:
+            rows = (seeds_PNH, k_TNH, v_TNH, sequence.lengths_B)
+            if self.activation is None:
+                return padded_pool(*rows, max_length=bound, scale=scale)
+            return padded_gdpa_pool(*rows, max_length=bound, scale=scale, activation=self.activation)
+        if self.kernels.pooling == "varlen" and self.activation is None:
+            assert plan.cu_seeds is not None
+            assert plan.cu_sequences is not None
+            num_seeds, batch = seeds_PNH.shape[0], sequence.offsets_S.shape[0] - 1
+            q = seeds_PNH.to(v_TNH.dtype).expand(batch, -1, -1, -1).flatten(0, 1)
+            k_TNH = k_TNH.to(v_TNH.dtype)
+            out = varlen_attention(
+                q, k_TNH, v_TNH, plan.cu_seeds, plan.cu_sequences, max_q=num_seeds, max_k=bound, scale=scale
+            )
+            return out.view(batch, num_seeds, *out.shape[1:])
+        common = {"max_length_k": bound, "scale": scale, "shared_query": True, "schedule": plan.pooling}
+        if self.activation is None:
+            return flash_attention(seeds_PNH, k_TNH, v_TNH, None, sequence.offsets_S, **common)
+        return gdpa(seeds_PNH, k_TNH, v_TNH, None, sequence.offsets_S, activation=self.activation, **common)

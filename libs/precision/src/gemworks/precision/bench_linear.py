@@ -1,0 +1,216 @@
+"""Linear layers in the benchmark: every recipe and its peers, forward and backward, and where their time goes.
+
+Shape letters: M rows, K input features, N output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from gemworks.precision.bench_run import KINDS, Bench, attempt, time_bytes
+from gemworks.precision.casts import CastSpec, cast, cast_both
+from gemworks.precision.gemms import gemm
+from gemworks.precision.linear import mx_linear
+from gemworks.precision.norm import mx_norm_linear
+from gemworks.precision.probe import sqnr_db
+from gemworks.precision.recipe import GemmKind, recipe
+from torch import Tensor, nn
+
+SHAPES = ((262144, 1024, 1024), (262144, 4096, 1024), (262144, 512, 1536), (8192, 8192, 8192))
+Forward = Callable[[Tensor, Tensor], Tensor]
+
+
+def shapes_of(bench: Bench) -> tuple[tuple[int, int, int], ...]:
+    """(M, K, N) of this run: those whose name contains the run's `--shape`."""
+    if bench.smoke:
+        return ((96, 256, 128),)
+    return tuple(shape for shape in SHAPES if bench.only in "x".join(map(str, shape)))
+
+
+def linear_run(x: Tensor, w: Tensor, dy: Tensor, forward: Forward) -> Callable[[], None]:
+    """A closure that runs forward and backward once."""
+
+    def run() -> None:
+        x.grad = w.grad = None
+        forward(x, w).backward(dy)
+
+    return run
+
+
+@dataclass
+class LayerBench:
+    """Rows of one shape; they are published together, as each has a ratio to bf16 and to the best peer."""
+
+    bench: Bench
+    shape: tuple[int, int, int]
+    x: Tensor
+    w: Tensor
+    dy: Tensor
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @staticmethod
+    def make(bench: Bench, shape: tuple[int, int, int]) -> LayerBench:
+        """Normal operands, weights scaled by 1 / sqrt(K)."""
+        m, k, n = shape
+        w = nn.Parameter(bench.randn(n, k) / k**0.5)
+        return LayerBench(bench, shape, bench.randn(m, k).requires_grad_(), w, bench.randn(m, n))
+
+    def record(self, format: str, impl: str, forward: Forward, op: str = "linear", sqnr: bool = True) -> None:
+        """Time one implementation; `sqnr` compares its first 256 rows with an fp32 product."""
+        m, k, n = self.shape
+        flops = 2.0 * m * k * n
+        with torch.no_grad():
+            noise: Any = ""
+            if sqnr:
+                exact = self.x[:256].float() @ self.w.float().t()
+                noise = round(sqnr_db(exact, forward(self.x[:256], self.w)), 2)
+            timed = self.bench.time(lambda: forward(self.x, self.w))
+        both = self.bench.time(linear_run(self.x, self.w, self.dy, forward))
+        if self.bench.host_ms:
+            print(f"host time of {op} {format} {impl} forward + backward: {self.bench.host_ms:.2f} ms", flush=True)
+        for direction, (ms, p20, p80), factor in (("fwd", timed, 1), ("fwd_bwd", both, 3)):
+            row = {"op": op, "format": format, "impl": impl, "direction": direction, "sqnr_db": noise}
+            row |= {"ms": round(ms, 4), "ms_p20": round(p20, 4), "ms_p80": round(p80, 4)}
+            self.rows.append(row | {"tflops": round(factor * flops / ms / 1e9, 2)})
+
+    def profile(self, format: str, forward: Forward) -> None:
+        """Print the kernels of one forward and backward, by time."""
+        from torch.profiler import ProfilerActivity, profile
+
+        run = linear_run(self.x, self.w, self.dy, forward)
+        run()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            run()
+            torch.cuda.synchronize()
+        events = sorted(profiled.key_averages(), key=lambda e: -e.self_device_time_total)
+        for event in events[:14]:
+            ms = event.self_device_time_total / 1e3
+            print(f"  kernel {format} {self.shape}: {ms:8.4f} ms x{event.count} {event.key[:70]}", flush=True)
+
+    def publish(self) -> None:
+        """Add the rows with their ratios to bf16 and to the best peer of the same op and direction."""
+        for row in self.rows:
+            same = [r for r in self.rows if (r["op"], r["direction"]) == (row["op"], row["direction"])]
+            plain = next(r for r in same if r["format"] == "bf16")
+            best = min((r for r in same if not r["impl"].startswith("gemworks")), key=lambda r: r["ms"])
+            self.bench.add(
+                **row,
+                shape="x".join(map(str, self.shape)),
+                ratio_to_bf16=round(plain["ms"] / row["ms"], 4),
+                best_peer=f"{best['impl']}:{best['format']}",
+                ratio_to_best_peer=round(best["ms"] / row["ms"], 4),
+                roofline_fraction=round(row["tflops"] / self.bench.bf16_tflops, 4),
+            )
+
+
+def bench_linear(bench: Bench) -> None:
+    """Forward, and forward + backward, of linear layers: every recipe and its peers."""
+    for shape in shapes_of(bench):
+        layer = LayerBench.make(bench, shape)
+        layer.record("bf16", "torch", nn.functional.linear)
+        for kind in KINDS:
+            for save in ("both",) if kind is GemmKind.MXFP8 and not bench.smoke else ("high_precision", "both"):
+                chosen = recipe(kind.value, save=save)
+                name = "gemworks" if save == "high_precision" else "gemworks_save_both"
+                layer.record(kind.value, name, lambda a, b, c=chosen: mx_linear(a, b, None, c))
+        if bench.device.type == "cuda":
+            transformer_engine_rows(layer)
+        layer.publish()
+        if bench.device.type == "cuda" and not bench.smoke:
+            for kind in (GemmKind.FP8_BLOCK128, GemmKind.MXFP8_REGROUP128):
+                chosen = recipe(kind.value, save="both")
+                layer.profile(kind.value, lambda a, b, c=chosen: mx_linear(a, b, None, c))
+
+
+def bench_norm_linear(bench: Bench) -> None:
+    """RMSNorm and the linear layer behind it, with the cast in the norm's epilogue."""
+    for shape in shapes_of(bench):
+        layer = LayerBench.make(bench, shape)
+        g = torch.ones(shape[1], dtype=layer.x.dtype, device=layer.x.device)
+        plain = lambda a, b, g=g: nn.functional.linear(nn.functional.rms_norm(a, g.shape, g, 1e-6), b)  # noqa: E731
+        layer.record("bf16", "torch", plain, "norm_linear", False)
+        if bench.device.type == "cuda":
+            compiled = torch.compile(plain)
+            attempt("torch.compile", lambda c=compiled, r=layer: r.record(
+                "bf16_compiled", "torch_compile", lambda a, b: c(a, b), "norm_linear", False
+            ))  # fmt: skip
+        for kind in KINDS:
+            chosen = recipe(kind.value, save="both")
+            fused = lambda a, b, g=g, c=chosen: mx_norm_linear(a, g, b, c)[0]  # noqa: E731
+            layer.record(kind.value, "gemworks", fused, "norm_linear", False)
+        layer.publish()
+
+
+def bench_parts(bench: Bench) -> None:
+    """What a layer is made of, one by one: the casts of x, dy and the weight, and the three products of planes."""
+    for shape in shapes_of(bench):
+        m, k, n = shape
+        x, w, dy = bench.randn(m, k), bench.randn(n, k), bench.randn(m, n)
+        for kind in KINDS:
+            spec, square = CastSpec(kind), kind is not GemmKind.MXFP8
+            share = 1 + 1 / (32 if kind is GemmKind.MXFP8 else 128)
+            time_bytes(
+                bench, "linear_cast_x", (m, k), kind.value, "gemworks", lambda x=x, s=spec: cast_both(x, s),
+                m * k * (2 + 2 * share),
+            )  # fmt: skip
+            time_bytes(
+                bench, "linear_cast_dy", (m, n), kind.value, "gemworks", lambda x=dy, s=spec: cast_both(x, s),
+                m * n * (2 + 2 * share),
+            )  # fmt: skip
+            time_bytes(
+                bench, "linear_cast_w", (n, k), kind.value, "gemworks",
+                lambda w=w, s=spec, q=square: cast(w, None if q else 1, s), n * k * (3 if square else 2 + share),
+            )  # fmt: skip
+            plane_w = cast(w, None if square else 1, spec)[0]
+            plane_w_t = plane_w.t() if square else cast(w, 0, spec)[0].t()
+            rows_x, columns_x, _ = cast_both(x, spec)
+            rows_dy, columns_dy, _ = cast_both(dy, spec)
+            for name, a, b in (
+                ("forward", rows_x, plane_w),
+                ("dgrad", rows_dy, plane_w_t),
+                ("wgrad", columns_dy.t(), columns_x.t()),
+            ):
+                ms, p20, p80 = bench.time(lambda a=a, b=b, kind=kind: gemm(a, b, kind, torch.bfloat16))
+                tflops = 2.0 * m * k * n / ms / 1e9
+                bench.add(
+                    op=f"gemm_{name}",
+                    shape=f"{m}x{k}x{n}",
+                    format=kind.value,
+                    direction="fwd",
+                    impl="gemworks",
+                    ms=round(ms, 4),
+                    ms_p20=round(p20, 4),
+                    ms_p80=round(p80, 4),
+                    tflops=round(tflops, 2),
+                    roofline_fraction=round(tflops / bench.bf16_tflops, 4),
+                )
+
+
+def transformer_engine_rows(layer: LayerBench) -> None:
+    """Transformer Engine's own linear layer as a peer, where it is installed."""
+
+    def run() -> None:
+        import transformer_engine.pytorch as te  # pyright: ignore[reportMissingImports]
+        from transformer_engine.common import recipe as te_recipe  # pyright: ignore[reportMissingImports]
+
+        _, in_features, out_features = layer.shape
+        for name, make in (
+            ("block_scaling", te_recipe.Float8BlockScaling),
+            ("current_scaling", te_recipe.Float8CurrentScaling),
+        ):
+            module = te.Linear(in_features, out_features, bias=False, params_dtype=torch.bfloat16).cuda()
+
+            def forward(a: Tensor, b: Tensor, module: Any = module, make: Any = make) -> Tensor:
+                if module.weight is not b:
+                    assert isinstance(b, nn.Parameter)
+                    module.weight = b
+                with te.fp8_autocast(enabled=True, fp8_recipe=make()):
+                    return module(a)
+
+            attempt(f"transformer_engine {name}", lambda n=name, f=forward: layer.record(n, "transformer_engine", f))
+
+    attempt("transformer_engine", run)

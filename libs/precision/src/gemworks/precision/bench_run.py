@@ -1,0 +1,163 @@
+"""What every part of the benchmark shares: timing, seeded data, rows of the CSV and the run's ceilings."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from gemworks.precision.recipe import GemmKind
+from torch import Tensor
+
+LEADING = ("op", "shape", "format", "direction", "impl", "ratio_to_bf16", "sqnr_db")
+COMMON = (
+    "dtype", "law", "mean_len", "max_len", "seed", "ms", "ms_p20", "ms_p80", "tflops", "gbps", "bwd_factor",
+    "roofline_fraction", "best_peer", "ratio_to_best_peer", "copy_gbps", "bf16_tflops", "gpu", "num_gpus", "clock_mhz",
+    "command", "commit", "torch", "triton",
+)  # fmt: skip
+KINDS = tuple(kind for kind in GemmKind if kind is not GemmKind.BF16)
+SEED = 0
+
+
+@dataclass
+class Bench:
+    """One run: its device, ceilings and rows."""
+
+    device: torch.device
+    smoke: bool
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    copy_gbps: float = 0.0
+    bf16_tflops: float = 0.0
+    host_ms: float = 0.0
+    only: str = ""
+
+    def time(self, run: Callable[[], object]) -> tuple[float, float, float]:
+        """Median, 20 % and 80 % quantile in milliseconds."""
+        if self.device.type == "cuda":
+            return self._time_on_gpu(run)
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            run()
+            times.append(1e3 * (time.perf_counter() - start))
+        return statistics.median(times), min(times), max(times)
+
+    def _time_on_gpu(self, run: Callable[[], object]) -> tuple[float, float, float]:
+        """Each repetition starts with a cold L2, and behind a pause of the GPU in which its launches queue up: short
+        kernels are timed, not Python.
+        """
+        run()
+        flush = torch.empty(2**28, dtype=torch.uint8, device=self.device)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(3):
+            run()
+        host_s = (time.perf_counter() - start) / 3
+        torch.cuda.synchronize()
+        total_s = (time.perf_counter() - start) / 3
+        repetitions = max(5, min(100, int(0.1 / total_s)))
+        pause = int(2e9 * min(host_s * 1.2 + 2e-5, 0.01))
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repetitions)]
+        for first, last in events:
+            flush.zero_()
+            torch.cuda._sleep(pause)
+            first.record()
+            run()
+            last.record()
+        torch.cuda.synchronize()
+        times = sorted(first.elapsed_time(last) for first, last in events)
+        self.host_ms = 1e3 * host_s
+        return statistics.median(times), times[len(times) // 5], times[(4 * len(times)) // 5]
+
+    def randn(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Normal data of the run's seed."""
+        generator = torch.Generator(self.device).manual_seed(SEED + sum(shape))
+        return torch.randn(*shape, generator=generator, device=self.device, dtype=dtype)
+
+    def add(self, **row: Any) -> None:
+        """Append a row with the columns that all rows share, and show it."""
+        base: dict[str, Any] = dict.fromkeys((*LEADING, *COMMON), "")
+        gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        base.update(dtype="bf16", law="normal", seed=SEED, bwd_factor=2, gpu=gpu, num_gpus=1, torch=torch.__version__)
+        base.update(
+            copy_gbps=round(self.copy_gbps, 1), bf16_tflops=round(self.bf16_tflops, 2), clock_mhz=clock_mhz(self.device)
+        )
+        base.update(
+            command=" ".join(["python -m gemworks.precision.bench", *sys.argv[1:]]),
+            commit=commit(),
+            triton=triton_version(),
+        )
+        unknown = set(row) - set(base)
+        if unknown:
+            raise AssertionError(f"columns that no file has: {unknown}")
+        base.update(row)
+        self.rows.append(base)
+        shown = {
+            k: row[k]
+            for k in (*LEADING, "ms", "tflops", "gbps", "roofline_fraction", "best_peer", "ratio_to_best_peer")
+            if k in row
+        }
+        print("  ".join(f"{k}={v}" for k, v in shown.items()), flush=True)
+
+
+def triton_version() -> str:
+    """Triton's version, empty if it is not installed."""
+    try:
+        import triton
+    except ImportError:
+        return ""
+    return triton.__version__
+
+
+def commit() -> str:
+    """The commit of the working tree, or of the environment variable GEMWORKS_COMMIT where there is no git."""
+    named = os.environ.get("GEMWORKS_COMMIT")
+    if named:
+        return named
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def clock_mhz(device: torch.device) -> Any:
+    """Current SM clock, empty where it can't be read."""
+    if device.type != "cuda":
+        return ""
+    try:
+        return torch.cuda.clock_rate(device)
+    except (RuntimeError, ModuleNotFoundError):
+        return ""
+
+
+def time_bytes(
+    bench: Bench, op: str, shape: tuple[int, int], format: str, impl: str, run: Callable[[], object], num_bytes: float
+) -> float:
+    """One bandwidth row; returns milliseconds."""
+    ms, p20, p80 = bench.time(run)
+    gbps = num_bytes / ms / 1e6
+    bench.add(
+        op=op,
+        shape="x".join(map(str, shape)),
+        format=format,
+        direction="fwd",
+        impl=impl,
+        ms=round(ms, 4),
+        ms_p20=round(p20, 4),
+        ms_p80=round(p80, 4),
+        gbps=round(gbps, 1),
+        roofline_fraction=round(gbps / bench.copy_gbps, 4),
+    )
+    return ms
+
+
+def attempt(what: str, run: Callable[[], object]) -> None:
+    """Run a peer; if it can't, say why instead of leaving it out in silence."""
+    try:
+        run()
+    except Exception as error:  # a peer's failure of any kind must not end the run
+        print(f"not run: {what}: {type(error).__name__}: {str(error)[:200]}", flush=True)

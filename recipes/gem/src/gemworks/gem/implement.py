@@ -1,0 +1,120 @@
+"""Puts a model on what `config.kernels` and `config.train.compile` say, from outside: quantised linears, compilation,
+and what is kept for backward. Names of parameters stay as they are, so checkpoints do too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from gemworks.gem.config import GemConfig
+from gemworks.gem.kernels import KernelConfig
+from gemworks.gem.model.events import Sequence
+from torch import nn
+
+ARENA_BYTES = 8 << 30  # of pinned memory, for what activations move to the host
+CPU_ARENA_BYTES = 64 << 20
+
+
+def implement(model: nn.Module, config: GemConfig) -> None:
+    """Converts the linears and compiles, in place.
+
+    Args:
+        model: a `Gem`.
+        config: of the run.
+    """
+    if config.kernels.linears != "bf16":
+        quantise_linears(model, config.kernels)
+    if config.kernels.activations != "keep":
+        treat_activations(model, config)
+    if config.train.compile:
+        if config.kernels.compile_scope == "layers":
+            compile_layers(model, with_forward=config.kernels.activations == "keep")
+        compile_dense(model, with_layers=config.kernels.compile_scope == "dense")
+
+
+def quantise_linears(model: nn.Module, kernels: KernelConfig) -> str:
+    """Linear layers of at least `linears_min_features` compute by gemworks.precision; returns its report, a line each.
+
+    The head stays as it is: its logits are what the loss sees.
+    """
+    from gemworks.precision import convert, recipe
+
+    chosen = replace(
+        recipe(kernels.linears),
+        min_features=kernels.linears_min_features,
+        hadamard_size=32 if kernels.linears_hadamard else 0,
+        stochastic_gradients=kernels.linears_stochastic,
+    )
+    return str(convert(model, chosen, filter=lambda name, layer: not name.startswith("head.")))
+
+
+def compile_dense(model: nn.Module, *, with_layers: bool = True) -> None:
+    """Compiles what works on dense tokens [B, n, D], in place: feature tokens, interactions, gates, the head's MLP.
+
+    The sequence parts stay eager: their kernels are opaque to the compiler.
+    """
+    for name in ("tokens", "head.mlp"):
+        compile_part(model.get_submodule(name))
+    for layer in getattr(model, "layers", ()) if with_layers else ():
+        for name in ("summary", "gate", "interaction"):
+            compile_part(layer.get_submodule(name))
+
+
+def compile_layers(model: nn.Module, *, with_forward: bool = True) -> None:
+    """Compiles every layer as a whole: around the opaque kernels, norms, rotations and casts fuse with each other.
+
+    One graph serves every total of events: rows are marked as a size that varies.
+
+    Args:
+        model: a `Gem`.
+        with_forward: False only marks rows, for layers whose forward an activation policy has compiled.
+    """
+    for event in getattr(model, "events", ()):
+        event.merge.register_forward_pre_hook(lambda module, args: torch._dynamo.maybe_mark_dynamic(args[0], 0))
+        compile_part(event.merge)
+    for layer in getattr(model, "layers", ()):
+        layer.register_forward_pre_hook(_mark_layer)
+        if with_forward:
+            compile_part(layer)
+
+
+def compile_part(module: nn.Module) -> None:
+    """Compiles a module's forward, in place; its hooks stay outside of the graph, unlike with `module.compile()`."""
+    module.forward = torch.compile(module.forward)
+
+
+def _mark_layer(layer: nn.Module, args: tuple[Any, ...]) -> None:
+    for sequence in args[1]:
+        mark_rows(sequence)
+
+
+def mark_rows(sequence: Sequence) -> None:
+    """Tells the compiler which sizes of a batch's sequences vary from batch to batch."""
+    plan = sequence.plan
+    tensors = [sequence.s_TD, plan.slot_T, plan.cu_attention]
+    tensors += [] if sequence.rope is None else [sequence.rope.cos_TJ, sequence.rope.sin_TJ]
+    if sequence.lengths_B is None:
+        for tensor in tensors:
+            if tensor is not None and tensor.shape[0] > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def treat_activations(model: nn.Module, config: GemConfig) -> None:
+    """From now on every layer treats what it saves for backward as `kernels.activations` says (gemworks.netmem)."""
+    from gemworks.netmem import OffloadEngine, PinnedArena, apply_policy
+
+    choice, device = config.kernels.activations, next(model.parameters()).device
+    engine = None
+    if choice in ("quantise", "offload", "quantise_offload"):
+        num_bytes = ARENA_BYTES if device.type == "cuda" else CPU_ARENA_BYTES
+        engine = OffloadEngine(PinnedArena(num_bytes, pin=device.type == "cuda"), device=device)
+    compiled = config.train.compile and config.kernels.compile_scope == "layers"
+    apply_policy(
+        model,
+        {f"layers.{i}": choice for i in range(config.model.num_layers)},
+        engine=engine,
+        codec="mxfp8" if choice in ("quantise", "quantise_offload") else None,
+        compile_kwargs={"fullgraph": False} if compiled else None,
+    )

@@ -1,0 +1,78 @@
+"""By what the model is computed: one frozen record that model code reads and nothing else changes. Imports no torch.
+
+Every choice here leaves the function that the model computes alone (up to rounding; FP8 excepted), so two runs that
+differ in it alone are comparable. That is what the ablation ladder does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gemworks.gem.typed_config import ConfigError
+
+Layout = Literal["jagged", "padded"]
+SelfAttentionKernel = Literal["gemworks", "varlen", "sdpa"]
+PoolKernel = Literal["gemworks", "varlen", "sdpa"]
+PffnKernel = Literal["gemworks", "matmul"]
+NormKernel = Literal["gemworks", "torch"]
+ActivationPolicy = Literal["keep", "recompute", "recompute_cheap", "quantise", "offload", "quantise_offload"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """What each part of the model runs on.
+
+    Attributes:
+        layout: of sequences between the layers: packed rows, or every sequence padded to the batch's bound.
+        attention: self-attention by gemworks.jagged, torch's `varlen_attn` (a GPU only), or
+            `scaled_dot_product_attention` (padded only).
+        pooling: the same for the seeds' attention.
+        pffn: gemworks.jagged's GDPA, or two batched products around an activation, padded while they run.
+        norm: gemworks.jagged's norms with their residuals, or torch's with the additions beside them.
+        fused_qk: QK-norm and RoPE inside the attention op; otherwise op by op before it.
+        stream: dtype of the tokens between the layers: autocast's own, or float32, as norms under autocast leave it.
+        rope_tables: dtype of the rotations' cosines and sines; float16 errs by 2^-11 of 1, less than a bf16 query does.
+        share_schedule: tile schedules are built once per batch; otherwise every op builds its own.
+        linears: "bf16" (plain `nn.Linear`), or a recipe of gemworks.precision such as "fp8_block128".
+        linears_min_features: narrower linears stay as they are.
+        linears_hadamard: random Hadamard transform along the contraction of their weight gradients.
+        linears_stochastic: stochastic rounding of their output gradients.
+        activations: what a layer's sequence block does with what it saves for backward (gemworks.netmem).
+        compile_scope: what `train.compile` compiles: the dense parts, or whole layers.
+    """
+
+    layout: Layout = "jagged"
+    attention: SelfAttentionKernel = "gemworks"
+    pooling: PoolKernel = "gemworks"
+    pffn: PffnKernel = "gemworks"
+    norm: NormKernel = "gemworks"
+    fused_qk: bool = True
+    stream: Literal["autocast", "float32"] = "autocast"
+    rope_tables: Literal["float32", "float16"] = "float32"
+    share_schedule: bool = True
+    linears: str = "bf16"
+    linears_min_features: int = 256
+    linears_hadamard: bool = False
+    linears_stochastic: bool = False
+    activations: ActivationPolicy = "keep"
+    compile_scope: Literal["dense", "layers"] = "dense"
+
+    def __post_init__(self) -> None:
+        padded = self.layout == "padded"
+        for name, value in (("attention", self.attention), ("pooling", self.pooling)):
+            if padded != (value == "sdpa"):
+                expected = "'sdpa', as kernels.layout is 'padded'" if padded else "'gemworks' or 'varlen'"
+                raise ConfigError(
+                    f"kernels.{name}: got {value!r}, expected {expected}; scaled_dot_product_attention takes padded "
+                    f"sequences and nothing else here does"
+                )
+        if padded and self.pffn != "matmul":
+            raise ConfigError(
+                f"kernels.pffn: got {self.pffn!r}, expected 'matmul', as kernels.layout is 'padded'; GDPA takes packed "
+                f"sequences"
+            )
+        if self.linears_min_features < 1:
+            raise ConfigError(
+                f"kernels.linears_min_features: got {self.linears_min_features!r}, expected a positive integer"
+            )

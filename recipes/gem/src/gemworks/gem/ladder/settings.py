@@ -1,0 +1,140 @@
+"""The rows of the ladder: each is a configuration, made from the row above by changing one thing.
+
+A row changes configuration fields only; no code asks which row it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gemworks.gem.config import GemConfig
+
+Change = Callable[[GemConfig], GemConfig]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One row.
+
+    Attributes:
+        name: in the CSV's `row`.
+        added: in words, what it adds to the row above.
+        change: from the configuration above to this one.
+        side: measured beside the ladder; the next row builds on the row above this one.
+        refusal: why it cannot run yet; the row is written with this reason.
+    """
+
+    name: str
+    added: str
+    change: Change
+    side: bool = False
+    refusal: str = ""
+
+
+def kernels(**changes: Any) -> Change:
+    return lambda config: config.with_kernels(**changes)
+
+
+def train(**changes: Any) -> Change:
+    return lambda config: replace(config, train=replace(config.train, **changes))
+
+
+def model(**changes: Any) -> Change:
+    return lambda config: config.with_model(**changes)
+
+
+def chain(*changes: Change) -> Change:
+    def all_of(config: GemConfig) -> GemConfig:
+        for change in changes:
+            config = change(config)
+        return config
+
+    return all_of
+
+
+def batch_times(factor: int) -> Change:
+    return lambda config: config.with_data(batch_size=factor * config.data.batch_size)
+
+
+BASELINE = chain(
+    kernels(
+        layout="padded", attention="sdpa", pooling="sdpa", pffn="matmul", norm="torch", fused_qk=False,
+        stream="float32", share_schedule=False, compile_scope="layers",
+    ),
+    train(compile=False),
+)  # fmt: skip
+NOT_YET = "not measured: "
+
+RUNGS: tuple[Rung, ...] = (
+    Rung("padded_eager", "baseline: padded, SDPA, eager autocast, separate norms", BASELINE),
+    Rung("padded_compiled", "torch.compile of the baseline", train(compile=True), side=True),
+    Rung(
+        "jagged_varlen_eager",
+        "packed sequences, torch varlen_attn",
+        kernels(layout="jagged", attention="varlen", pooling="varlen"),
+    ),
+    Rung("jagged_varlen_compiled", "torch.compile of the row above", train(compile=True), side=True),
+    Rung("attention", "JFA, or BlockAttention", kernels(attention="gemworks")),
+    Rung("gdpa", "GDPA for the PFFN, shared seeds for pooled attention", kernels(pffn="gemworks", pooling="gemworks")),
+    Rung("shared_schedule", "tile schedules built once per batch", kernels(share_schedule=True)),
+    Rung("fused_qk", "QK-norm and RoPE inside the attention op", kernels(fused_qk=True)),
+    Rung("norms", "norms fused with their residuals", kernels(norm="gemworks")),
+    Rung("stream", "bf16 tokens between the layers", kernels(stream="autocast")),
+    Rung("half_tables", "cosines and sines of the rotations in fp16", kernels(rope_tables="float16")),
+    Rung("compiled", "torch.compile of the rest, around the kernels", train(compile=True)),
+    Rung("compiled_norms", "norms and what is beside them by the compiler", kernels(norm="torch")),
+    Rung("compiled_qk", "QK-norm and RoPE by the compiler", kernels(fused_qk=False), side=True),
+    Rung("fast_gelu", "GELU as a polynomial", model(pffn_activation="fast_gelu")),
+    Rung("fp8_linears", "FP8 linears, 1x128 and 128x128 scales", kernels(linears="fp8_block128")),
+    Rung("fp8_hadamard", "Hadamard transform before weight gradients", kernels(linears_hadamard=True), side=True),
+    Rung("fp8_stochastic", "stochastic rounding of gradients", kernels(linears_stochastic=True), side=True),
+    Rung(
+        "fp8_attention", "FP8 attention", lambda config: config,
+        refusal=NOT_YET + "gemworks.jagged has no kernel for FP8 codes and scales",
+    ),
+    Rung("activations_quantised", "activations kept in MXFP8", kernels(activations="quantise"), side=True),
+    Rung("activations_offloaded", "activations moved to the host", kernels(activations="offload"), side=True),
+    Rung("recompute", "activations recomputed", kernels(activations="recompute"), side=True),
+    Rung("batch_x2", "twice the batch", batch_times(2)),
+    Rung(
+        "state_stash", "optimizer and table state parked between uses", lambda config: config,
+        refusal=NOT_YET + "the trainer has no hook around the optimizer's step for netmem.StateStash",
+    ),
+    Rung(
+        "bbs", "base-batch shuffling", lambda config: config,
+        refusal=NOT_YET + "one GPU has no other rank to balance with; see the ladder of two GPUs",
+    ),
+)  # fmt: skip
+
+
+def build(base: GemConfig, rungs: tuple[Rung, ...] = RUNGS) -> dict[str, GemConfig]:
+    """The configuration of every row, on top of `base`."""
+    out, config = {}, base
+    for rung in rungs:
+        out[rung.name] = rung.change(config)
+        if not rung.side:
+            config = out[rung.name]
+    return out
+
+
+# What the full stack loses when one technique is taken away. "without" -> change of the full stack.
+FULL_STACK = "fast_gelu"
+WITHOUT: Mapping[str, Change] = {
+    "jagged attention kernel": kernels(attention="varlen", fused_qk=False),
+    "pooled attention kernel": kernels(pooling="varlen"),
+    "GDPA": kernels(pffn="matmul"),
+    "shared schedules": kernels(share_schedule=False),
+    "fused QK-norm and RoPE": kernels(fused_qk=False),
+    "bf16 stream": kernels(stream="float32"),
+    "fp16 rotations": kernels(rope_tables="float32"),
+    "torch.compile": train(compile=False),
+    "fast GELU": model(pffn_activation="gelu"),
+}
+
+SETTINGS: Mapping[str, Change] = {
+    **{rung.name: (lambda config, name=rung.name: build(config)[name]) for rung in RUNGS if not rung.refusal},
+    "gemworks": lambda config: build(config)[FULL_STACK],
+    "default": lambda config: config,
+}

@@ -1,0 +1,306 @@
+"""The layer types of a model as things to time: a call, what it differentiates, its FLOPs, and its matrix products.
+
+Letters: B samples, T packed events, n tokens, D model width, E width of an event type, M merged width, K PFFN rows,
+P seeds, W embedding width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from gemworks.gem.config import EventSizes, GemConfig
+from gemworks.gem.efficiency import BWD_FACTOR, FlopCount, count_flops
+from gemworks.gem.flop_costs import PairRule, merged_width
+from gemworks.gem.implement import compile_part, quantise_linears
+from gemworks.gem.model.attention import SelfAttention
+from gemworks.gem.model.events import EventTokens, Sequence
+from gemworks.gem.model.head import Head
+from gemworks.gem.model.layer import GemLayer
+from gemworks.gem.model.norms import layer_norm, rms_norm, sum_rms_norm
+from gemworks.gem.model.pffn import Pffn
+from gemworks.gem.model.pooling import SeedPooling
+from gemworks.gem.model.tokens import FeatureTokens
+from gemworks.gem.plan import fmb_tokens, interaction_tokens, layer_parts
+from gemworks.gem.schema import Events, EventType, Schema
+from torch import Tensor, nn
+
+WIDTH = 2  # bytes of a bf16 value
+EMBEDDINGS = "not timed alone: table lookups need torchrec; their time is in the ladder's step"
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product of a layer's forward, or one attention: what its least time follows from.
+
+    Attributes:
+        rows, inner, columns: of a linear product [rows, inner] x [inner, columns]; 0 for an attention.
+        flops: forward.
+        forward_bytes, backward_bytes: read and written once each, in bf16.
+    """
+
+    flops: float
+    forward_bytes: float
+    backward_bytes: float
+    rows: int = 0
+    inner: int = 0
+    columns: int = 0
+    is_attention: bool = False
+
+
+def linear_product(rows: int, inner: int, columns: int, *, times: int = 1) -> Product:
+    """`times` products one after another, as of the samples of a batch."""
+    size = WIDTH * times * (rows * inner + inner * columns + rows * columns)
+    return Product(2.0 * times * rows * inner * columns, size, 2 * size, rows if times == 1 else 0, inner, columns)
+
+
+def attention_product(flops: float, q: float, k: float, v: float, out: float) -> Product:
+    """An attention of so many values of q, k, v and out; backward reads them and d_out, and writes three gradients."""
+    return Product(flops, WIDTH * (q + k + v + out), WIDTH * (2 * (q + k + v) + 2 * out), is_attention=True)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A layer type, ready to run.
+
+    Attributes:
+        name: such as "pffn", with the event type in front where there are several.
+        count: how often the model has it; 0 for what is inside another part and is timed to look closer.
+        flops: forward and backward of one call.
+        is_sequence: grows with the number of events.
+        forward: returns the output; the gradient goes to `leaves`.
+        leaves: inputs and parameters that get a gradient.
+        products: of the forward.
+        refusal: why it cannot run here; then there is no `forward`.
+    """
+
+    name: str
+    count: int
+    flops: float
+    is_sequence: bool
+    forward: Callable[[], Tensor] | None
+    leaves: tuple[Tensor, ...] = ()
+    products: tuple[Product, ...] = ()
+    refusal: str = ""
+
+
+def _leaf(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=dtype).requires_grad_()
+
+
+def make_parts(
+    config: GemConfig, schema: Schema, lengths: Mapping[str, Tensor], device: torch.device
+) -> Iterator[Part]:
+    """The parts of `Gem(schema, config)` on random inputs, one after another so that memory is freed in between.
+
+    Args:
+        config: sizes, kernels, and whether parts are compiled.
+        schema: of the model.
+        lengths: int64 [B] on the CPU per event type.
+        device: where to run.
+    """
+    model = config.model
+    batch = next(iter(lengths.values())).shape[0]
+    flops = count_flops(config, schema, lengths)
+    factor = 1.0 + BWD_FACTOR
+    dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
+    stream = torch.float32 if config.kernels.stream == "float32" else dtype
+    sizes = [model.event(event.name) for event in schema.events]
+    num_tokens = interaction_tokens(config, sizes)
+
+    yield Part("embeddings", 1, 0.0, False, None, refusal=EMBEDDINGS)
+
+    tokens = FeatureTokens(len(schema.ids), len(schema.dense_names), model, device=device)
+    ids = _leaf(batch, len(schema.ids), model.embedding_dim, device=device, dtype=torch.float32)
+    dense = torch.randn(batch, len(schema.dense_names), device=device)
+    compiled, whole = config.train.compile, config.train.compile and config.kernels.compile_scope == "layers"
+    yield _part("tokens", 1, factor * flops.parts["tokens"], tokens, (ids, dense), compiled)
+
+    for event, size in zip(schema.events, sizes, strict=True):
+        prefix = f"{event.name}." if len(sizes) > 1 else ""
+        merge = EventTokens(event, size, model, config.kernels, device=device)
+        if whole:
+            compile_part(merge.merge)
+        events, timestamps = _events(len(event.float_names), lengths[event.name], config, device)
+        total = events.timestamps_T.shape[0]
+        rows = [_leaf(total, model.embedding_dim, device=device, dtype=torch.float32) for _ in event.ids]
+        merged = merged_width(event, model.embedding_dim)
+        products = (
+            linear_product(total, merged, model.mask_dim),
+            linear_product(total, model.mask_dim, merged),
+            linear_product(total, merged, size.dim),
+        )
+        yield Part(
+            f"{prefix}events", 1, factor * flops.parts[f"{event.name}.merge"], True,
+            lambda m=merge, r=rows, e=events, t=timestamps: m(r, e, t).s_TD,
+            (*rows, *merge.parameters()), products,
+        )  # fmt: skip
+        with torch.no_grad():
+            sequence = merge(rows, events, timestamps)
+        del rows, merge
+        yield from _sequence_parts(
+            config, event.name, prefix, size, sequence, lengths[event.name], flops, device, stream
+        )
+
+    layer = GemLayer(config, sizes, 0, model.num_tokens, device=device)
+    x = _leaf(batch, model.num_tokens, model.dim, device=device, dtype=torch.float32)
+    summary = nn.Sequential(layer.summary, layer.gate)
+    layers = [flops.parts[f"layer{i}.summary"] for i in range(model.num_layers)]
+    yield _part("summary", model.num_layers, factor * sum(layers) / len(layers), summary, (x,), compiled)
+
+    both = _leaf(batch, num_tokens, model.dim, device=device, dtype=dtype)
+    width = model.wukong_rank * num_tokens
+    num_fmb = fmb_tokens(num_tokens, config)
+    products = (
+        linear_product(batch, width, model.expert_dim),
+        linear_product(batch, model.expert_dim, num_fmb * model.dim),
+        linear_product(model.wukong_rank, num_tokens, model.dim, times=batch),
+        linear_product(num_tokens, model.wukong_rank, model.dim, times=batch),
+        linear_product(num_tokens - num_fmb, num_tokens, model.dim, times=batch),
+    ) * (model.num_experts * model.expert_layers)
+    cost = factor * flops.parts["layer0.experts"]
+    part = _part("experts", model.num_layers, cost, layer.interaction, (both,), compiled)
+    yield replace(part, products=products)
+    del layer, summary, part
+
+    head = Head(num_tokens, sizes, len(schema.tasks), model, config.kernels, device=device)
+    x = _leaf(batch, num_tokens, model.dim, device=device, dtype=torch.float32)
+    ends: list[Sequence] = []
+    for event, size in zip(schema.events, sizes, strict=True):
+        ends.append(bare_sequence(lengths[event.name], size, config, device, stream))
+    if compiled:
+        compile_part(head.mlp)
+    leaves = (x, *(s.s_TD for s in ends), *head.parameters())
+    yield Part("head", 1, factor * flops.parts["head"], False, lambda: head(x, ends), leaves)
+
+
+def _part(
+    name: str, count: int, flops: float, module: nn.Module, inputs: tuple[Tensor, ...], compiled: bool
+) -> Part:  # fmt: skip
+    """A dense part, which has one tensor of input or two."""
+    if compiled:
+        compile_part(module)
+    leaves = (*(x for x in inputs if x.requires_grad), *module.parameters())
+    return Part(name, count, flops, False, lambda: module(*inputs), leaves)
+
+
+def _events(num_floats: int, lengths_B: Tensor, config: GemConfig, device: torch.device) -> tuple[Events, Tensor]:
+    offsets_S = torch.cat([lengths_B.new_zeros(1), lengths_B.cumsum(0)])
+    total = int(offsets_S[-1])
+    now = 1_700_000_000
+    ages_T = torch.randint(1, 30 * 86400, (total,))
+    floats_TC = torch.randn(total, num_floats, device=device)
+    events = Events(floats_TC, (now - ages_T).to(device), offsets_S.to(device), config.data.max_length)
+    return events, torch.full((lengths_B.shape[0],), now, device=device)
+
+
+def bare_sequence(
+    lengths_B: Tensor, size: EventSizes, config: GemConfig, device: torch.device, dtype: torch.dtype
+) -> Sequence:
+    """Random tokens of given lengths as they run between the layers, with their plan and rotations."""
+    event = EventType(name="", ids=())
+    tokens = EventTokens(event, size, config.model, config.kernels, device=device)
+    events, timestamps = _events(0, lengths_B, config, device)
+    with torch.no_grad():
+        sequence = tokens([], events, timestamps)
+    return sequence.replace_tokens(torch.randn_like(sequence.s_TD, dtype=dtype).requires_grad_())
+
+
+def _sequence_parts(
+    config: GemConfig,
+    event: str,
+    prefix: str,
+    size: EventSizes,
+    sequence: Sequence,
+    lengths_B: Tensor,
+    flops: FlopCount,
+    device: torch.device,
+    stream: torch.dtype,
+) -> Iterator[Part]:
+    model = config.model
+    batch, total, width = lengths_B.shape[0], int(lengths_B.sum()), size.dim
+    sequence = sequence.replace_tokens(torch.randn_like(sequence.s_TD, dtype=stream).requires_grad_())
+    x_sum = _leaf(batch, model.num_summary_tokens, model.dim, device=device, dtype=torch.float32)
+    kinds = [layer_parts(config, size, i) for i in range(model.num_layers)]
+    seed_values, rows = batch * size.num_seeds * width, batch * model.pffn_rows * width
+    pairs = sum(
+        PairRule(kind=size.attention, block=model.block, window=size.window).pairs(n) for n in lengths_B.tolist()
+    )
+    tokens = total * width
+
+    def block(kind: str) -> tuple[nn.Module, int]:
+        chosen = [i for i, parts in enumerate(kinds) if getattr(parts, kind)]
+        layer = GemLayer(config, [model.event(e) for e in [event]], chosen[0], model.num_tokens, device=device)
+        name = {"pools": "pool"}.get(kind, kind)
+        return layer.get_submodule(f"blocks.0.{name}"), len(chosen)
+
+    k, n, tok, rank = model.pffn_rows, model.num_summary_tokens, size.num_sequence_tokens, model.kronecker_rank
+    costs = {
+        "hsp": (
+            linear_product(total, width, 2 * width),
+            attention_product(4.0 * size.num_seeds * tokens, size.num_seeds * width, tokens, tokens, seed_values),
+            linear_product(tok * rank, size.num_seeds, width, times=batch),
+            linear_product(batch * tok, rank * width, model.dim),
+        ),
+        "pffn": (
+            *(linear_product(batch * n, model.dim, width), linear_product(k, n, width, times=batch)) * 2,
+            attention_product(4.0 * k * tokens, tokens, rows, rows, tokens),
+        ),
+        "attention": (
+            linear_product(total, width, 3 * width),
+            attention_product(4.0 * width * pairs, tokens, tokens, tokens, tokens),
+            linear_product(total, width, width),
+        ),
+    }
+    whole = config.train.compile and config.kernels.compile_scope == "layers"
+    for name, attribute in (("hsp", "pool"), ("pffn", "pffn"), ("attention", "attention")):
+        chosen = [i for i, parts in enumerate(kinds) if getattr(parts, "pools" if name == "hsp" else name)]
+        if not chosen:
+            continue
+        layer = GemLayer(config, [size], chosen[0], model.num_tokens, device=device)
+        module = layer.get_submodule(f"blocks.0.{attribute}")
+        del layer
+        if config.kernels.linears != "bf16":
+            quantise_linears(module, config.kernels)
+        if whole:
+            compile_part(module)
+        inputs = (sequence, x_sum) if name == "pffn" else (sequence,)
+        leaves = (sequence.s_TD, *inputs[1:], *module.parameters())
+        core, core_leaves = _core(module, sequence, x_sum, config)
+        prefix_of = f"layer{chosen[0]}.{event}.{name}."
+        cost = (1.0 + BWD_FACTOR) * sum(f for key, f in flops.parts.items() if key.startswith(prefix_of))
+        yield Part(f"{prefix}{name}", len(chosen), cost, True, partial(module, *inputs), leaves, costs[name])
+        core_cost = (1.0 + BWD_FACTOR) * flops.parts[f"{prefix_of}core"]
+        (product,) = (p for p in costs[name] if p.is_attention)
+        yield Part(f"{prefix}{name}/core", 0, core_cost, True, core, core_leaves, (product,))
+    norm = config.kernels.norm
+    other = torch.randn_like(sequence.s_TD)
+    yield Part(f"{prefix}norm/rms", 0, 0.0, True, lambda: rms_norm(sequence.s_TD, norm), (sequence.s_TD,))
+    add = (sequence.s_TD, other.requires_grad_())
+    yield Part(f"{prefix}norm/sum_rms_add", 0, 0.0, True, lambda: sum_rms_norm(*add, norm, add=add[0]), add)
+    yield Part(f"{prefix}norm/layer", 0, 0.0, True, lambda: layer_norm(sequence.s_TD, norm), (sequence.s_TD,))
+
+
+def _core(
+    module: nn.Module, sequence: Sequence, x_sum: Tensor, config: GemConfig
+) -> tuple[Callable[[], Tensor], tuple[Tensor, ...]]:
+    """The attention inside a module, with whatever rotations and norms its kernel settings put around it."""
+    total, device = sequence.s_TD.shape[0], sequence.s_TD.device
+    dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
+
+    def rows(*shape: int) -> Tensor:
+        return _leaf(*shape, device=device, dtype=dtype)
+
+    if isinstance(module, SelfAttention):
+        qkv = rows(total, 3 * module.num_heads, module.head_dim)
+        return lambda: module.attend(qkv, sequence), (qkv,)
+    if isinstance(module, SeedPooling):
+        seeds = rows(*module.seeds_PNH.shape)
+        k, v = (rows(total, module.num_heads, module.head_dim) for _ in range(2))
+        return lambda: module.attend(seeds, k, v, sequence), (seeds, k, v)
+    assert isinstance(module, Pffn)
+    q = rows(total, module.num_heads, module.head_dim)
+    k, v = (rows(x_sum.shape[0], module.num_rows, module.num_heads, module.head_dim) for _ in range(2))
+    return lambda: module.attend(q, k, v, sequence), (q, k, v)

@@ -1,0 +1,217 @@
+"""Rows of the layers' CSV, the chart, and what is said at the end."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from gemworks.gem.efficiency import BWD_FACTOR, H200_BF16_PEAK_FLOPS
+from gemworks.gem.layers.timing import Split, Time
+
+PROTOCOL_COLUMNS = (
+    *("dtype", "law", "mean_len", "max_len", "seed", "ms", "ms_p20", "ms_p80", "tflops", "gbps", "bwd_factor"),
+    *("roofline_fraction", "best_peer", "ratio_to_best_peer", "copy_gbps", "bf16_tflops", "gpu", "num_gpus"),
+    *("clock_mhz", "command", "commit", "torch", "triton"),
+)
+COLUMNS = (
+    *("layer", "attention", "local_mfu", "share_of_time"),
+    *("setting", "count", "batch", "tensor_core_ms", "memory_ms", "gap_ms", "bound_ms", "note"),
+    *PROTOCOL_COLUMNS,
+)
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One layer type, measured; without a time it could not run, and `note` says why."""
+
+    name: str
+    count: int
+    flops: float
+    is_sequence: bool
+    time: Time | None
+    split: Split | None
+    bound_ms: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Total:
+    """Sums over a set of layers, each as often as the model has it.
+
+    Attributes:
+        flops, ms: of forward and backward.
+        bound_ms: the least time by this run's rates; 0 where it is unknown.
+    """
+
+    flops: float
+    ms: float
+    bound_ms: float
+
+    @property
+    def local_mfu(self) -> float:
+        """Sum of FLOPs / (bf16 peak x sum of times)."""
+        return self.flops / (self.ms * 1e-3 * H200_BF16_PEAK_FLOPS) if self.ms else 0.0
+
+    @property
+    def bound_mfu(self) -> float:
+        """Local MFU if every layer took its least time."""
+        return self.flops / (self.bound_ms * 1e-3 * H200_BF16_PEAK_FLOPS) if self.bound_ms else 0.0
+
+
+def total_of(layers: Sequence[Measured], *, sequence_only: bool) -> Total:
+    """Sums of what could run.
+
+    >>> a = Measured("a", 2, 989e9, True, Time(2.0, 2.0, 2.0), None, 1.0)
+    >>> b = Measured("b", 1, 0.0, False, Time(4.0, 4.0, 4.0), None, 0.0)
+    >>> total_of([a, b], sequence_only=False).local_mfu  # 2 x 989 GFLOP in 2 x 2 + 4 ms
+    0.25
+    >>> total_of([a, b], sequence_only=True).local_mfu
+    0.5
+    """
+    chosen = [x for x in layers if x.time is not None and (x.is_sequence or not sequence_only)]
+    return Total(
+        sum(x.count * x.flops for x in chosen),
+        sum(x.count * x.time.ms for x in chosen if x.time is not None),
+        sum(x.count * x.bound_ms for x in chosen),
+    )
+
+
+def worst(layers: Sequence[Measured], number: int = 3) -> list[Measured]:
+    """The layers that cost most time beyond what their FLOPs need at the peak, worst first."""
+
+    def lost(x: Measured) -> float:
+        assert x.time is not None
+        return x.count * (x.time.ms - 1e3 * x.flops / H200_BF16_PEAK_FLOPS)
+
+    return sorted([x for x in layers if x.time is not None and x.count], key=lost, reverse=True)[:number]
+
+
+def common_columns(device: torch.device, *, module: str, copy_gbps: float, tflops: float, mhz: float | None) -> Row:
+    """What every row of a run repeats."""
+    cuda = device.type == "cuda"
+    return {
+        "bwd_factor": f"{BWD_FACTOR:g}",
+        "copy_gbps": f"{copy_gbps:.0f}",
+        "bf16_tflops": f"{tflops:.4g}",
+        "gpu": torch.cuda.get_device_name(device) if cuda else "",
+        "num_gpus": "1" if cuda else "0",
+        "clock_mhz": "" if mhz is None else f"{mhz:.0f}",
+        "command": f"python -m {module} {shlex.join(sys.argv[1:])}".strip(),
+        "commit": commit(),
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+    }
+
+
+def commit() -> str:
+    """GEMWORKS_COMMIT, or what git says of this checkout."""
+    given = os.environ.get("GEMWORKS_COMMIT")
+    if given:
+        return given
+    folder = Path(__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=10, check=False
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _triton_version() -> str:
+    try:
+        import triton
+    except ImportError:
+        return ""
+    return triton.__version__
+
+
+def rows_of(layers: Sequence[Measured], common: Mapping[str, str]) -> list[Row]:
+    """One row per layer, then the totals: "sequence layers" and "whole model"."""
+    whole = total_of(layers, sequence_only=False)
+    rows = []
+    for x in layers:
+        row = dict.fromkeys(COLUMNS, "") | dict(common)
+        row |= {"layer": x.name, "count": str(x.count), "note": x.note}
+        if x.time is not None:
+            row |= {
+                "local_mfu": f"{x.flops / (x.time.ms * 1e-3 * H200_BF16_PEAK_FLOPS):.4f}",
+                "share_of_time": f"{x.count * x.time.ms / whole.ms:.4f}" if x.count else "",
+                "ms": f"{x.time.ms:.4f}", "ms_p20": f"{x.time.ms_p20:.4f}", "ms_p80": f"{x.time.ms_p80:.4f}",
+                "tflops": f"{x.flops / x.time.ms / 1e9:.4g}", "bound_ms": f"{x.bound_ms:.4f}",
+                "roofline_fraction": f"{x.bound_ms / x.time.ms:.3f}",
+            }  # fmt: skip
+        if x.split is not None:
+            row |= {
+                "tensor_core_ms": f"{x.split.tensor_core_ms:.4f}", "memory_ms": f"{x.split.memory_ms:.4f}",
+                "gap_ms": f"{x.split.gap_ms:.4f}",
+            }  # fmt: skip
+        rows.append(row)
+    for name, only in (("sequence layers", True), ("whole model", False)):
+        total = total_of(layers, sequence_only=only)
+        row = dict.fromkeys(COLUMNS, "") | dict(common)
+        row |= {
+            "layer": name, "count": "1", "local_mfu": f"{total.local_mfu:.4f}",
+            "share_of_time": f"{total.ms / whole.ms:.4f}" if whole.ms else "", "ms": f"{total.ms:.4f}",
+            "tflops": f"{total.flops / total.ms / 1e9:.4g}" if total.ms else "", "bound_ms": f"{total.bound_ms:.4f}",
+            "roofline_fraction": f"{total.bound_ms / total.ms:.3f}" if total.ms else "",
+            "note": f"the bound's Local MFU: {total.bound_mfu:.4f}",
+        }  # fmt: skip
+        rows.append(row)
+    return rows
+
+
+def append_csv(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
+    """Adds rows; the header when the file is new."""
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def chart(path: Path, layers: Sequence[Measured], title: str) -> None:
+    """A bar per layer: its time in one step, split where a trace was taken."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shown = [x for x in layers if x.time is not None and x.count]
+    figure, axes = plt.subplots(figsize=(9, 0.5 * len(shown) + 1.5))
+    kinds = (
+        ("tensor cores", "tensor_core_ms", "#2b6cb0"),
+        ("memory-bound", "memory_ms", "#dd6b20"),
+        ("gaps", "gap_ms", "#a0aec0"),
+    )
+    left = [0.0] * len(shown)
+    names = [x.name for x in shown]
+    if all(x.split is None for x in shown):
+        left = [x.count * x.time.ms for x in shown if x.time is not None]
+        axes.barh(names, left, color="#2b6cb0")
+    else:
+        for label, attribute, color in kinds:
+            values = [x.count * getattr(x.split, attribute) if x.split else 0.0 for x in shown]
+            axes.barh(names, values, left=left, label=label, color=color)
+            left = [a + b for a, b in zip(left, values, strict=True)]
+        axes.legend(loc="lower right")
+    for at, (x, end) in enumerate(zip(shown, left, strict=True)):
+        assert x.time is not None
+        share = x.flops / (x.time.ms * 1e-3 * H200_BF16_PEAK_FLOPS)
+        axes.text(end, at, f"  {100 * share:.1f} %", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("time of a step (ms), forward + backward, layers alone; label: MFU against 989 TFLOP/s")
+    axes.set_title(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

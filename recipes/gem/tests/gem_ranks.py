@@ -1,0 +1,170 @@
+"""Runs of several gloo processes for tests: what each rank did, and how it ended.
+
+Each rank is a fork of a server that has imported everything. The store lives in the test's process, as torchrun's lives
+in its agent: it survives every rank.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+PRELOAD = [
+    "gemworks.gem.run",
+    "gemworks.gem.train",
+    "gemworks.gem.parallelize",
+    "gemworks.gem.world",
+    "torch.utils.tensorboard",
+    "torchrec.optim.rowwise_adagrad",
+    "gem_ranks",
+]
+
+
+@dataclass
+class Outcome:
+    """How a rank ended.
+
+    Attributes:
+        code: of the process; negative: killed by that signal.
+        value: what the function returned.
+        error: type and message of what it raised.
+        seconds: from its start to its end.
+    """
+
+    code: int
+    value: Any = None
+    error: tuple[str, str] | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class Faults:
+    """What goes wrong, in one rank.
+
+    Attributes:
+        rank: the rank.
+        step: after this step.
+        kind: "kill", "stop" (hangs), "terminate" (SIGTERM), "raise" (a ValueError).
+        seal_fails_at: sealing the checkpoint of this step finds a full disk.
+        poison: steps in which the rank's loss is NaN.
+    """
+
+    rank: int = 0
+    step: int | None = None
+    kind: str = ""
+    seal_fails_at: int | None = None
+    poison: tuple[int, ...] = field(default=())
+
+
+def run_ranks(
+    function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0, stopped: tuple[int, ...] = ()
+) -> list[Outcome]:
+    """Calls `function(rank, world, *args)` in `world` processes whose environment is torchrun's.
+
+    Args:
+        stopped: ranks that will hang: they are killed once the others have ended.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
+        processes = [
+            context.Process(target=_child, args=(function, rank, world, store.port, folder, args), daemon=True)
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            for rank, process in enumerate(processes):
+                if rank not in stopped:
+                    process.join(max(timeout_s - (time.monotonic() - began), 0.1))
+            hanging = [rank for rank, p in enumerate(processes) if p.is_alive() and rank not in stopped]
+            assert not hanging, f"ranks {hanging} are still there after {timeout_s} s"
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return [_outcome(process, Path(folder) / str(rank)) for rank, process in enumerate(processes)]
+
+
+def _outcome(process: Any, path: Path) -> Outcome:
+    facts = pickle.loads(path.read_bytes()) if path.exists() else {}
+    return Outcome(code=process.exitcode, **facts)
+
+
+def _child(function: Callable[..., Any], rank: int, world: int, port: int, folder: str, args: tuple[Any, ...]) -> None:
+    import torch
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    began, value, error = time.monotonic(), None, None
+    try:
+        value = function(rank, world, *args)
+    except Exception as caught:
+        error = (type(caught).__name__, str(caught))
+    facts = {"value": value, "error": error, "seconds": time.monotonic() - began}
+    path = Path(folder) / str(rank)
+    path.with_suffix(".partial").write_bytes(pickle.dumps(facts))
+    path.with_suffix(".partial").rename(path)
+    os._exit(0 if error is None else 1)
+
+
+def trained(
+    rank: int, world: int, path: str, settings: tuple[str, ...], faults: Faults | None = None
+) -> list[tuple[int, list[int], float]]:
+    """Trains in a folder; returns step, this rank's sample ids and the step's loss of every step it did."""
+    import io
+
+    from gemworks.gem import checkpoint_files as files
+    from gemworks.gem.presets import load_config
+    from gemworks.gem.train import train
+    from gemworks.gem.trainer import Trainer
+    from rich.console import Console
+
+    faults = faults or Faults(rank=-1)
+    trace: list[tuple[int, list[int], float]] = []
+    original, seal = Trainer._train_step, files.seal
+
+    def step(self: Any, batches: Any) -> None:
+        before = self._window_loss
+        original(self, batches)
+        ids = [i for batch in batches for i in batch.sample_ids_B.tolist()]
+        trace.append((self.step, ids, self._window_loss - before))
+        if rank == faults.rank and self.step == faults.step:
+            if faults.kind == "raise":
+                raise ValueError("data.path: row 7 is bad")
+            number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}[faults.kind]
+            os.kill(os.getpid(), number)
+
+    def failing_seal(folder: Path) -> None:
+        if rank == faults.rank and folder.name.endswith(f"step_{faults.seal_fails_at:08d}"):
+            raise OSError(28, "No space left on device")
+        seal(folder)
+
+    Trainer._train_step = step
+    if faults.seal_fails_at is not None:
+        files.seal = failing_seal
+    train(load_config("tiny", sets=settings), path, console=Console(file=io.StringIO(), width=120))
+    return trace
