@@ -93,11 +93,22 @@ def compile_triton(step: table.Step, activation: str, architecture: str, dtype: 
     report(f"{step} {activation} {config}", triton.compile(source, target=target, options=options))
 
 
+def describe(
+    kernel: Any, signature: dict[str, str], attributes: dict[Any, Any], names: tuple[str, ...], dtype: str, width: int
+) -> None:
+    """Makes descriptors of those parameters: boxes of 64 rows, `width` wide."""
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout.get_default_for([64, width], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])
+    for name in names:
+        signature[name] = f"tensordesc<{dtype}[64,{width}],{layout!r}>"
+        attributes.pop((kernel.arg_names.index(name),), None)
+
+
 def compile_gluon(
     step: table.Step, activation: str, config: table.GluonConfig, dtype: str, width: int, **options: Any
 ) -> None:
     from gemworks.jagged.ops.attention_core import kernel_backward_hopper, kernel_forward_hopper
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
     constants: dict[str, Any] = {
@@ -127,10 +138,7 @@ def compile_gluon(
         }
     constants |= options
     signature, constexprs, attributes = arguments(kernel, constants, dtype)
-    layout = gl.NVMMASharedLayout.get_default_for([64, width], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])
-    for name in described:
-        signature[name] = f"tensordesc<{dtype}[64,{width}],{layout!r}>"
-        attributes.pop((kernel.arg_names.index(name),), None)
+    describe(kernel, signature, attributes, described, dtype, width)
     source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
     compiled = triton.compile(
         source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": config.max_registers}
@@ -145,9 +153,10 @@ def compile_fused(activation: str, config: table.FusedConfig, dtype: str, shared
     constants: dict[str, Any] = {
         "ACT": activation, "HEADS": HEADS, "H": table.FUSED_HEAD_DIM, "STAGES": config.stages,
         "KSTAGES": config.key_stages, "SHARED": shared, "EARLY": config.early, "AHEAD": config.ahead,
-        "CONSUMER_REGS": config.registers,
+        "DIRECT": config.direct, "CONSUMER_REGS": config.registers,
     }  # fmt: skip
     signature, constexprs, attributes = arguments(kernel, constants, dtype)
+    describe(kernel, signature, attributes, ("q_desc", "k_desc", "v_desc", "do_desc"), dtype, table.FUSED_HEAD_DIM)
     source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     report(f"backward {activation} {config}", compiled)
