@@ -272,8 +272,8 @@ class DataConfig:
     Attributes:
         source: the reader.
         path: cache or file folder; files of kuairand, criteo and taobao are prepared once, in `.gemworks` beside them.
-        batch_size: samples of a batch, over all ranks together, so that a configuration means the same steps whatever the
-            number of ranks; they share it evenly.
+        batch_size: samples of a batch, over all ranks together, which share it evenly: a configuration means the same
+            steps whatever the number of ranks.
         eval_batch_size: samples of a batch of an evaluation, on each rank; None: batch_size.
         max_length: newest events kept per event type; a power of two.
         id_policy: what to do with an id outside its table.
@@ -397,8 +397,8 @@ class TrainConfig:
         profile_every: steps between two profiler traces; None: none.
         profile_steps: steps in a trace.
         memory_history: remembers where GPU memory was allocated, for the snapshot that running out of it writes.
-        rank_timeout_seconds: of several processes: how long a collective waits for a rank that does not come, before the
-            run stops and says which it is. A rank that dies is noticed at once.
+        rank_timeout_seconds: of several processes: how long a collective waits for a rank that does not come, before
+            the run stops and says which it is. A rank that dies is noticed at once.
         wandb_project: project of Weights & Biases to report to as well; its WANDB_MODE=offline works.
     """
 

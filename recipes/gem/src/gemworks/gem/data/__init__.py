@@ -91,8 +91,8 @@ def open_loader(
     batch_size = batch_size or config.batch_size
     if batch_size % world_size:
         raise ValueError(
-            f"data.batch_size: got {batch_size}, expected a multiple of the number of ranks, {world_size}: each takes its "
-            "part of every batch"
+            f"data.batch_size: got {batch_size}, expected a multiple of the number of ranks, {world_size}: each takes "
+            "its part of every batch"
         )
     settings: dict[str, Any] = {
         "batch_size": batch_size // world_size,
