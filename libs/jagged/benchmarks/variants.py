@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from gemworks.jagged._dense import Mask
 from gemworks.jagged.bench.cases import Case, Inputs, make_inputs
+from gemworks.jagged.bench.peers import torch_varlen
 from gemworks.jagged.bench.timing import Clock, Time
 from gemworks.jagged.ops.attention_core import table
 from gemworks.jagged.ops.attention_core.reference import Rule
@@ -60,6 +61,7 @@ COLUMNS: tuple[str, ...] = (
 # in forwards; executed, which is what is useful except in "pair": seven products for the work of five
 PRODUCTS = {"forward": 1.0, "backward_kv": 2.0, "backward_q": 1.5, "backward": 2.5}
 
+PEER = "torch varlen_attn"
 Variant = tuple[str, Any, bool | None]  # step, configuration, fold (forward of fast_gelu)
 
 
@@ -67,10 +69,9 @@ def two_groups(block: int, stages: int, resident: int, keep: bool = False) -> Gl
     return GluonConfig(block, stages, 2, 232, resident, resident_keys=keep)
 
 
-def chained(
-    block: int, stages: int, groups: int = 2, registers: int = 232, *, keep: bool = False, qreg: bool = False
-) -> GluonConfig:
-    return GluonConfig(block, stages, groups, registers, 2, resident_keys=keep, chained=True, query_registers=qreg)
+def direct(block: int, stages: int, groups: int, resident: int, *, keep: bool = False) -> GluonConfig:
+    registers = 160 if groups == 3 else 232
+    return GluonConfig(block, stages, groups, registers, resident, resident_keys=keep, direct=True)
 
 
 def three_groups(block: int, stages: int, resident: int, registers: int = 160, keep: bool = False) -> GluonConfig:
@@ -96,39 +97,35 @@ GROUPS: dict[str, list[Variant]] = {
             for fold in (False, True)
         ),
     ],
-    "chained forward": [
-        ("forward", two_groups(128, 2, 1), True),
+    # The two directions with the torch peer beside them; first on purpose: what a run short of time should measure.
+    "both": [
+        ("forward", PEER, None),
+        ("forward", direct(64, 3, 3, 2), True),
         ("forward", three_groups(64, 3, 2), True),
-        *(
-            ("forward", config, True)
-            for config in (
-                chained(128, 2),
-                chained(64, 4),
-                chained(64, 5),
-                chained(64, 4, qreg=True),
-                chained(128, 2, registers=240, qreg=True),
-                chained(64, 3, 3, 160),
-                chained(64, 4, 3, 160),
-            )
-        ),
-    ],
-    "chained forward, keys kept": [
-        ("forward", two_groups(128, 2, 2), True),
+        ("forward", direct(128, 2, 2, 1), True),
+        ("forward", direct(128, 2, 2, 2), True),
+        ("forward", two_groups(128, 2, 1), True),
+        ("forward", direct(64, 4, 3, 1), True),
+        ("forward", direct(64, 4, 2, 2), True),
+        ("forward", direct(128, 2, 2, 2, keep=True), True),
+        ("forward", direct(64, 4, 2, 2, keep=True), True),
         ("forward", two_groups(128, 2, 2, keep=True), True),
-        ("forward", chained(128, 2, keep=True), True),
-        ("forward", chained(64, 4, keep=True), True),
-        ("forward", chained(64, 4, qreg=True, keep=True), True),
+        ("backward", PEER, None),
+        ("backward", FusedConfig(2, 2, early=True, ahead=True, direct=True), None),
+        ("backward", FusedConfig(2, 2, early=True, ahead=True), None),
+        ("backward", None, None),  # the pair of kernels that the table names
+        ("backward", FusedConfig(2, 2, early=False, ahead=True, direct=True), None),
+        ("backward", FusedConfig(2, 2, early=False, ahead=False, direct=True), None),
     ],
     "backward": [
         ("backward", None, None),  # the pair of kernels that the table names
         *(
-            ("backward", FusedConfig(stages, key_stages, early, ahead), None)
-            for stages, key_stages, early, ahead in (
-                (2, 2, False, False),
-                (2, 2, True, False),
-                (2, 2, False, True),
-                (2, 2, True, True),
-                (3, 1, False, True),
+            ("backward", FusedConfig(2, 2, early, ahead, direct), None)
+            for early, ahead, direct in (
+                (True, True, False),
+                (False, True, True),
+                (True, True, True),
+                (False, False, True),
             )
         ),
     ],
@@ -210,6 +207,15 @@ def run_step(
     return lambda: launch.triton_backward_q(p, d_out, lse, delta, dq, config), [dq]
 
 
+def run_peer(x: Inputs, step: str) -> Callable[[], object]:
+    attend = torch_varlen(x).attend
+    if step == "forward":
+        q, k, v = (t.detach() for t in x.leaves)
+        return lambda: attend(q, k, v)
+    out = attend(*x.leaves)
+    return lambda: torch.autograd.grad(out, x.leaves, x.d_out, retain_graph=True)
+
+
 def problem(x: Inputs, activation: str) -> Any:
     from gemworks.jagged.ops.attention_core import launch
 
@@ -241,6 +247,15 @@ def measure(group: str, shapes: list[str], only: int | None, check: bool) -> Ite
         twins: dict[str, list[Tensor]] = {}
         for variant in GROUPS[group] if only is None else [GROUPS[group][only]]:
             step, config, fold = variant
+            if getattr(config, "resident_keys", False) and x.case.kind != "pffn":
+                continue  # the same kernel as without
+            if config == PEER:
+                if softmax and not check:
+                    t = Time.of(clock.sample(run_peer(x, step), 12)[2:])
+                    row = {"shape": shape, "activation": activation, "step": step, "config": PEER}
+                    row |= {"ms": f"{t.ms:.4f}", "ms_p20": f"{t.ms_p20:.4f}", "ms_p80": f"{t.ms_p80:.4f}"}
+                    yield row | {"tflops": f"{PRODUCTS[step] * x.flops / t.ms / 1e9:.0f}"}
+                continue
             if fold and softmax:
                 if any(v[1] == config and not v[2] for v in GROUPS[group]):
                     continue
