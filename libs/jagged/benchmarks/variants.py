@@ -25,7 +25,7 @@ from gemworks.jagged.bench.cases import Case, Inputs, make_inputs
 from gemworks.jagged.bench.timing import Clock, Time
 from gemworks.jagged.ops.attention_core import table
 from gemworks.jagged.ops.attention_core.reference import Rule
-from gemworks.jagged.ops.attention_core.table import GluonConfig, TritonConfig
+from gemworks.jagged.ops.attention_core.table import FusedConfig, GluonConfig, TritonConfig
 from torch import Tensor
 
 CASES = {
@@ -34,6 +34,14 @@ CASES = {
     "B256 max2048 kv256": Case("flash_attention", "pffn", 256, 2048, "full", rows=256),
     "B128 max2048 seeds256": Case("flash_attention", "pool", 128, 2048, rows=256),
     "B128 max2048 seeds64": Case("flash_attention", "pool", 128, 2048, rows=64),
+}
+# The same kinds of work on a few short sequences, for --check
+SMALL = {
+    "B256 max1024": Case("flash_attention", "self", 9, 300),
+    "B128 max2048": Case("flash_attention", "self", 9, 700),
+    "B256 max2048 kv256": Case("flash_attention", "pffn", 9, 700, rows=256),
+    "B128 max2048 seeds256": Case("flash_attention", "pool", 9, 700, rows=256),
+    "B128 max2048 seeds64": Case("flash_attention", "pool", 9, 700, rows=64),
 }
 ACTIVATIONS = ("fast_gelu", "softmax")
 COLUMNS: tuple[str, ...] = (
@@ -49,13 +57,20 @@ COLUMNS: tuple[str, ...] = (
     "error",
     "note",
 )
-PRODUCTS = {"forward": 1.0, "backward_kv": 2.0, "backward_q": 1.5}  # in forwards, executed
+# in forwards; executed, which is what is useful except in "pair": seven products for the work of five
+PRODUCTS = {"forward": 1.0, "backward_kv": 2.0, "backward_q": 1.5, "backward": 2.5}
 
-Variant = tuple[table.Step, Any, bool | None]  # step, configuration, fold (forward of fast_gelu)
+Variant = tuple[str, Any, bool | None]  # step, configuration, fold (forward of fast_gelu)
 
 
 def two_groups(block: int, stages: int, resident: int, keep: bool = False) -> GluonConfig:
     return GluonConfig(block, stages, 2, 232, resident, resident_keys=keep)
+
+
+def chained(
+    block: int, stages: int, groups: int = 2, registers: int = 232, *, keep: bool = False, qreg: bool = False
+) -> GluonConfig:
+    return GluonConfig(block, stages, groups, registers, 2, resident_keys=keep, chained=True, query_registers=qreg)
 
 
 def three_groups(block: int, stages: int, resident: int, registers: int = 160, keep: bool = False) -> GluonConfig:
@@ -79,6 +94,42 @@ GROUPS: dict[str, list[Variant]] = {
                 three_groups(64, 3, 1, 152),
             )
             for fold in (False, True)
+        ),
+    ],
+    "chained forward": [
+        ("forward", two_groups(128, 2, 1), True),
+        ("forward", three_groups(64, 3, 2), True),
+        *(
+            ("forward", config, True)
+            for config in (
+                chained(128, 2),
+                chained(64, 4),
+                chained(64, 5),
+                chained(64, 4, qreg=True),
+                chained(128, 2, registers=240, qreg=True),
+                chained(64, 3, 3, 160),
+                chained(64, 4, 3, 160),
+            )
+        ),
+    ],
+    "chained forward, keys kept": [
+        ("forward", two_groups(128, 2, 2), True),
+        ("forward", two_groups(128, 2, 2, keep=True), True),
+        ("forward", chained(128, 2, keep=True), True),
+        ("forward", chained(64, 4, keep=True), True),
+        ("forward", chained(64, 4, qreg=True, keep=True), True),
+    ],
+    "backward": [
+        ("backward", None, None),  # the pair of kernels that the table names
+        *(
+            ("backward", FusedConfig(stages, key_stages, early, ahead), None)
+            for stages, key_stages, early, ahead in (
+                (2, 2, False, False),
+                (2, 2, True, False),
+                (2, 2, False, True),
+                (2, 2, True, True),
+                (3, 1, False, True),
+            )
         ),
     ],
     "backward_kv": [
@@ -133,6 +184,20 @@ def run_step(
         if gluon:
             return lambda: launch_hopper.forward(p, out, fresh, config, fold=bool(fold)), [out]
         return lambda: launch.triton_forward(p, out, fresh, config), [out]
+    if step == "backward":
+        dtype = torch.float32 if p.rule.shared_query else p.q.dtype
+        dq = torch.empty(p.rows_q, *p.q.shape[1:], dtype=dtype, device=p.q.device)
+        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.k, p.v))
+        if config is None:
+            return lambda: launch._backward_in_two(p, d_out, lse, delta, dq, dk, dv), [dq, dk, dv]
+        if isinstance(config, FusedConfig):
+            return lambda: launch_hopper.backward_fused(p, d_out, lse, delta, dq, dk, dv, config), [dq, dk, dv]
+
+        def pair() -> None:
+            launch.triton_backward_kv(p, d_out, lse, delta, dk, dv, table.triton_config("backward_kv", p.shape))
+            launch.triton_backward_q(p, d_out, lse, delta, dq, table.triton_config("backward_q", p.shape))
+
+        return pair, [dq, dk, dv]
     if step == "backward_kv":
         dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.k, p.v))
         if gluon:
@@ -160,13 +225,13 @@ def problem(x: Inputs, activation: str) -> Any:
     return launch.Problem(q, k, v, rule, schedule, bound, "sm_90", x.d_out.shape[0], rows_k)
 
 
-def measure(group: str, shapes: list[str]) -> Iterator[dict[str, str]]:
+def measure(group: str, shapes: list[str], only: int | None, check: bool) -> Iterator[dict[str, str]]:
     from gemworks.jagged.ops.attention_core import launch
 
     device = torch.device("cuda")
     clock = Clock(device)
     for shape, activation in itertools.product(shapes, ACTIVATIONS):
-        x = make_inputs(CASES[shape], device, torch.bfloat16)
+        x = make_inputs((SMALL if check else CASES)[shape], device, torch.bfloat16)
         p = problem(x, activation)
         softmax = activation == "softmax"
         lse = torch.empty(p.q.shape[1], p.rows_q if softmax else 1, device=device)
@@ -174,7 +239,7 @@ def measure(group: str, shapes: list[str]) -> Iterator[dict[str, str]]:
         launch.triton_forward(p, out, lse, table.triton_config("forward", p.shape))
         delta = launch.compute_delta(out, x.d_out) if softmax else lse
         twins: dict[str, list[Tensor]] = {}
-        for variant in GROUPS[group]:
+        for variant in GROUPS[group] if only is None else [GROUPS[group][only]]:
             step, config, fold = variant
             if fold and softmax:
                 if any(v[1] == config and not v[2] for v in GROUPS[group]):
@@ -184,14 +249,13 @@ def measure(group: str, shapes: list[str]) -> Iterator[dict[str, str]]:
                 "shape": shape,
                 "activation": activation,
                 "step": step,
-                "config": str(config),
+                "config": "pair" if config is None else str(config),
                 "fold": str(variant[2]),
             }
             try:
                 if step not in twins:
-                    run, twins[step] = run_step(
-                        p, (step, table.triton_config(step, p.shape), None), x.d_out, lse, delta
-                    )
+                    plain = table.triton_config("forward" if step == "backward" else step, p.shape)  # pyright: ignore[reportArgumentType]
+                    run, twins[step] = run_step(p, (step, plain, None), x.d_out, lse, delta)
                     run()
                 run, filled = run_step(p, variant, x.d_out, lse, delta)
                 for t in filled:
@@ -204,7 +268,7 @@ def measure(group: str, shapes: list[str]) -> Iterator[dict[str, str]]:
                 row["error"] = f"{max(errors):.1e}"
                 if not max(errors) < 2e-2:
                     row["note"] = "WRONG: not timed"
-                else:
+                elif not check:
                     t = Time.of(clock.sample(run, 12)[2:])
                     row |= {"ms": f"{t.ms:.4f}", "ms_p20": f"{t.ms_p20:.4f}", "ms_p80": f"{t.ms_p80:.4f}"}
                     row["tflops"] = f"{PRODUCTS[step] * x.flops / t.ms / 1e9:.0f}"
@@ -213,13 +277,17 @@ def measure(group: str, shapes: list[str]) -> Iterator[dict[str, str]]:
             yield row
 
 
-def child(group: str, shapes: list[str], out: Path) -> None:
+def child(group: str, shapes: list[str], out: Path, only: int | None, check: bool) -> None:
+    if check:
+        for row in measure(group, shapes, only, check):
+            print(" ".join(row.get(c, "") for c in COLUMNS if row.get(c)), flush=True)
+        return
     new = not out.exists()
     with out.open("a", newline="") as file:
         writer: csv.DictWriter[str] = csv.DictWriter(file, COLUMNS, restval="")
         if new:
             writer.writeheader()
-        for row in measure(group, shapes):
+        for row in measure(group, shapes, only, check):
             writer.writerow(row)
             file.flush()
             print("  ".join(row.get(c, "") for c in COLUMNS), flush=True)
@@ -232,15 +300,18 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=150.0, help="of one group")
     parser.add_argument("--group", action="append", choices=list(GROUPS), help="only these; all by default")
     parser.add_argument("--shape", action="append", choices=list(CASES), help="only these; all by default")
+    parser.add_argument("--check", action="store_true", help="small shapes, no times: compiles and compares")
+    parser.add_argument("--only", type=int, help="one variant of a group, by its number; with --check")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     groups, begin = args.group or list(GROUPS), time.monotonic()
-    if args.child:
-        child(groups[0], args.shape, args.out)
+    if args.child or args.check:
+        for group in groups:
+            child(group, args.shape or list(CASES), args.out, args.only, args.check)
         return
     for group in groups:
         shapes = args.shape or list(CASES)
-        if group.startswith("keep keys"):
+        if "keep keys" in group or "keys kept" in group:
             shapes = [s for s in shapes if CASES[s].kind == "pffn"]
         if group == "one consumer group":
             shapes = [s for s in shapes if CASES[s].kind != "self" or s == "B256 max1024"]

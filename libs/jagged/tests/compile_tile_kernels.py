@@ -73,14 +73,26 @@ def norm_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], d
         for full in (False, True):
             name = f"{width} {'full' if full else 'plain'}"
             forward, backward = norm_config(width), norm_config(width, sums_columns=full)
-            shared = {"D": width, "BLOCK_D": triton.next_power_of_2(width), "INNER": 1, "CENTER": full}
+            shared = {
+                "D": width,
+                "BLOCK_D": triton.next_power_of_2(width),
+                "INNER": 1,
+                "CENTER": full,
+                "READ": forward.read_policy,
+            }
             flags = {"HAS_RESIDUAL": True, "HAS_WEIGHT": full, "HAS_BIAS": full, "HAS_ADD": full}
             constants = {**shared, "ROWS": forward.rows, **flags}
             cases[f"norm_fwd {name}"] = (
                 kernel_norm.norm_fwd_kernel, lambda _: "*bf16", constants, {"num_warps": forward.num_warps},
             )  # fmt: skip
             flags = {"HAS_DH": full, "HAS_WEIGHT": full, "HAS_DWEIGHT": full, "HAS_DBIAS": full}
-            constants = {**shared, "ROWS": backward.rows, "STAGES": backward.stages, **flags}
+            constants = {
+                **shared,
+                "READ": backward.read_policy,
+                "ROWS": backward.rows,
+                "STAGES": backward.stages,
+                **flags,
+            }
             cases[f"norm_bwd {name}"] = (
                 kernel_norm.norm_bwd_kernel,
                 lambda n: "*fp32" if n in ("dweight_ptr", "dbias_ptr") else "*bf16",

@@ -113,6 +113,7 @@ def compile_gluon(
     if step == "forward":
         kernel, described = kernel_forward_hopper.forward_hopper_kernel, ("q_desc",)
         constants |= {"GROUP_HEADS": 1, "HV": width, "BN": config.block, "QSTAGES": config.resident_stages}
+        constants |= {"CHAINED": config.chained, "QREG": config.query_registers}
         constants |= {"GROUPS": config.groups, "FOLD": activation == "fast_gelu" and dtype == "bf16"}
     else:
         kernel, described = kernel_backward_hopper.backward_hopper_kernel, ("a_desc", "b_desc")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,17 @@ from gemworks.jagged.bench import cases, peers, report
 from gemworks.jagged.bench.timing import Time
 
 pytestmark = pytest.mark.reference
-QUICK = ["--smoke", "--rounds", "1", "--repeats", "2", "--skip", "FlexAttention"]  # FlexAttention compiles for seconds
+QUICK = [
+    "--smoke",
+    "--suite",
+    "attention",
+    "--rounds",
+    "1",
+    "--repeats",
+    "2",
+    "--skip",
+    "FlexAttention",
+]  # FlexAttention compiles for seconds
 
 
 def run(tmp_path: Path, *more: str) -> list[dict[str, str]]:
@@ -26,13 +39,17 @@ def run(tmp_path: Path, *more: str) -> list[dict[str, str]]:
 def test_smoke_rows_have_every_column_and_keep_failing_peers(tmp_path: Path) -> None:
     rows = run(tmp_path)
     assert tuple(rows[0]) == report.COLUMNS
-    assert {(r["op"], r["shape"]) for r in rows} == {(c.op, c.shape) for c in cases.SMOKE}
+    attention = [r for r in rows if r["op"] != "tile_schedule"]
+    assert {(r["op"], r["shape"]) for r in attention} == {(c.op, c.shape) for c in cases.SMOKE}
+    schedules = [r for r in rows if r["op"] == "tile_schedule"]
+    assert [(r["shape"], r["impl"]) for r in schedules] == [("B3 max16", report.OURS)]
+    assert float(schedules[0]["ratio_to_best_peer"]) > 0
     mine = [r for r in rows if r["impl"] == report.OURS]
     assert {r["direction"] for r in mine} == {"fwd", "bwd"}
     for r in mine:
         assert float(r["ms_p20"]) <= float(r["ms"]) <= float(r["ms_p80"])
-        assert float(r["tflops"]) > 0
-        assert r["bwd_factor"] == "2.5"
+        assert r["op"] == "tile_schedule" or float(r["tflops"]) > 0
+        assert r["op"] == "tile_schedule" or r["bwd_factor"] == "2.5"
     absent = [r for r in rows if r["impl"] == "flash-attn-4"]
     assert absent
     assert all(not r["ms"] and r["ratio_to_best_peer"].startswith("cannot run: ") for r in absent)
@@ -41,7 +58,7 @@ def test_smoke_rows_have_every_column_and_keep_failing_peers(tmp_path: Path) -> 
 def test_a_wrong_kernel_gets_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(x: cases.Inputs) -> peers.Contender:
         right = peers.ours(x)
-        return peers.Contender(lambda q, k, v: right.attend(q, k, v) * 1.01, softmax=right.softmax)
+        return replace(right, attend=lambda q, k, v: right.attend(q, k, v) * 1.01)
 
     monkeypatch.setattr(bench, "ours", wrong)
     path = tmp_path / "rows.csv"
@@ -58,9 +75,75 @@ def test_a_peer_of_your_own(tmp_path: Path) -> None:
         peers.from_file("mine")
 
 
+def test_a_peer_that_says_what_it_computes_is_checked(tmp_path: Path) -> None:
+    """Scales of logits and output are its own; a wrong one has a reason instead of a number."""
+    file = tmp_path / "made.py"
+    file.write_text(
+        "from dataclasses import replace\n"
+        "from gemworks.jagged.bench.peers import Contender, ours\n"
+        "def make(x):\n"
+        "    right = ours(replace(x, case=replace(x.case, op='gdpa', activation='relu')))\n"
+        "    return Contender(lambda q, k, v: 3 * right.attend(q, k, v), activation='relu', out_scale=SCALE)\n"
+    )
+    right, wrong = tmp_path / "right.py", tmp_path / "wrong.py"
+    for path, scale in ((right, "3.0"), (wrong, "2.0")):
+        path.write_text(file.read_text().replace("SCALE", scale))
+    given = ["--peer", f"right={right}:make", "--peer", f"wrong={wrong}:make", "--only", "max16 uniform"]
+    rows = run(tmp_path, *given, "--skip", "torch varlen_attn")
+    assert all(r["ms"] for r in rows if r["impl"] == "right")
+    refused = [r for r in rows if r["impl"] == "wrong"]
+    assert {(r["op"], r["direction"]) for r in refused} == {(o, d) for o in cases.BOTH for d in ("fwd", "bwd")}
+    assert all("AssertionError: out of sequence" in r["ratio_to_best_peer"] and not r["ms"] for r in refused)
+
+
+def test_a_peer_that_fails_while_timed_leaves_the_case_alone(tmp_path: Path) -> None:
+    file = tmp_path / "late.py"
+    file.write_text(
+        "calls = []\n"
+        "def attend(q, k, v, cu_q, cu_k, max_q, max_k, scale):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) > 3:\n"
+        "        raise RuntimeError('worn out')\n"
+        "    return q * v.sum() * k.sum()\n"
+    )
+    rows = run(tmp_path, "--peer", f"late={file}:attend", "--only", "gdpa B3 max16 uniform")
+    late = [r for r in rows if r["impl"] == "late"]
+    assert {r["direction"] for r in late} == {"fwd", "bwd"}
+    assert all(r["ratio_to_best_peer"] == "cannot run: RuntimeError: worn out" for r in late if not r["ms"])
+    assert any(not r["ms"] for r in late)
+    assert {r["direction"] for r in rows if r["impl"] == report.OURS and r["ms"]} == {"fwd", "bwd"}
+
+
+@pytest.mark.slow
+def test_a_peer_that_hangs_is_left_out_and_the_run_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "hangs.py"
+    file.write_text("import time\n\ndef attend(*args):\n    time.sleep(3600)\n")
+    out = tmp_path / "rows.csv"
+    command = [sys.executable, "-m", "gemworks.jagged.bench", *QUICK, "--out", str(out), "--limit-s", "2"]
+    command += ["--peer", f"hangs={file}:attend", "--only", "uniform", "--skip", "torch varlen_attn"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with out.open() as f:
+        rows = list(csv.DictReader(f))
+    hung = [r for r in rows if r["impl"] == "hangs"]
+    assert {r["shape"] for r in hung} == {c.shape for c in cases.SMOKE}
+    assert any("stopped after 2 s" in r["ratio_to_best_peer"] for r in hung)
+    mine = [r for r in rows if r["impl"] == report.OURS and r["op"] != "tile_schedule"]
+    assert {(r["op"], r["shape"]) for r in mine} == {(c.op, c.shape) for c in cases.SMOKE}
+    assert "--resume" not in rows[-1]["command"]
+
+
+def test_cases_with_the_same_inputs_share_their_peers() -> None:
+    groups = cases.grouped(cases.CASES)
+    assert sum(map(len, groups)) == len(cases.CASES)
+    assert [c.op for c in groups[0]] == ["flash_attention", "gdpa"]
+    urgent = [min(c.priority for c in g) for g in groups]
+    assert urgent == sorted(urgent)
+
+
 def test_budget_stops_and_says_so(tmp_path: Path, capsys: Any) -> None:
     assert bench.main([*QUICK, "--budget-s", "0", "--out", str(tmp_path / "rows.csv")]) == 0
-    assert capsys.readouterr().out.count("not run, the budget of 0 s is spent") == len(cases.SMOKE)
+    assert capsys.readouterr().out.count("not run, the budget of 0 s is spent") == len(cases.grouped(cases.SMOKE))
 
 
 def test_laws_of_lengths() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,9 +55,15 @@ def assert_near(got: Tensor, truth: Tensor, bound: float, what: str = "") -> Non
     assert float(error) <= bound, f"{what}: relative error {float(error):.2e}, expected <= {bound:.0e}"
 
 
+# bf16 at every width; the other types, which share its code, at a width of each class of tiles.
+NORMS = [
+    *itertools.product((torch.bfloat16,), (7, 64, 96, 128, 512, 1000, 1024, 2048, 3000, 8192)),
+    *itertools.product((torch.float16, torch.float32), (96, 1000, 8192)),
+]
+
+
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("dtype", list(ERROR), ids=str)
-@pytest.mark.parametrize("width", [7, 64, 96, 128, 512, 1000, 1024, 2048, 3000, 8192])
+@pytest.mark.parametrize(("dtype", "width"), NORMS, ids=str)
 @pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("full", [True, False], ids=["affine_residual_add", "plain"])
 def test_norms(full: bool, center: bool, width: int, dtype: torch.dtype) -> None:
@@ -99,12 +106,26 @@ def lengths_of(block: int) -> list[int]:
     return [0, 1, block - 1, block, block + 1, 0, 5 * block + 7, 1, 0]
 
 
-@pytest.mark.parametrize("dtype", list(ERROR), ids=str)
-@pytest.mark.parametrize(
-    ("heads", "key_heads", "width"), [(4, 4, 128), (4, 4, 64), (2, 2, 32), (4, 2, 96), (4, 1, 128)]
+HEADS = [(4, 4, 128), (4, 4, 64), (2, 2, 32), (4, 2, 96), (4, 1, 128)]
+FRONTS = [(0, 0, 0), (1, 0, 1), (0, 1, 0), (1, 1, 0), (1, 1, 1)]
+# (block, qk_norm, rope, causal, heads, key heads, width, dtype): two at a time in full, so that every entry of the
+# table of configurations is met; float32 fits blocks of 64 at most.
+BLOCKS = list(
+    dict.fromkeys(
+        [
+            *((block, *front, *HEADS[0], torch.bfloat16) for block in (32, 64, 128) for front in FRONTS),
+            *((64, 1, 1, 0, *heads, dtype) for heads in HEADS for dtype in ERROR),
+            *((block, 1, 1, 1, *heads, torch.bfloat16) for block in (32, 128) for heads in HEADS),
+            *((block, 0, 1, 0, *HEADS[1], dtype) for block in (32, 64, 128) for dtype in ERROR),
+        ]
+    )
 )
-@pytest.mark.parametrize(("qk_norm", "rope", "causal"), [(0, 0, 0), (1, 0, 1), (0, 1, 0), (1, 1, 0), (1, 1, 1)])
-@pytest.mark.parametrize("block", [32, 64, 128])
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(
+    ("block", "qk_norm", "rope", "causal", "heads", "key_heads", "width", "dtype"), BLOCKS, ids=str
+)
 def test_block_attention_j1_j2_j3_j4_j5(
     block: int, qk_norm: int, rope: int, causal: int, heads: int, key_heads: int, width: int, dtype: torch.dtype
 ) -> None:
@@ -232,6 +253,7 @@ def test_flat_memory_over_500_batches_t3() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("much memory")
 def test_beyond_two_to_the_31_elements_j8() -> None:
     """J8: the last rows of tensors with more than 2^31 elements equal the same rows alone."""
     total = (1 << 31) // 512 + 1000

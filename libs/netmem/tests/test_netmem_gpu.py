@@ -8,6 +8,8 @@ import pytest
 import torch
 from gemworks.netmem.arena import PinnedArena
 from gemworks.netmem.bench.stack import StackSize, make_stack
+from gemworks.netmem.budget import Option, Region, StepProfile, evaluate
+from gemworks.netmem.codec import explain_codec, get_codec
 from gemworks.netmem.movers import CudaMover
 from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.policy import apply_policy
@@ -69,6 +71,52 @@ def test_device_memory_is_flat_over_100_steps():
                 engine.synchronize()
                 sizes.append(torch.cuda.memory_allocated(device))
     assert len(set(sizes[1:])) == 1, sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block128", "mxfp8"])
+@pytest.mark.parametrize("shape", [(1,), (63, 129), (5, 8192), (4096, 512), (3, 0)])
+def test_codec_kernels_have_the_bits_of_the_definition(name, dtype, shape):
+    device, codec = torch.device("cuda", 0), get_codec(name)
+    generator = torch.Generator(device).manual_seed(sum(shape))
+    x = torch.randn(shape, device=device, generator=generator)
+    x = (x * torch.randint(-9, 9, shape, device=device, generator=generator).float().exp2()).to(dtype)
+    assert explain_codec(codec, x).startswith("triton")
+    codes = codec.encode(x)
+    expected = codec.encode(x.cpu())
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(codes, expected, strict=True))
+    back = codec.decode(codes, x.shape, dtype)
+    assert torch.equal(back.cpu(), codec.decode(expected, x.shape, dtype))
+
+
+def test_a_paced_plan_moves_ahead_of_need_and_frees_memory():
+    """The first region offloaded, all others kept: nothing but the pace tells the engine where the step is."""
+    device = torch.device("cuda", 0)
+    model, batch = make_stack(SIZE, device)
+    expected = gradients(model, batch)
+    engine = OffloadEngine(PinnedArena(256 << 20), device=device, window_bytes=64 << 20, min_bytes=1 << 12)
+    keep = Option("keep", 0.1, 0.2, 0, 0, 0)
+    away = Option("offload", 0.1, 0.2, 0, 0, 0, moved_bytes=8 << 20)
+    step = StepProfile(
+        tuple(Region(name, (keep, away)) for name in model.regions),
+        up_bytes_per_s=1e8,
+        down_bytes_per_s=1e8,
+        window_bytes=64 << 20,
+    )
+    plan = evaluate(step, ["offload"] + ["keep"] * (len(model.regions) - 1))
+    assert plan.stall_s == 0
+    with apply_policy(model, plan, engine=engine):
+        for _ in range(3):
+            for a, b in zip(gradients(model, batch), expected, strict=True):
+                assert torch.equal(a, b)
+        model.zero_grad(set_to_none=True)
+        loss = model(batch)
+        assert engine.stats().num_live > 0
+        # the queue is empty by the end of forward, so everything has departed, whatever the host knows of the copies
+        assert engine.stats().in_flight_bytes == 0
+        before = engine.stats().num_rescued
+        loss.backward()
+        assert engine.stats().num_rescued == before
 
 
 def test_stash_frees_device_memory():

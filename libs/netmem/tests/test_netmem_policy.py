@@ -196,7 +196,7 @@ def test_o6_the_real_peak_stays_within_the_budget(share, slow_link_profile):
     assert least < keep
     budget = least + share * (keep - least)
     plan = solve(step, budget)
-    with apply_policy(model, plan.choices, engine=engine):
+    with apply_policy(model, plan, engine=engine):
         real = peak_of_a_step(model, engine)
     slack = 8 * X.numel()  # the loss head, outside every region
     assert real <= budget + slack

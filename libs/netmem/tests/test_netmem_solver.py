@@ -42,6 +42,7 @@ def random_profile(seed: int, num_regions: int, num_options: int = 3) -> StepPro
         down_bytes_per_s=rng.uniform(2, 40),
         window_bytes=rng.randint(0, 120),
         other_s=rng.uniform(0, 3),
+        granule_bytes=rng.choice([0, 5, 40]),
     )
 
 
@@ -51,9 +52,13 @@ def brute_force(profile: StepProfile) -> tuple[torch.Tensor, torch.Tensor]:
         -1, len(profile.regions)
     )
     n = combos.shape[0]
-    held, up, down, ahead, time_s = (torch.zeros(n, dtype=torch.float64) for _ in range(5))
+    held, up, down, time_s = (torch.zeros(n, dtype=torch.float64) for _ in range(4))
     peak = torch.full((n,), float(profile.base_bytes), dtype=torch.float64)
     w, r, s = profile.window_bytes, profile.up_bytes_per_s, profile.down_bytes_per_s
+
+    def there(q: torch.Tensor) -> torch.Tensor:
+        return (q > 0) * (q + profile.granule_bytes).clamp_max(w)
+
     for i, region in enumerate(profile.regions):
         cols = {
             name: torch.tensor([getattr(o, name) for o in region.options], dtype=torch.float64)[combos[:, i]]
@@ -61,15 +66,17 @@ def brute_force(profile: StepProfile) -> tuple[torch.Tensor, torch.Tensor]:
         }
         now = profile.base_bytes + held
         peak = torch.maximum(
-            peak, torch.maximum(now + up + cols["forward_bytes"], now + ahead + cols["backward_bytes"])
+            peak, torch.maximum(now + there(up) + cols["forward_bytes"], now + there(down) + cols["backward_bytes"])
         )
+        if i == len(profile.regions) - 1:
+            late = there((up - r * cols["forward_s"]).clamp_min(0))
+            peak = torch.maximum(peak, now + late + there(down) + cols["backward_bytes"])
         up = (up - r * cols["forward_s"]).clamp_min(0) + cols["moved_bytes"]
         down = (down - s * cols["backward_s"]).clamp_min(0) + cols["moved_bytes"]
         time_s += cols["forward_s"] + cols["backward_s"] + (up - w).clamp_min(0) / r + (down - w).clamp_min(0) / s
         up, down = up.clamp_max(w), down.clamp_max(w)
         held += cols["held_bytes"]
-        ahead = (ahead + cols["moved_bytes"]).clamp_max(w)
-    peak = torch.maximum(peak, profile.base_bytes + held + up)
+    peak = torch.maximum(peak, profile.base_bytes + held + there(up))
     return peak, time_s + profile.other_s
 
 

@@ -15,7 +15,7 @@ from gemworks.parallel.embeddings import FullyShardedEmbeddings
 from gemworks.parallel.exposed import traced
 from gemworks.parallel.fsdp import FsdpPolicy, apply_fsdp
 from gemworks.parallel.sparse_optim import RowSGD, RowWiseAdagrad
-from gemworks.parallel.stacks import Stack
+from gemworks.parallel.stacks import Stack, on_device
 from parallel_spawn import spawn
 from test_parallel_embeddings import FEATURES, TABLES, batch_of
 from test_parallel_embeddings import loss_of as table_loss
@@ -116,7 +116,7 @@ def _overlap(rank: int, world: int, device: torch.device) -> dict[str, float]:
     """An FSDP step whose layers are far longer than their gathers: how much of the gathers is exposed."""
     n, width, tokens = 6, 2048, 16384
     torch.manual_seed(0)
-    model = Stack(n, width).to(device)
+    model = on_device(lambda: Stack(n, width), device)
     plan = ParallelPlan.for_world(world, shard=world)
     meshes = build_meshes(plan, presets.h200_host(world), device_type=device.type)
     apply_fsdp(

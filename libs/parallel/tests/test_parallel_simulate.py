@@ -183,7 +183,7 @@ def test_items_sum_to_the_step_and_bytes_are_conserved(world, a, b, e, g, r, ove
         want += 4 * share(expert) * x.exchange_bytes * expert
     tables = m.table_bytes / group
     want += share(group) * m.ids_per_batch * (2 * m.bytes_per_row + 8)
-    want += 3 * share(replica_shard) * tables
+    want += share(replica_shard) * (2 * tables + m.table_weight_bytes / group)  # the lookup gathers weights alone
     want += reduced("sparse", tables / replica_shard)
     assert sum(s.bytes_by_tier.values()) == pytest.approx(want, rel=1e-9)
     layout = layout_of_splits(plan, s.splits, c)

@@ -33,6 +33,7 @@ KERNELS = {
     "unfused": KernelConfig(norm="torch", fused_qk=False),
     "own schedules": KernelConfig(share_schedule=False),
     "float32 stream": KernelConfig(stream="float32"),
+    "fp16 rotations": KernelConfig(rope_tables="float16"),
 }
 VARIANTS: dict[str, dict] = {
     "block": {},
@@ -72,10 +73,12 @@ def test_a_padded_row_equals_its_jagged_row(variant: str):
 def test_kernels_change_nothing(kernels: str):
     loss, gradients = run(KernelConfig(), "block")
     other_loss, other_gradients = run(KERNELS[kernels], "block")
-    torch.testing.assert_close(other_loss, loss, rtol=1e-5, atol=1e-6)
+    half = 20.0 if kernels == "fp16 rotations" else 1.0  # rounds where the others only reorder sums
+    torch.testing.assert_close(other_loss, loss, rtol=half * 1e-5, atol=half * 1e-6)
     for name, gradient in gradients.items():
         size = float(gradient.abs().max())
-        torch.testing.assert_close(other_gradients[name], gradient, rtol=1e-3, atol=1e-4 * size + 1e-9, msg=name)
+        bound = half * 1e-4 * size + 1e-9
+        torch.testing.assert_close(other_gradients[name], gradient, rtol=half * 1e-3, atol=bound, msg=name)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from gemworks.jagged.convert import (
 from gemworks.jagged.counting import attention_flops, num_pairs
 from gemworks.jagged.dispatch import Explanation, SupportRow, explain, support
 from gemworks.jagged.jagged import Jagged, next_power_of_two
+from gemworks.jagged.ops.attention_fp8.op import flash_attention_fp8, gdpa_fp8
 from gemworks.jagged.ops.block_attention.op import block_attention, block_attention_qkv
 from gemworks.jagged.ops.block_attention.schedule import BlockSchedule
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias
@@ -58,6 +59,7 @@ __all__ = [
     "expand_rows",
     "explain",
     "flash_attention",
+    "flash_attention_fp8",
     "from_cu_seqlens",
     "from_keyed",
     "from_lengths",
@@ -66,6 +68,7 @@ __all__ = [
     "from_padded",
     "from_torchrec",
     "gdpa",
+    "gdpa_fp8",
     "jagged_dense_matmul",
     "jagged_dot",
     "jagged_jagged_matmul",

@@ -246,7 +246,11 @@ def explain(
                 refusal = "has no bias"
             elif rule.backend == "gluon":
                 refusal = table.gluon_refusal("forward", shape, place)
-            config = "; ".join(f"{step}: {table.choose(step, shape, place)}" for step in table.STEPS)
+            steps = {step: table.choose(step, shape, place) for step in table.STEPS}
+            fused = table.choose_fused(shape, place)
+            if fused is not None:
+                steps = {"forward": steps["forward"], "backward": fused}
+            config = "; ".join(f"{step}: {choice}" for step, choice in steps.items())
         if refusal is None:
             name = str(dtype).removeprefix("torch.")
             reasons = [*refusals, f"takes {name} on {place}"]

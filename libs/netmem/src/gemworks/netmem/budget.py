@@ -11,15 +11,19 @@ with `q` bytes in the queue when a region of forward time `f` starts,
     q <- max(0, q - r f) + moved;   stall = max(0, q - W) / r;   q <- min(q, W)
 
 The way back is the same queue in reversed time (a buffer of W bytes between a link and its consumer takes as long
-forwards as backwards), with the backward times and the other direction's rate. While region i runs its forward the
-device holds what the regions before it hold, `q`, and its own `forward` bytes; in its backward, what the regions
-before hold, up to W bytes brought back ahead of need, and its own `backward` bytes.
+forwards as backwards), with the backward times and the other direction's rate: its `q` before region i is what has to
+be back, of the regions before i, when the backward of region i ends. While region i runs its forward the device holds
+what the regions before it hold, `q`, and its own `forward` bytes; in its backward, what the regions before hold, the
+`q` of the way back, and its own `backward` bytes. Tensors move whole, so a queue that is not empty may hold one
+*granule*, the largest tensor, more than its `q`, and never more than W.
+
+`Plan.pace` hands both queues to the engine, which keeps to them (`policy.apply_policy` with a plan).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 KEEP = "keep"
 RECOMPUTE = "recompute"
@@ -27,6 +31,8 @@ RECOMPUTE_CHEAP = "recompute_cheap"
 QUANTISE = "quantise"
 OFFLOAD = "offload"
 QUANTISE_OFFLOAD = "quantise_offload"
+# in the code of a compiled region, see policy.compile_with_budget; not among the choices measured by default
+QUANTISE_FUSED = "quantise_fused"
 CHOICES = (KEEP, RECOMPUTE_CHEAP, RECOMPUTE, QUANTISE, OFFLOAD, QUANTISE_OFFLOAD)
 
 
@@ -91,6 +97,7 @@ class StepProfile:
         up_bytes_per_s, down_bytes_per_s: rates that offloading may use, out and back.
         window_bytes: `OffloadEngine.window_bytes`.
         other_s: time of the step outside the regions.
+        granule_bytes: the largest tensor that moves.
     """
 
     regions: tuple[Region, ...]
@@ -99,6 +106,7 @@ class StepProfile:
     down_bytes_per_s: float = 50e9
     window_bytes: int = 256 << 20
     other_s: float = 0.0
+    granule_bytes: int = 0
 
     def __post_init__(self) -> None:
         names = [r.name for r in self.regions]
@@ -109,11 +117,15 @@ class StepProfile:
                 f"up_bytes_per_s, down_bytes_per_s: expected above 0, got {self.up_bytes_per_s}, "
                 f"{self.down_bytes_per_s}"
             )
-        if self.window_bytes < 0 or self.base_bytes < 0 or self.other_s < 0:
+        if min(self.window_bytes, self.base_bytes, self.other_s, self.granule_bytes) < 0:
             raise ValueError(
-                f"window_bytes, base_bytes, other_s: expected at least 0, got {self.window_bytes}, {self.base_bytes}, "
-                f"{self.other_s}"
+                f"window_bytes, base_bytes, other_s, granule_bytes: expected at least 0, got {self.window_bytes}, "
+                f"{self.base_bytes}, {self.other_s}, {self.granule_bytes}"
             )
+
+    def in_flight_bytes(self, queue: float) -> float:
+        """Most bytes on the device for a queue of that many: a granule more, at most the window, nothing for none."""
+        return min(queue + self.granule_bytes, self.window_bytes) if queue > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -147,6 +159,19 @@ class Peak:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How far copies should be when a region ends its forward and begins its backward.
+
+    Attributes:
+        leaving_bytes: may still be leaving after the region's forward.
+        returning_bytes: of the regions before, to be on their way back when the region's backward begins.
+    """
+
+    leaving_bytes: float
+    returning_bytes: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """Choices and what they give.
 
@@ -158,6 +183,7 @@ class Plan:
         peak: the highest memory.
         moved_bytes: offloaded bytes, one way.
         gap_s: no plan within the budget is faster than `step_s - gap_s`; 0: this one is optimal.
+        pace: by region name, for the engine.
     """
 
     choices: Mapping[str, str]
@@ -167,6 +193,7 @@ class Plan:
     peak: Peak
     moved_bytes: int
     gap_s: float = 0.0
+    pace: Mapping[str, Pace] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> float:
@@ -199,7 +226,8 @@ def evaluate(profile: StepProfile, choices: Mapping[str, str] | Sequence[str], g
             raise ValueError(f"choices: expected {len(profile.regions)}, one per region, got {len(choices)}")
         choices = {region.name: choice for region, choice in zip(profile.regions, choices, strict=True)}
     window, base = profile.window_bytes, profile.base_bytes
-    held = queue_up = queue_down = ahead = 0.0
+    held = queue_up = queue_down = 0.0
+    pace: dict[str, Pace] = {}
     compute_s = stall_s = 0.0
     moved = 0
     peak = Peak(base, "start", "forward", base, 0, 0, 0)
@@ -216,8 +244,13 @@ def evaluate(profile: StepProfile, choices: Mapping[str, str] | Sequence[str], g
                 f"choices: region {region.name!r} is missing, expected all of {[r.name for r in profile.regions]}"
             )
         o = region.option(choices[region.name])
-        note(region.name, "forward", queue_up, o.forward_bytes)
-        note(region.name, "backward", ahead, o.backward_bytes)
+        returning = queue_down
+        note(region.name, "forward", profile.in_flight_bytes(queue_up), o.forward_bytes)
+        # what is still leaving when the last region turns round is on the device with what already comes back
+        late = 0.0
+        if region is profile.regions[-1]:
+            late = profile.in_flight_bytes(max(0.0, queue_up - profile.up_bytes_per_s * o.forward_s))
+        note(region.name, "backward", late + profile.in_flight_bytes(queue_down), o.backward_bytes)
         compute_s += o.forward_s + o.backward_s
         queue_up = max(0.0, queue_up - profile.up_bytes_per_s * o.forward_s) + o.moved_bytes
         queue_down = max(0.0, queue_down - profile.down_bytes_per_s * o.backward_s) + o.moved_bytes
@@ -225,9 +258,9 @@ def evaluate(profile: StepProfile, choices: Mapping[str, str] | Sequence[str], g
         stall_s += max(0.0, queue_down - window) / profile.down_bytes_per_s
         queue_up, queue_down = min(queue_up, window), min(queue_down, window)
         held += o.held_bytes
-        ahead = min(ahead + o.moved_bytes, window)
         moved += o.moved_bytes
-    note("end of forward", "forward", queue_up, 0)
+        pace[region.name] = Pace(queue_up, returning)
+    note("end of forward", "forward", profile.in_flight_bytes(queue_up), 0)
     return Plan(
         choices=dict(choices),
         step_s=compute_s + stall_s + profile.other_s,
@@ -236,4 +269,5 @@ def evaluate(profile: StepProfile, choices: Mapping[str, str] | Sequence[str], g
         peak=peak,
         moved_bytes=moved,
         gap_s=gap_s,
+        pace=pace,
     )

@@ -1,11 +1,16 @@
 """Codecs: a tensor becomes fewer bytes and, approximately, the tensor again.
 
-A codec is any object with `name`, `encode`, `decode` and `nbytes` (see `Codec`); the ones here need torch only. They
-take every shape: empty, odd, zero-dimensional. Elements are taken in logical (row-major) order whatever the strides.
+A codec is any object with `name`, `encode`, `decode` and `nbytes` (see `Codec`). Those here take every shape: empty,
+odd, zero-dimensional. Elements are taken in logical (row-major) order whatever the strides.
+
+The torch code is the definition and runs everywhere. On a GPU with Triton the FP8 codecs run as one kernel each way
+(`kernel_codec`), with the same bits; `explain_codec` says which runs and why.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +23,7 @@ E4M3_MAX = 448.0
 MX_BLOCK = 32
 E8M0_BIAS = 127
 E8M0_NAN = 255
+MAX_KERNEL_BLOCK = 8192  # kernel_codec.MAX_BLOCK; importing that module imports Triton
 # The smallest scale that keeps 1 / scale finite in float32.
 MIN_SCALE = 2.0**-126
 
@@ -68,6 +74,31 @@ def _numel(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _no_kernel(device: torch.device, dtype: torch.dtype, block: int) -> str | None:
+    """Why the kernels don't serve this, or None if they do."""
+    if device.type != "cuda":
+        return f"tensors on {device.type}: the kernels are for CUDA"
+    if not _has_triton():
+        return "Triton is not installed"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"{dtype}: the kernels take float32, bfloat16 and float16"
+    if block > MAX_KERNEL_BLOCK:
+        return f"blocks of {block} elements: the kernels take at most {MAX_KERNEL_BLOCK}"
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return "this GPU has no FP8 conversions (they came with compute capability 8.9)"
+    return None
+
+
+def _use_kernel(x: torch.Tensor, dtype: torch.dtype, block: int) -> bool:
+    # a compiler fuses the torch code with its neighbours, which beats a kernel of our own
+    return x.numel() > 0 and not torch.compiler.is_compiling() and _no_kernel(x.device, dtype, block) is None
+
+
 @dataclass(frozen=True)
 class Bf16Codec:
     """Rounds to bfloat16: half of float32's bytes; lossless for bfloat16."""
@@ -88,7 +119,8 @@ class Bf16Codec:
 
 @dataclass(frozen=True)
 class Fp8Codec:
-    """E4M3 codes with one float32 scale per block: `x ~ code * scale`, `scale = max|block| / 448`.
+    """E4M3 codes with one float32 scale per block: `x ~ code * scale`, `scale = max|block| / 448`, and
+    `code = round(x * (1 / scale))`.
 
     A block with an infinity or a NaN decodes to NaN, so that a broken step stays visible.
 
@@ -117,13 +149,22 @@ class Fp8Codec:
         return self.block or max(1, shape[-1] if len(shape) else 1)
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if _use_kernel(x, x.dtype, self._block(x.shape)):
+            from gemworks.netmem import kernel_codec
+
+            return kernel_codec.encode(x, self._block(x.shape), mx=False)
         blocks = _blocks(x, self._block(x.shape))
         scale = (blocks.abs().amax(dim=1) / E4M3_MAX).clamp_min(MIN_SCALE) if blocks.numel() else blocks.new_ones(0)
-        codes = (blocks / scale[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        # one division per block; the largest element may come out a rounding above 448, hence the clamp
+        codes = (blocks * (1.0 / scale)[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
         return codes.view(torch.uint8).view(-1)[: x.numel()], scale
 
     def decode(self, codes: tuple[torch.Tensor, ...], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         raw, scale = codes
+        if _use_kernel(raw, dtype, self._block(shape)):
+            from gemworks.netmem import kernel_codec
+
+            return kernel_codec.decode(raw, scale, self._block(shape), mx=False, dtype=dtype).view(tuple(shape))
         blocks = _blocks(raw.view(torch.float8_e4m3fn), self._block(shape)) * scale[:, None]
         return blocks.view(-1)[: _numel(shape)].view(tuple(shape)).to(dtype)
 
@@ -146,6 +187,10 @@ class MXFP8Codec:
         return "mxfp8"
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if _use_kernel(x, x.dtype, MX_BLOCK):
+            from gemworks.netmem import kernel_codec
+
+            return kernel_codec.encode(x, MX_BLOCK, mx=True)
         blocks = _blocks(x, MX_BLOCK)
         amax = blocks.abs().amax(dim=1) if blocks.numel() else blocks.new_zeros(0)
         # amax = m * 2^e with m in [0.5, 1) and 448 = 0.875 * 2^9: the least exponent is e - 9, one more where m > 0.875
@@ -159,6 +204,10 @@ class MXFP8Codec:
 
     def decode(self, codes: tuple[torch.Tensor, ...], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         raw, byte = codes
+        if _use_kernel(raw, dtype, MX_BLOCK):
+            from gemworks.netmem import kernel_codec
+
+            return kernel_codec.decode(raw, byte, MX_BLOCK, mx=True, dtype=dtype).view(tuple(shape))
         blocks = _blocks(raw.view(torch.float8_e4m3fn), MX_BLOCK)
         blocks = _times_power_of_two(blocks, byte.to(torch.int32)[:, None] - E8M0_BIAS)
         blocks = torch.where(byte[:, None] == E8M0_NAN, math.nan, blocks)
@@ -183,6 +232,22 @@ BUILTIN: dict[str, Codec] = {
     "fp8_block128": Fp8Codec(128),
     "mxfp8": MXFP8Codec(),
 }
+
+
+def explain_codec(codec: str | Codec, x: torch.Tensor) -> str:
+    """Which implementation codes a tensor, and why.
+
+    >>> explain_codec("mxfp8", torch.zeros(2))
+    'torch: tensors on cpu: the kernels are for CUDA'
+    """
+    coder = get_codec(codec)
+    if isinstance(coder, Fp8Codec):
+        why = _no_kernel(x.device, x.dtype, coder._block(x.shape))
+    elif isinstance(coder, MXFP8Codec):
+        why = _no_kernel(x.device, x.dtype, MX_BLOCK)
+    else:
+        return f"{type(coder).__name__}: its own code"
+    return "triton: one kernel each way" if why is None else f"torch: {why}"
 
 
 def get_codec(codec: str | Codec) -> Codec:

@@ -7,7 +7,9 @@ changes of a saved tensor, is done here instead.
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import math
 import threading
 import warnings
 from collections import OrderedDict, deque
@@ -41,6 +43,7 @@ class OffloadStats:
         num_exhausted: tensors kept because the arena was full.
         num_rescued: fetches that found the tensor still on the device.
         num_live: parcels not closed yet.
+        largest_parcel_bytes: the largest storage sent.
         in_flight_bytes: leaving plus returning now; peak_in_flight_bytes: the highest value.
         host_bytes: live bytes in the arena.
     """
@@ -54,6 +57,7 @@ class OffloadStats:
     num_exhausted: int = 0
     num_rescued: int = 0
     num_live: int = 0
+    largest_parcel_bytes: int = 0
     in_flight_bytes: int = 0
     peak_in_flight_bytes: int = 0
     host_bytes: int = 0
@@ -73,7 +77,7 @@ class _Probe:
         return self._alias._version
 
 
-class _Handle:
+class _Handle(abc.ABC):
     """What autograd stores instead of the tensor."""
 
     def __init__(self, engine: OffloadEngine, x: torch.Tensor, parcels: tuple[Parcel, ...]) -> None:
@@ -83,8 +87,9 @@ class _Handle:
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
         self.version = x._version
 
+    @abc.abstractmethod
     def version_now(self) -> int:
-        raise NotImplementedError
+        """The tensor's version counter, read without holding its memory."""
 
     def check(self) -> None:
         """Raise if the tensor was changed in place since it was saved."""
@@ -125,12 +130,23 @@ class _Moved(_Handle):
 
 
 class _Coded(_Handle):
-    """A tensor in coded form; each code tensor is either a parcel or stays on the device."""
+    """A tensor in coded form; each code tensor is either a parcel or stays on the device.
+
+    A dense tensor is coded with its dims in the order of memory and comes back with the strides it had: compiled code
+    relies on them. Any other tensor comes back contiguous.
+    """
 
     def __init__(self, engine: OffloadEngine, x: torch.Tensor, codec: Codec, codes: _Codes) -> None:
         super().__init__(engine, x, tuple(c for c, _, _ in codes if isinstance(c, Parcel)))
         self.probe = _Probe(x)
         self.codec, self.codes = codec, codes
+        self.order = memory_order(x) or tuple(range(x.dim()))
+
+    def restore(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The tensor again."""
+        shape = [self.shape[d] for d in self.order]
+        x = decode_checked(self.codec, codes, shape, self.dtype, self.device)
+        return x.permute([self.order.index(d) for d in range(len(self.order))])
 
     def version_now(self) -> int:
         return self.probe.now
@@ -152,6 +168,22 @@ class _Filed:
         content = [self.content] if isinstance(self.content, Parcel) else [c for c, _, _ in self.content]
         closed = any(isinstance(c, Parcel) and c.state is State.CLOSED for c in content)
         return not closed and not self.storage.expired() and self.probe.now == self.probe.version
+
+
+def memory_order(x: torch.Tensor) -> tuple[int, ...] | None:
+    """The dims of a dense tensor from the slowest in memory to the fastest; None where elements overlap or leave gaps.
+
+    >>> memory_order(torch.empty(2, 3, 4).transpose(0, 2)), memory_order(torch.empty(4, 4)[:, :2])
+    ((2, 1, 0), None)
+    """
+    order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
+    expected = 1
+    for d in reversed(order):
+        if x.shape[d] != 1:
+            if x.stride(d) != expected:
+                return None
+            expected *= x.shape[d]
+    return tuple(order)
 
 
 def _row_major(shape: torch.Size) -> tuple[int, ...]:
@@ -234,6 +266,9 @@ class OffloadEngine:
         self._returning: OrderedDict[int, Parcel] = OrderedDict()  # brought ahead of need
         self._returning_bytes = 0
         self._sequence = 0
+        # set by `begin_backward`: parcels before this one are ahead of need, and how many bytes of them may be back
+        self._ahead_of = 0
+        self._ahead_bytes = math.inf
         self._warned = False
         self._count = dict.fromkeys(
             (
@@ -245,6 +280,7 @@ class OffloadEngine:
                 "num_kept",
                 "num_exhausted",
                 "num_rescued",
+                "largest_parcel_bytes",
                 "peak_in_flight_bytes",
             ),
             0,
@@ -254,16 +290,29 @@ class OffloadEngine:
 
     @contextlib.contextmanager
     def saving(
-        self, *modules: torch.nn.Module, codec: str | Codec | None = None, move: bool = True
+        self,
+        *modules: torch.nn.Module,
+        codec: str | Codec | None = None,
+        move: bool = True,
+        exact_strides: bool = False,
     ) -> Iterator[OffloadEngine]:
         """While this is open, tensors that autograd saves go through the engine.
 
         Args:
             modules: their parameters and buffers are never moved or coded.
-            codec: code floating-point tensors with it first; lossy.
+            codec: code floating-point tensors with it first; lossy. Where the modules have 16-bit parameters or
+                autocast is on, float32 tensors (statistics of norms and of attention) are not coded.
             move: send to host memory; False with a codec: keep the codes on the device.
+            exact_strides: every tensor comes back with the strides it had, as compiled code demands: tensors with gaps
+                or overlaps are not coded, and move with their whole storage.
         """
         coder = None if codec is None else get_codec(codec)
+        self._ahead_of, self._ahead_bytes = 0, math.inf
+        # beside 16-bit activations, float32 means statistics (a logsumexp, a mean): too few bytes to be worth the error
+        wide = torch.is_autocast_enabled(self.device.type) or any(
+            p.dtype in (torch.bfloat16, torch.float16) for module in modules for p in module.parameters()
+        )
+        uncoded = {torch.float32} if wide else set()
         pinned_here = {
             t.untyped_storage()._cdata
             for module in modules
@@ -272,7 +321,7 @@ class OffloadEngine:
         }
 
         def pack(x: torch.Tensor) -> Any:
-            return self._pack(x, coder, move, pinned_here)
+            return self._pack(x, None if x.dtype in uncoded else coder, move, pinned_here, exact_strides)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield self
@@ -297,9 +346,40 @@ class OffloadEngine:
             self._drain(0)
             self._reap()
 
+    # -- pace ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> int:
+        """Number of parcels sent so far. What a region sends lies between its position before and after."""
+        return self._sequence
+
+    def end_forward(self, leaving_bytes: float) -> None:
+        """Let device bytes go until at most that many, rounded up to a whole parcel, are leaving.
+
+        Compute waits for their copies on the device, not on the host: if the link is as fast as the plan assumed they
+        are done by then. Without this call a region that nobody saves after keeps its bytes until the next one that
+        does.
+        """
+        with self._lock, torch.no_grad():
+            self._reap()
+            while self._leaving and self._leaving_bytes - self._leaving[0].nbytes >= leaving_bytes:
+                self._depart_oldest()
+
+    def begin_backward(self, start: int, end: int, returning_bytes: float) -> None:
+        """The backward of a region begins: bring its own parcels, and some of what is needed after it.
+
+        Args:
+            start, end: `position` before and after its forward.
+            returning_bytes: of the parcels before `start`, to be on their way back, rounded up to a whole parcel.
+        """
+        with self._lock, torch.no_grad():
+            self._reap()
+            self._ahead_of, self._ahead_bytes = start, returning_bytes
+            self._look_ahead(end)
+
     # -- pack ----------------------------------------------------------------------------------------------------------
 
-    def _pack(self, x: torch.Tensor, codec: Codec | None, move: bool, excluded: set[int]) -> Any:
+    def _pack(self, x: torch.Tensor, codec: Codec | None, move: bool, excluded: set[int], exact: bool) -> Any:
         with self._lock, torch.no_grad():
             self._reap()
             self._count["saved_bytes"] += x.numel() * x.element_size()
@@ -308,12 +388,13 @@ class OffloadEngine:
                 return self._keep(x)
             if min(size_bytes, x.untyped_storage().nbytes()) < max(1, self.min_bytes):
                 return self._keep(x)
-            if codec is not None and x.is_floating_point() and codec.nbytes(x.shape, x.dtype) < size_bytes:
+            codable = codec is not None and x.is_floating_point() and (not exact or memory_order(x) is not None)
+            if codable and codec is not None and codec.nbytes(x.shape, x.dtype) < size_bytes:
                 return self._code(x, codec, move)
             if not move:
                 return self._keep(x)
             try:
-                return self._move(x)
+                return self._move(x, exact)
             except PinnedMemoryExhaustedError as error:
                 self._exhausted(error)
                 return self._keep(x)
@@ -336,6 +417,7 @@ class OffloadEngine:
         self._leaving.append(parcel)
         self._leaving_bytes += parcel.nbytes
         self._count["num_moved"] += 1
+        self._count["largest_parcel_bytes"] = max(self._count["largest_parcel_bytes"], parcel.nbytes)
         self._count["moved_up_bytes"] += parcel.nbytes
         self._note_in_flight()
         return parcel
@@ -347,9 +429,10 @@ class OffloadEngine:
     def _file(self, key: tuple[Any, ...], content: Any, x: torch.Tensor) -> None:
         self._identity[key] = _Filed(content, StorageWeakRef(x.untyped_storage()), _Probe(x))
 
-    def _move(self, x: torch.Tensor) -> _Moved:
+    def _move(self, x: torch.Tensor, exact: bool) -> _Moved:
         storage = x.untyped_storage()
         compact = storage.nbytes() > MAX_STORAGE_PER_VIEW * x.numel() * x.element_size()
+        compact = compact and (not exact or x.is_contiguous())
         key: tuple[Any, ...] = (storage._cdata, x._version)
         if compact:
             key += (x.storage_offset(), x.shape, x.stride(), x.dtype)
@@ -366,7 +449,9 @@ class OffloadEngine:
         key = (x.untyped_storage()._cdata, x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, codec.name)
         codes: _Codes | None = self._look_up(key) if move else None
         if codes is None:
-            tensors = [c.contiguous() for c in codec.encode(x.detach())]
+            order = memory_order(x)
+            source = x.detach() if order is None else x.detach().permute(order)
+            tensors = [c.contiguous() for c in codec.encode(source)]
             self._count["coded_bytes"] += sum(c.numel() * c.element_size() for c in tensors)
             placed: list[Parcel | torch.Tensor] = []
             for c in tensors:
@@ -400,7 +485,7 @@ class OffloadEngine:
                     _view(storages[id(c)], dtype, 0, shape, _row_major(shape)) if isinstance(c, Parcel) else c
                     for c, shape, dtype in handle.codes
                 )
-                x = decode_checked(handle.codec, codes, handle.shape, handle.dtype, handle.device)
+                x = handle.restore(codes)
             for parcel in handle.parcels:
                 parcel.num_unpacked += 1
                 if parcel.num_unpacked >= parcel.num_handles:
@@ -430,13 +515,18 @@ class OffloadEngine:
         return self._live[sequence]
 
     def _look_ahead(self, sequence: int) -> None:
-        """Bring what was saved before this one, latest first, as far as the window reaches."""
+        """Bring what was saved before this one, latest first, as far as the pace and the window reach."""
+        ahead_bytes = sum(p.nbytes for at, p in self._returning.items() if at < self._ahead_of)
         for earlier in reversed(self._live):
             if earlier >= sequence:
                 continue
             parcel = self._live[earlier]
             if parcel.state is not State.AWAY:
                 continue
+            if earlier < self._ahead_of:
+                if ahead_bytes >= self._ahead_bytes:
+                    break
+                ahead_bytes += parcel.nbytes
             if self._returning_bytes + parcel.nbytes > self.window_bytes:
                 break
             parcel.bring()
@@ -454,10 +544,13 @@ class OffloadEngine:
     def _drain(self, limit_bytes: int) -> None:
         """Let departed bytes go, and wait (compute only) until at most that many bytes are still leaving."""
         while self._leaving and (self._leaving_bytes > limit_bytes or self._leaving[0].has_left()):
-            parcel = self._leaving.popleft()
-            self._leaving_bytes -= parcel.nbytes
-            if parcel.state is State.LEAVING:
-                parcel.depart()
+            self._depart_oldest()
+
+    def _depart_oldest(self) -> None:
+        parcel = self._leaving.popleft()
+        self._leaving_bytes -= parcel.nbytes
+        if parcel.state is State.LEAVING:
+            parcel.depart()
 
     def _reap(self) -> None:
         """Close the parcels whose handles have all died."""

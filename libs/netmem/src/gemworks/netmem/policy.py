@@ -2,8 +2,8 @@
 
 A region is a module. In eager, recompute is activation checkpointing (whole, or selective: products and attention are
 kept and the cheap rest is recomputed). Under `torch.compile` a region is one compiled block and recompute is the
-partitioner's memory budget for it: 1.0 keep, 0.0 recompute, 0.5 the half of it. Quantise and offload are saved-tensor
-hooks around either kind.
+partitioner's memory budget for it: 1.0 keep, 0.0 recompute, 0.5 the half of it; `recompute@0.25` names any other.
+Quantise and offload are saved-tensor hooks around either kind; `quantise_fused` is in the compiled code itself.
 """
 
 from __future__ import annotations
@@ -13,10 +13,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from gemworks.netmem.budget import CHOICES, KEEP, OFFLOAD, QUANTISE, QUANTISE_OFFLOAD, RECOMPUTE, RECOMPUTE_CHEAP
+from gemworks.netmem.budget import (
+    CHOICES,
+    KEEP,
+    OFFLOAD,
+    QUANTISE,
+    QUANTISE_FUSED,
+    QUANTISE_OFFLOAD,
+    RECOMPUTE,
+    RECOMPUTE_CHEAP,
+    Pace,
+    Plan,
+)
 from gemworks.netmem.codec import Codec, get_codec
+from gemworks.netmem.fused import quantise_in_graph
 from gemworks.netmem.offload import OffloadEngine
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # Share of the partitioner's default memory that a compiled region keeps.
@@ -49,15 +62,18 @@ def explain_compile_budget() -> str:
     """How `compile_with_budget` passes a region's budget on this torch."""
     if has_region_budget():
         return "torch.autograd.graph.region_activation_memory_budget around the region's forward, inside its graph"
-    return "torch._functorch.config.activation_memory_budget, set while the region's own graph is compiled"
+    return "torch._functorch.config.activation_memory_budget, set by the backend that compiles the region's own graph"
 
 
-def compile_with_budget(forward: Callable[..., Any], budget: float, **compile_kwargs: Any) -> Callable[..., Any]:
+def compile_with_budget(
+    forward: Callable[..., Any], budget: float, *, quantise: bool = False, **compile_kwargs: Any
+) -> Callable[..., Any]:
     """Compile a region as one graph of its own, with its own activation memory budget.
 
     Args:
         forward: the region.
         budget: 0..1: share of the activations that the partitioner may keep, compared with its default strategy.
+        quantise: keep what the graph saves for backward as FP8 rows (`fused.quantise_in_graph`); lossy.
         compile_kwargs: for `torch.compile`. `fullgraph=True` is the default, because a budget belongs to a whole graph.
 
     Raises:
@@ -66,24 +82,71 @@ def compile_with_budget(forward: Callable[..., Any], budget: float, **compile_kw
     if not 0.0 <= budget <= 1.0:
         raise ValueError(f"budget: expected within 0..1, got {budget}")
     kwargs: dict[str, Any] = {"fullgraph": True} | compile_kwargs
-    if has_region_budget():
+    if quantise or not has_region_budget():
+        kwargs["backend"] = _backend(budget, quantise, kwargs.get("backend"))
+        return torch.compile(forward, **kwargs)
 
-        def annotated(*args: Any, **kw: Any) -> Any:
-            with torch.autograd.graph.region_activation_memory_budget(budget):
-                return forward(*args, **kw)
+    def annotated(*args: Any, **kw: Any) -> Any:
+        with torch.autograd.graph.region_activation_memory_budget(budget):
+            return forward(*args, **kw)
 
-        return torch.compile(annotated if budget != 1.0 else forward, **kwargs)
+    return torch.compile(annotated if budget != 1.0 else forward, **kwargs)
 
-    compiled = torch.compile(forward, **kwargs)
-    from torch._functorch import config
 
-    @functools.wraps(forward)
-    def patched(*args: Any, **kw: Any) -> Any:
-        # the setting is read when a graph is compiled, which happens inside the first call of each kind
+@functools.cache
+def _backend(budget: float, quantise: bool, inner: str | Callable[..., Any] | None) -> Callable[..., Any]:
+    """A compiler backend that partitions under a budget.
+
+    One object per setting: dynamo reuses a graph for every region of the same code and shapes as long as the backends
+    are equal, and the partitioner's setting is no part of that test. With one backend for all, a region would get a
+    graph compiled under another region's budget.
+    """
+
+    def compile_region(graph: Any, example_inputs: Any, **options: Any) -> Any:
+        from torch._functorch import config
+
         with config.patch(activation_memory_budget=budget):  # type: ignore[attr-defined]
-            return compiled(*args, **kw)
+            compiler = _inner_compiler(inner, options)
+            if not quantise:
+                return compiler(graph, example_inputs)
+            with quantise_in_graph():
+                return compiler(graph, example_inputs)
 
-    return patched
+    return compile_region
+
+
+def _inner_compiler(inner: str | Callable[..., Any] | None, options: Mapping[str, Any]) -> Callable[..., Any]:
+    if inner not in (None, "inductor"):
+        found = torch._dynamo.lookup_backend(inner)
+        return functools.partial(found, **options) if options else found
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    mode, patches = options.get("mode"), dict(options.get("options") or {})
+    if mode is not None and mode != "default":
+        patches = list_mode_options(mode) | patches
+    return functools.partial(compile_fx, config_patches=patches) if patches else compile_fx
+
+
+def partitioner_budget(choice: str) -> float | None:
+    """The partitioner's budget that a choice stands for, or None for other choices.
+
+    Raises:
+        ValueError: `recompute@x` with an x that is no number within 0..1.
+
+    >>> partitioner_budget("recompute@0.25"), partitioner_budget("keep"), partitioner_budget("offload")
+    (0.25, 1.0, None)
+    """
+    if not choice.startswith(RECOMPUTE + "@"):
+        return PARTITIONER_BUDGETS.get(choice)
+    text = choice.removeprefix(RECOMPUTE + "@")
+    try:
+        budget = float(text)
+    except ValueError:
+        budget = -1.0
+    if not 0.0 <= budget <= 1.0:
+        raise ValueError(f"choice: {choice!r}: expected a budget within 0..1 after '@', got {text!r}")
+    return budget
 
 
 def selective_contexts() -> Any:
@@ -105,14 +168,22 @@ def treated_forward(
     compile_kwargs: Mapping[str, Any] | None,
 ) -> Callable[..., Any]:
     """The forward of a region under a choice. See `apply_policy`."""
-    if choice not in CHOICES:
-        raise ValueError(f"choice: got {choice!r}, expected one of {CHOICES}")
+    budget = partitioner_budget(choice)
+    if budget is None and choice not in (*CHOICES, QUANTISE_FUSED):
+        raise ValueError(f"choice: got {choice!r}, expected one of {(*CHOICES, QUANTISE_FUSED)} or 'recompute@0.25'")
     if choice in (QUANTISE, OFFLOAD, QUANTISE_OFFLOAD) and engine is None:
         raise ValueError(f"engine: choice {choice!r} needs an OffloadEngine, got None")
-    inner = forward
     if compile_kwargs is not None:
-        inner = compile_with_budget(forward, PARTITIONER_BUDGETS.get(choice, 1.0), **compile_kwargs)
-    if choice == KEEP or (compile_kwargs is not None and choice in PARTITIONER_BUDGETS):
+        inner = compile_with_budget(
+            forward, 1.0 if budget is None else budget, quantise=choice == QUANTISE_FUSED, **compile_kwargs
+        )
+        if budget is not None or choice == QUANTISE_FUSED:
+            return inner
+    elif choice == QUANTISE_FUSED or (budget is not None and choice not in CHOICES):
+        raise ValueError(f"compile_kwargs: choice {choice!r} is made while a region is compiled, got None")
+    else:
+        inner = forward
+    if choice == KEEP:
         return inner
     if choice in (RECOMPUTE, RECOMPUTE_CHEAP):
         extra = {"context_fn": selective_contexts} if choice == RECOMPUTE_CHEAP else {}
@@ -129,10 +200,32 @@ def treated_forward(
     def saving(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        with engine.saving(module, codec=coder, move=choice != QUANTISE):
+        with engine.saving(module, codec=coder, move=choice != QUANTISE, exact_strides=compile_kwargs is not None):
             return inner(*args, **kwargs)
 
     return saving
+
+
+def paced_forward(forward: Callable[..., Any], engine: OffloadEngine, pace: Pace) -> Callable[..., Any]:
+    """The forward of a region that tells the engine where the step is, whatever the region itself does."""
+
+    def paced(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        start = engine.position
+        out = forward(*args, **kwargs)
+        end = engine.position
+        engine.end_forward(pace.leaving_bytes)
+
+        def begin_backward(grad: torch.Tensor) -> None:
+            engine.begin_backward(start, end, pace.returning_bytes)
+
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                x.register_hook(begin_backward)
+        return out
+
+    return paced
 
 
 class AppliedPolicy:
@@ -165,7 +258,7 @@ def find_region(model: nn.Module, name: str) -> nn.Module:
 
 def apply_policy(
     model: nn.Module,
-    choices: Mapping[str, str],
+    choices: Plan | Mapping[str, str],
     *,
     engine: OffloadEngine | None = None,
     codec: str | Codec | None = None,
@@ -175,7 +268,9 @@ def apply_policy(
 
     Args:
         model: the model; its submodules' forwards are wrapped in place.
-        choices: region (module) name -> choice, such as `Plan.choices`.
+        choices: a plan, or region (module) name -> choice. With a plan that moves bytes every region tells the engine
+            where the step is, and copies keep the plan's pace; without one the engine learns it only from the regions
+            that save through it.
         engine: for quantise and offload.
         codec: for quantise; None: FP8 row-wise.
         compile_kwargs: compile every region, with these arguments of `torch.compile`; None: eager.
@@ -186,6 +281,10 @@ def apply_policy(
     Raises:
         ValueError: unknown module or choice, a missing engine, regions inside one another.
     """
+    pace: Mapping[str, Pace] = {}
+    if isinstance(choices, Plan):
+        pace = choices.pace if choices.moved_bytes else {}
+        choices = choices.choices
     names = sorted(choices)
     for outer in names:
         inside = [n for n in names if n != outer and (n.startswith(outer + ".") or outer == "")]
@@ -197,9 +296,12 @@ def apply_policy(
         for name, choice in choices.items():
             module = find_region(model, name)
             had = module.__dict__.get("forward")
-            module.forward = treated_forward(  # type: ignore[method-assign]
+            treated = treated_forward(
                 module, module.forward, choice, engine=engine, codec=codec, compile_kwargs=compile_kwargs
             )
+            if engine is not None and name in pace:
+                treated = paced_forward(treated, engine, pace[name])
+            module.forward = treated  # type: ignore[method-assign]
 
             def restore(module: nn.Module = module, had: Any = had) -> None:
                 if had is None:
@@ -208,7 +310,8 @@ def apply_policy(
                     module.__dict__["forward"] = had
 
             undo.append(restore)
-    except Exception:
+    except BaseException:
+        # whatever stopped this, an interrupt too, the model gets its own forwards back
         applied.remove()
         raise
     return applied

@@ -11,7 +11,7 @@ import gc
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,10 +29,13 @@ from gemworks.netmem.budget import (
 from gemworks.netmem.codec import Codec
 from gemworks.netmem.ledger import HBM, BandwidthLedger
 from gemworks.netmem.offload import OffloadEngine
-from gemworks.netmem.policy import find_region, treated_forward
+from gemworks.netmem.policy import apply_policy, find_region, treated_forward
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+# about two milliseconds: what the host needs to issue a region
+_SLEEP_CYCLES = 4_000_000
 
 
 class _Meter(Protocol):
@@ -178,28 +181,45 @@ def _measure_bytes(
     return held, forward_bytes, backward_bytes
 
 
-def _measure_time(
-    call: Callable[..., Any], captured: _Captured, sync: Callable[[], None], repeats: int
-) -> tuple[float, float]:
+class _Clock:
+    """Seconds between two points of one stream of work.
+
+    On a GPU by events, after a short sleep of the device: the calls are queued before the clock starts, so host time
+    stays out, as it does in a step whose host runs ahead. On a CPU by the wall.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __call__(self, run: Callable[[], Any]) -> tuple[Any, float]:
+        if self._device.type != "cuda":
+            start = time.perf_counter()
+            out = run()
+            return out, time.perf_counter() - start
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self._device)
+        torch.cuda._sleep(_SLEEP_CYCLES)
+        begin.record()
+        out = run()
+        end.record()
+        torch.cuda.synchronize(self._device)
+        return out, begin.elapsed_time(end) / 1e3
+
+
+def _measure_time(call: Callable[..., Any], captured: _Captured, clock: _Clock, repeats: int) -> tuple[float, float]:
     """Median seconds of forward and of backward."""
     forward, backward = [], []
     for _ in range(repeats + 1):
         args, kwargs = captured.fresh()
-        sync()
-        start = time.perf_counter()
-        out = call(*args, **kwargs)
-        sync()
-        forward.append(time.perf_counter() - start)
+        out, seconds = clock(lambda args=args, kwargs=kwargs: call(*args, **kwargs))
+        forward.append(seconds)
         edges, metas = _edges(out)
         grads = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in metas]
         del out
-        sync()
-        start = time.perf_counter()
         if edges:
-            torch.autograd.backward(edges, grads)
-        sync()
-        backward.append(time.perf_counter() - start)
-    return statistics.median(forward[1:]), statistics.median(backward[1:])
+            _, seconds = clock(lambda edges=edges, grads=grads: torch.autograd.backward(edges, grads))
+            backward.append(seconds)
+    return statistics.median(forward[1:]), statistics.median(backward[1:] or [0.0])
 
 
 def _capture(
@@ -248,6 +268,7 @@ def profile(
     repeats: int = 5,
     base_bytes: int | None = None,
     compile_kwargs: Mapping[str, Any] | None = None,
+    alike: Callable[[str], Hashable] | None = None,
 ) -> StepProfile:
     """Measure every choice of every region.
 
@@ -264,6 +285,8 @@ def profile(
         base_bytes: memory outside the regions; None: parameters, their gradients, buffers, and the batch. Add your
             optimizer's state.
         compile_kwargs: measure regions compiled with these arguments of `torch.compile`.
+        alike: key of a region's name; regions with equal keys have the same code, shapes and dtypes, and one of them is
+            measured for all. None: every region is measured.
 
     Returns:
         A profile for `solver.solve`. A tensor that is both one region's saved output and the next one's saved input
@@ -281,7 +304,7 @@ def profile(
     saved_grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     engine.arena.prepare()
     fixed = [*model.parameters(), *model.buffers(), *[p.grad for p in model.parameters()], engine.arena.region]
-    sync = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+    clock = _Clock(device)
 
     gc.collect()
 
@@ -292,7 +315,7 @@ def profile(
         module = find_region(model, name)
         found: dict[str, Option] = {}
         times: dict[str, tuple[float, float]] = {}
-        for choice in sorted(choices, key=CHOICES.index):
+        for choice in sorted(choices, key=lambda c: CHOICES.index(c) if c in CHOICES else -1):
             call = treated_forward(
                 module, module.forward, choice, engine=engine, codec=codec, compile_kwargs=compile_kwargs
             )
@@ -308,7 +331,7 @@ def profile(
                 timed = treated_forward(
                     module, module.forward, timed_as, engine=engine, codec=codec, compile_kwargs=compile_kwargs
                 )
-                times[timed_as] = _measure_time(timed, captured[name], sync, repeats)
+                times[timed_as] = _measure_time(timed, captured[name], clock, repeats)
             contention_s = moved / ledger.capacity[HBM]
             found[choice] = Option(
                 choice,
@@ -321,8 +344,17 @@ def profile(
             )
         return tuple(found[c] for c in choices)
 
-    measured = tuple(Region(name, options(name)) for name in order)
-    whole = _measure_time(lambda: run(), _Captured((), {}), sync, repeats)
+    known: dict[Hashable, tuple[Option, ...]] = {}
+    for name in order:
+        key = name if alike is None else alike(name)
+        if key not in known:
+            known[key] = options(name)
+    measured = tuple(Region(name, known[name if alike is None else alike(name)]) for name in order)
+    # the whole step as it runs with every region on its first choice, so that what lies outside the regions is left
+    first = {r.name: r.options[0].choice for r in measured}
+    with apply_policy(model, first, engine=engine, codec=codec, compile_kwargs=compile_kwargs):
+        run()  # compile
+        whole = _measure_time(lambda: run(), _Captured((), {}), clock, repeats)
     inside = sum(r.options[0].forward_s + r.options[0].backward_s for r in measured)
     for p, grad in zip(model.parameters(), saved_grads, strict=True):
         if grad is not None and p.grad is not None:
@@ -336,7 +368,8 @@ def profile(
         up_bytes_per_s=up.bytes_per_s,
         down_bytes_per_s=down.bytes_per_s,
         window_bytes=engine.window_bytes,
-        other_s=max(0.0, sum(whole) - inside) if choices[0] == KEEP else 0.0,
+        other_s=max(0.0, sum(whole) - inside) if first and set(first.values()) == {KEEP} else 0.0,
+        granule_bytes=engine.stats().largest_parcel_bytes,
     )
 
 

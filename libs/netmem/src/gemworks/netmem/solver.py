@@ -1,8 +1,8 @@
 """The best choice per region under a memory budget.
 
 Method: dynamic programming over the regions with sets of non-dominated partial plans, pruned by a Lagrangian lower
-bound against the best plan known. A partial plan is (time, held, leaving queue, returning queue, brought ahead);
-everything that follows is non-decreasing in each of the five, so a partial plan that is no better in any of them can
+bound against the best plan known. A partial plan is (time, held, leaving queue, returning queue);
+everything that follows is non-decreasing in each of the four, so a partial plan that is no better in any of them can
 be dropped without losing the optimum. The result is exact. If the sets grow beyond `max_labels`, pruning gets a
 tolerance and the plan says by how much it may miss (`Plan.gap_s`). Peak memory is at most the budget in either case;
 of exact results the step time is monotone in the budget, because every plan for a budget is also one for any larger
@@ -30,7 +30,7 @@ _NUM_PRICES = 24
 # tolerances tried in turn when the sets get too large; with 1.0 the bound prunes everything
 _ESCALATION = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0)
 # columns of a label
-_TIME, _HELD, _UP, _DOWN, _AHEAD = range(5)
+_TIME, _HELD, _UP, _DOWN = range(4)
 
 
 def _non_dominated(labels: torch.Tensor) -> torch.Tensor:
@@ -81,15 +81,23 @@ class _Table:
         return cls(*[torch.tensor(c, dtype=torch.float64) for c in columns])
 
 
-def _extend(profile: StepProfile, labels: torch.Tensor, table: _Table) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_flight(profile: StepProfile, queue: torch.Tensor) -> torch.Tensor:
+    """`StepProfile.in_flight_bytes` of many queues."""
+    return torch.where(queue > 0, (queue + profile.granule_bytes).clamp_max(profile.window_bytes), 0.0)
+
+
+def _extend(profile: StepProfile, labels: torch.Tensor, table: _Table, last: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """All extensions of all labels by one region: new labels and the memory peak of the region, `[num_labels,
     num_options, ...]`.
     """
     window, up, down = profile.window_bytes, profile.up_bytes_per_s, profile.down_bytes_per_s
-    time, held, queue_up, queue_down, ahead = (labels[:, i, None] for i in range(5))
-    base = profile.base_bytes
-    peak = torch.maximum(base + held + queue_up + table.forward, base + held + ahead + table.backward)
-    new_up = (queue_up - up * table.forward_s).clamp_min(0) + table.moved
+    time, held, queue_up, queue_down = (labels[:, i, None] for i in range(4))
+    there = profile.base_bytes + held
+    leaving, returning = _in_flight(profile, queue_up), _in_flight(profile, queue_down)
+    drained = (queue_up - up * table.forward_s).clamp_min(0)
+    late = _in_flight(profile, drained) if last else 0.0
+    peak = torch.maximum(there + leaving + table.forward, there + returning + late + table.backward)
+    new_up = drained + table.moved
     new_down = (queue_down - down * table.backward_s).clamp_min(0) + table.moved
     stall = (new_up - window).clamp_min(0) / up + (new_down - window).clamp_min(0) / down
     new = torch.stack(
@@ -98,10 +106,12 @@ def _extend(profile: StepProfile, labels: torch.Tensor, table: _Table) -> tuple[
             held + table.held,
             new_up.clamp_max(window),
             new_down.clamp_max(window),
-            (ahead + table.moved).clamp_max(window),
         ],
         dim=-1,
     )
+    if last:
+        at_the_end = profile.base_bytes + new[..., _HELD] + _in_flight(profile, new[..., _UP])
+        peak = torch.maximum(peak, at_the_end)
     return new, peak
 
 
@@ -171,14 +181,11 @@ def _search(
     max_labels: int,
 ) -> list[int] | None:
     """Option indices of the fastest plan below `cut_s`, or None. With a beam: of a good one."""
-    labels = torch.zeros((1, 5), dtype=torch.float64)
+    labels = torch.zeros((1, 4), dtype=torch.float64)
     trail: list[tuple[torch.Tensor, torch.Tensor]] = []
     for i, table in enumerate(tables):
-        new, peak = _extend(profile, labels, table)
-        fits = peak <= budget_bytes
-        if i == len(tables) - 1:
-            fits &= profile.base_bytes + new[..., _HELD] + new[..., _UP] <= budget_bytes
-        parent, option = torch.nonzero(fits, as_tuple=True)
+        new, peak = _extend(profile, labels, table, i == len(tables) - 1)
+        parent, option = torch.nonzero(peak <= budget_bytes, as_tuple=True)
         labels = new[parent, option]
         lower = bound(labels, i + 1)
         alive = lower < cut_s
@@ -214,22 +221,19 @@ def least_feasible(profile: StepProfile) -> Plan:
 
     The same dynamic programming with the peak in the place of the time.
     """
-    labels = torch.zeros((1, 5), dtype=torch.float64)
+    labels = torch.zeros((1, 4), dtype=torch.float64)
     labels[0, 0] = profile.base_bytes
     trail: list[tuple[torch.Tensor, torch.Tensor]] = []
     tables = [_Table.of(r.options) for r in profile.regions]
     if not tables:
         return evaluate(profile, [])
     known = min(_uniform(profile), key=lambda plan: plan.peak_bytes).peak_bytes
-    columns = [0, _HELD, _UP, _AHEAD]
     for i, table in enumerate(tables):
-        new, peak = _extend(profile, labels, table)
-        new[..., 0] = torch.maximum(labels[:, 0, None], peak)
-        if i == len(tables) - 1:
-            new[..., 0] = torch.maximum(new[..., 0], profile.base_bytes + new[..., _HELD] + new[..., _UP])
+        new, peak = _extend(profile, labels, table, i == len(tables) - 1)
+        new[..., 0] = torch.maximum(labels[:, 0, None], peak)  # the peak stands in the place of the time
         parent, option = torch.nonzero(new[..., 0] <= known, as_tuple=True)
         labels = new[parent, option]
-        keep = _non_dominated(labels[:, columns])
+        keep = _non_dominated(labels)
         labels = labels[keep]
         trail.append((parent[keep], option[keep]))
     at = int(labels[:, 0].argmin())

@@ -64,9 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "gpu" in chosen:
         from gemworks.parallel.gpu_bench import gpu_rows
 
-        found, num_gpus = gpu_rows()
-        if lead:
-            _report(found, args.out, "parallel_h200x2.csv", num_gpus)
+        # The file grows section by section: a run that is cut off keeps what it has.
+        done: list[dict[str, Any]] = []
+        for found, num_gpus in gpu_rows():
+            if lead:
+                _report(found, None, "", num_gpus)
+                done += found
+                if args.out is not None:
+                    same = stamp("gemworks.parallel.bench", num_gpus)
+                    write_rows(args.out / "parallel_h200x2.csv", BENCH_COLUMNS, [{**same, **row} for row in done])
     return 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +23,7 @@ from gemworks.parallel.measure import measure_cluster
 from gemworks.parallel.meshes import build_meshes
 from gemworks.parallel.plan import ParallelPlan
 from gemworks.parallel.sparse_optim import RowWiseAdagrad
-from gemworks.parallel.stacks import Block, Stack
+from gemworks.parallel.stacks import Block, Stack, on_device
 from gemworks.parallel.tables import TableSpec
 from torch import Tensor, nn
 
@@ -46,26 +46,29 @@ def start_nccl() -> torch.device:
     return device
 
 
-def gpu_rows() -> tuple[list[dict[str, Any]], int]:
-    """All rows of the section, and the number of GPUs; every rank of torchrun calls it."""
+def gpu_rows() -> Iterator[tuple[list[dict[str, Any]], int]]:
+    """Rows of one section after the other, and the number of GPUs; every rank of torchrun runs through it."""
     device = start_nccl()
     world = dist.get_world_size()
-    rows: list[dict[str, Any]] = []
-    spec = measure_cluster(presets.h200_host(world), device=device, sizes=(2**20, 2**28), repeats=9)
-    for collective, rate in spec.tiers.get("nvlink", {}).items():
-        rows.append(
-            {
-                "op": f"gpu {collective}",
-                "shape": "1-256 MiB",
-                "setting": f"fitted; latency {rate.latency_us:.1f} us",
-                "impl": "nccl",
-                "gbps": rate.bytes_per_s / 1e9,
-            }
-        )
-    rows += fsdp_rows(world, device) + expert_rows(world, device) + table_rows(world, device)
     same = ceilings(device)
+    for section in (_rate_rows, expert_rows, table_rows, fsdp_rows):
+        yield [{**same, **row} for row in section(world, device)], world
+        torch.cuda.empty_cache()
     dist.destroy_process_group()
-    return [{**same, **row} for row in rows], world
+
+
+def _rate_rows(world: int, device: torch.device) -> list[dict[str, Any]]:
+    spec = measure_cluster(presets.h200_host(world), device=device, sizes=(2**20, 2**28), repeats=9)
+    return [
+        {
+            "op": f"gpu {collective}",
+            "shape": "1-256 MiB",
+            "setting": f"fitted; latency {rate.latency_us:.1f} us",
+            "impl": "nccl",
+            "gbps": rate.bytes_per_s / 1e9,
+        }
+        for collective, rate in spec.tiers.get("nvlink", {}).items()
+    ]
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
@@ -139,7 +142,7 @@ def fsdp_rows(
         torch.manual_seed(0)
         shape = f"{n} blocks {tokens}x{width}"
         x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
-        alone = Stack(n, width).to(device=device, dtype=torch.bfloat16)
+        alone = on_device(lambda: Stack(n, width), device, torch.bfloat16)
 
         def step(model: nn.Module, x: Tensor = x) -> None:
             model(x).float().pow(2).mean().backward()
@@ -151,7 +154,7 @@ def fsdp_rows(
         del alone
         for prefetch in (True, False):
             torch.manual_seed(0)
-            model = Stack(n, width).to(device)
+            model = on_device(lambda: Stack(n, width), device)
             meshes = build_meshes(
                 ParallelPlan.for_world(world, shard=world), presets.h200_host(world), device_type=device.type
             )
@@ -172,10 +175,10 @@ def expert_rows(world: int, device: torch.device, *, tokens: int = 8192, width: 
     x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
 
     def make(i: int) -> nn.Module:
-        torch.manual_seed(i)
-        return Block(width).to(device=device, dtype=torch.bfloat16)
+        torch.manual_seed(i + 1)
+        return on_device(lambda: Block(width), device, torch.bfloat16)
 
-    side = Block(width).to(device=device, dtype=torch.bfloat16)
+    side = make(-1)
     local = EnsembleExperts(make, world).to(device)
     spread = EnsembleExperts(make, world, dist.group.WORLD).to(device)
     counts = [tokens] * world
@@ -211,7 +214,8 @@ def table_rows(
     """A dense stack, tables, a dense stack; the tables' collectives may hide behind either."""
     torch.manual_seed(0)
     bottom, top, project = (
-        m.to(device=device, dtype=torch.bfloat16) for m in (Stack(4, width), Stack(4, width), nn.Linear(dim, width))
+        on_device(make, device, torch.bfloat16)
+        for make in (lambda: Stack(4, width), lambda: Stack(4, width), lambda: nn.Linear(dim, width))
     )
     x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
     tables = [TableSpec(name=f"t{i}", num_rows=num_rows, dim=dim, sharding="row_wise") for i in range(2)]

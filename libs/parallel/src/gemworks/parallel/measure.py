@@ -15,6 +15,24 @@ from gemworks.parallel.meshes import members_group
 from torch import Tensor
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One measured collective.
+
+    Attributes:
+        tier, collective: which.
+        nbytes: S.
+        seconds: median of the slowest rank.
+        fitted_seconds: what the fitted latency and bandwidth say.
+    """
+
+    tier: Tier
+    collective: Collective
+    nbytes: int
+    seconds: float
+    fitted_seconds: float
+
+
 def ring_steps(collective: Collective, size: int) -> int:
     """Steps between neighbours: 2 (n-1) for an all-reduce, 1 for an all-to-all, n-1 for the others."""
     return 1 if collective == "all_to_all" else (2 if collective == "all_reduce" else 1) * (size - 1)
@@ -55,6 +73,7 @@ def measure_cluster(
     device: torch.device | str = "cpu",
     sizes: Sequence[int] = (64 * 1024, 16 * 2**20),
     repeats: int = 5,
+    record: list[Sample] | None = None,
 ) -> ClusterSpec:
     """`base` with its tiers' rates replaced by measurements; every rank of the world calls it.
 
@@ -68,6 +87,7 @@ def measure_cluster(
         device: where the buffers live.
         sizes: message bytes S, two or more.
         repeats: timed runs per size, after two to warm up.
+        record: filled with every measured time and what the fitted rate says of it (this rank's view).
 
     Raises:
         ValueError: no process group, or the shape is not the world's.
@@ -87,9 +107,20 @@ def measure_cluster(
             samples = [
                 (size, slowest_seconds(_runner(collective, group, size, target), target, repeats)) for size in sizes
             ]
-            tiers[tier][collective] = fit_rate(collective, dist.get_world_size(group), samples)
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+            size = dist.get_world_size(group)
+            rate = tiers[tier][collective] = fit_rate(collective, size, samples)
+            if record is not None:
+                latency = ring_steps(collective, size) * rate.latency_us * 1e-6
+                record += [
+                    Sample(
+                        tier=tier,
+                        collective=collective,
+                        nbytes=s,
+                        seconds=t,
+                        fitted_seconds=latency + edge_bytes(collective, size, s) / rate.bytes_per_s,
+                    )
+                    for s, t in samples
+                ]
     # Least squares may round differently in two processes: all take rank 0's result.
     box = [tiers]
     dist.broadcast_object_list(box, src=0, device=target)

@@ -15,26 +15,41 @@ from torch.distributed.device_mesh import DeviceMesh
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 
-def members_group(members: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
+# Groups of the current world by (members, time-out). torch names a group that its members alone create by their ranks:
+# destroyed and made again, it would find its own old address in the store. So a group is made once and kept.
+_groups: dict[tuple[tuple[int, ...], timedelta], dist.ProcessGroup] = {}
+_groups_world: dist.ProcessGroup | None = None
+
+
+def members_group(members: Sequence[int], timeout: timedelta = DEFAULT_TIMEOUT) -> dist.ProcessGroup:
     """A process group that its members alone create; the world's own if they are the world.
+
+    The same members with the same time-out get the same group, so that no communicator is made twice.
 
     Args:
         members: global ranks, this one among them.
         timeout: of its collectives.
     """
+    global _groups_world
     world = dist.group.WORLD
     assert world is not None
     if sorted(members) == list(range(dist.get_world_size())):
         return world
-    # A world that is bound to its device makes NCCL groups by splitting its communicator, which waits for ranks that
-    # are no members. Unbound, the group gets a communicator of its own at its first collective.
-    bound, world.bound_device_id = world.bound_device_id, None
-    try:
-        group = dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
-    finally:
-        world.bound_device_id = bound
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    if _groups_world is not world:
+        _groups.clear()
+        _groups_world = world
+    key = (tuple(members), timeout)
+    if key not in _groups:
+        # A world that is bound to its device makes NCCL groups by splitting its communicator, which waits for ranks
+        # that are no members. Unbound, the group gets a communicator of its own at its first collective.
+        bound, world.bound_device_id = world.bound_device_id, None
+        try:
+            group = dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
+        finally:
+            world.bound_device_id = bound
+        assert isinstance(group, dist.ProcessGroup)
+        _groups[key] = group
+    return _groups[key]
 
 
 class Meshes:
@@ -47,7 +62,7 @@ class Meshes:
         placement: where everything is.
         layout: the same, the numbers.
         rank: this process.
-        num_communicators: process groups created here, beyond the world's.
+        num_communicators: distinct process groups that this rank uses, beyond the world's.
     """
 
     def __init__(self, placement: Placement, device_type: str, timeout: timedelta) -> None:

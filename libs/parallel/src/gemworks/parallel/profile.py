@@ -84,6 +84,8 @@ class ModelProfile:
         optimizer_bytes: per dense parameter of master weight and state (fp32 master + two moments: 12).
         table_state_bytes: per row, of the row optimizer.
         optimizer_us_per_million: optimizer time per million parameters stored on a rank.
+        lookup_us, update_us: measured times of a batch's lookup and of its table update; None: rows twice (three times)
+            over HBM.
         law: lengths of samples.
         cost: of a batch as a function of its lengths; only its shape counts, the profile sets the mean.
         sources: where the times come from.
@@ -102,6 +104,8 @@ class ModelProfile:
     optimizer_bytes: float = 12.0
     table_state_bytes: float = 4.0
     optimizer_us_per_million: float = 5.0
+    lookup_us: float | None = None
+    update_us: float | None = None
     law: LengthLaw = field(default_factory=lambda: LengthLaw(name="uniform", max_len=2048))
     cost: CostModel = field(default_factory=lambda: CostModel(linear=1.0))
     sources: str = ""
@@ -130,6 +134,11 @@ class ModelProfile:
     def table_bytes(self) -> float:
         """All tables with their optimizer state, fp32."""
         return sum(t.num_rows * (4 * t.dim + self.table_state_bytes) for t in self.tables)
+
+    @property
+    def table_weight_bytes(self) -> float:
+        """All tables without their optimizer state, fp32."""
+        return sum(4.0 * t.num_rows * t.dim for t in self.tables)
 
     def to_json(self) -> str:
         """Everything, for files."""

@@ -38,7 +38,8 @@ def model_traffic(plan: ParallelPlan, model: ModelProfile) -> tuple[Traffic, ...
         weights = model.table_bytes / s.table_group
         add("sparse", "table_group", "all_to_all", model.ids_per_batch * model.bytes_per_row, 2)
         add("sparse", "table_group", "all_to_all", model.ids_per_batch * 8)
-        add("sparse", "replica_shard", "all_gather", weights, 2)
+        add("sparse", "replica_shard", "all_gather", model.table_weight_bytes / s.table_group)
+        add("sparse", "replica_shard", "all_gather", weights)
         add("sparse", "replica_shard", "reduce_scatter", weights)
         add("sparse", "replica", "all_reduce", weights / s.replica_shard)
     return tuple(found)

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 from gemworks.parallel.experts import EnsembleExperts
 from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def on_device(make: Callable[[], M], device: torch.device, dtype: torch.dtype = torch.float32) -> M:
+    """Build a module where it will live: drawing a billion weights on the CPU takes longer than a benchmark."""
+    with device:
+        return make().to(dtype)
 
 
 class Block(nn.Module):

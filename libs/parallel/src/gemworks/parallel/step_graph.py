@@ -33,6 +33,8 @@ class SimulationConfig:
             compute stream; both are charged at the rate of a device copy.
         peer_us: cost of every peer in an all-to-all, on top of its bytes. Nothing here measures it, so it is 0: what
             groups of tables save in time over tables on the whole world depends on it.
+        blocking: every collective keeps the host waiting, as torch's FSDP does on gloo: nothing overlaps.
+        wire_factor: collective -> bytes on the wire / those of a ring, for a backend that does more; `GLOO` for gloo.
         validation: the error of these predictions on hardware, printed with every result.
     """
 
@@ -45,7 +47,13 @@ class SimulationConfig:
     keep_gathered: bool = False
     flat_copies: bool = True
     peer_us: float = 0.0
+    blocking: bool = False
+    wire_factor: Mapping[str, float] = field(default_factory=dict)
     validation: str = "error: no measurement on file for this cluster; closed forms and conservation only"
+
+
+# gloo has no reduce-scatter: torch runs an all-reduce and keeps this rank's part, twice a ring reduce-scatter's bytes.
+GLOO: Mapping[str, float] = {"reduce_scatter": 2.0}
 
 
 class StepGraph:
@@ -76,7 +84,7 @@ class StepGraph:
 
     def compute(self, name: str, parts: dict[str, float], deps: Sequence[int | None]) -> int:
         us = sum(parts.values())
-        self.ops.append(Op(name, "compute", us, _known(deps), next(iter(parts), "compute"), parts))
+        self.ops.append(Op(name, "compute", us, self._after(deps), next(iter(parts), "compute"), parts))
         return len(self.ops) - 1
 
     def collective(
@@ -95,10 +103,15 @@ class StepGraph:
         count, us, _ = self.calls.get(label, (0, 0.0, None))
         self.calls[label] = (count + 1, us + duration, shape.widest_tier)
         for tier, b in cost.bytes_by_tier.items():
-            self.sent[tier] = self.sent.get(tier, 0.0) + b
+            self.sent[tier] = self.sent.get(tier, 0.0) + b * self.config.wire_factor.get(collective, 1.0)
         queue: Queue = "nvlink" if shape.widest_tier == "nvlink" else "network"
-        self.ops.append(Op(f"{name} {view}.{axis} {collective}", queue, duration, _known(deps), label))
+        self.ops.append(Op(f"{name} {view}.{axis} {collective}", queue, duration, self._after(deps), label))
         return len(self.ops) - 1
+
+    def _after(self, deps: Sequence[int | None]) -> list[int]:
+        """What an operation waits for; the one before it too if everything blocks."""
+        before = [len(self.ops) - 1] if self.config.blocking and self.ops else []
+        return [*(d for d in deps if d is not None), *before]
 
     def layer_parts(self, x: LayerProfile, backward: bool) -> dict[str, float]:
         forward_us, backward_us = x.times_us(self.cluster, self.model.dtype)
@@ -115,12 +128,15 @@ class StepGraph:
         has_tables = s is not None and bool(model.tables)
         table_bytes = model.table_bytes / s.table_group if s is not None else 0.0
         rows_bytes = model.ids_per_batch * model.bytes_per_row
-        lookup_us = 2 * rows_bytes / self.cluster.gpu.hbm_bytes_per_s * 1e6
+        row_us = 2 * rows_bytes / self.cluster.gpu.hbm_bytes_per_s * 1e6
+        lookup_us = row_us if model.lookup_us is None else model.lookup_us
 
         # Forward: tables first, then layers.
         embedded: int | None = None
         if has_tables:
-            gather = self.collective("sparse", "replica_shard", "all_gather", table_bytes, [], "forward")
+            # A lookup needs no optimizer state.
+            weights_only = model.table_weight_bytes / s.table_group if s is not None else 0.0
+            gather = self.collective("sparse", "replica_shard", "all_gather", weights_only, [], "forward")
             ids = self.collective("sparse", "table_group", "all_to_all", model.ids_per_batch * 8, [], "ids")
             self.alone_us += lookup_us
             lookup = self.compute("lookup", {"lookup and table update": lookup_us}, [gather, ids])
@@ -236,7 +252,7 @@ class StepGraph:
             grads = self.collective("sparse", "table_group", "all_to_all", rows_bytes, tail, "gradients")
             if not c.overlap_tables:
                 table_gather = self.collective("sparse", "replica_shard", "all_gather", table_bytes, tail, "backward")
-            update_us = 1.5 * lookup_us
+            update_us = 1.5 * row_us if model.update_us is None else model.update_us
             self.alone_us += update_us
             final = self.compute("table update", {"lookup and table update": update_us}, [final, grads, table_gather])
             publish = self.collective("sparse", "replica_shard", "reduce_scatter", table_bytes, [final], "publish")
@@ -324,7 +340,3 @@ class StepGraph:
             name,  # type: ignore[arg-type]
         )
         return [scatter, reduce]
-
-
-def _known(deps: Sequence[int | None]) -> list[int]:
-    return [d for d in deps if d is not None]

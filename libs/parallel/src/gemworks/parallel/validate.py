@@ -29,7 +29,7 @@ from gemworks.parallel.meshes import build_meshes
 from gemworks.parallel.plan import ParallelPlan
 from gemworks.parallel.profile import LayerProfile, ModelProfile
 from gemworks.parallel.simulation import simulate
-from gemworks.parallel.stacks import ExpertStack, Stack
+from gemworks.parallel.stacks import ExpertStack, Stack, on_device
 from gemworks.parallel.step_graph import SimulationConfig
 from torch import Tensor, nn
 
@@ -87,8 +87,11 @@ class LayerTimes:
         self.kind, self.width = kind, width
         self.points: list[tuple[int, int, float, float]] = []
         for depth in depths:
-            stack = Stack(depth, width) if kind == "dense" else ExpertStack(depth, width, None)
-            stack = stack.to(device=device, dtype=dtype)
+
+            def make(depth: int = depth) -> nn.Module:
+                return Stack(depth, width) if kind == "dense" else ExpertStack(depth, width, None)
+
+            stack = on_device(make, device, dtype)
             for tokens in sizes:
                 x = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
 
@@ -164,11 +167,12 @@ def measure_case(case: Case, device: torch.device, dtype: torch.dtype, repeats: 
     x = torch.randn(case.tokens, case.width, device=device, dtype=dtype, requires_grad=True)
     torch.manual_seed(0)
     if case.kind == "expert":
-        model: nn.Module = ExpertStack(case.depth, case.width, dist.group.WORLD).to(device=device, dtype=dtype)
+        model: nn.Module = on_device(lambda: ExpertStack(case.depth, case.width, dist.group.WORLD), device, dtype)
     elif case.kind == "alone":
-        model = Stack(case.depth, case.width).to(device=device, dtype=dtype)
+        model = on_device(lambda: Stack(case.depth, case.width), device, dtype)
     else:
-        model = Stack(case.depth, case.width).to(device=device, dtype=torch.float32 if case.kind == "shard" else dtype)
+        stored = torch.float32 if case.kind == "shard" else dtype
+        model = on_device(lambda: Stack(case.depth, case.width), device, stored)
         plan = ParallelPlan.for_world(world, shard=world if case.kind == "shard" else 1)
         meshes = build_meshes(plan, presets.h200_host(8).resized(world), device_type=device.type)
         policy = FsdpPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -189,8 +193,15 @@ def validate(
     validate_tokens: Sequence[int] = (6144, 12288),
     depth: int = 6,
     repeats: int = 9,
+    report: Callable[[Sequence[ErrorRow]], None] = lambda rows: None,
 ) -> tuple[list[ErrorRow], ClusterSpec]:
     """Calibrate, predict, measure; every rank of the world calls it and gets the same rows but for rounding.
+
+    Args:
+        device: of this rank.
+        widths, calibrate_tokens, validate_tokens, depth: of the blocks.
+        repeats: timed steps per case.
+        report: called with every new row, so that a run that is cut off leaves what it has.
 
     Returns:
         Rows of both splits, and the cluster with measured tiers.
@@ -212,6 +223,7 @@ def validate(
                 f, b, lf, lb = layer.at(tokens)
                 config = f"{layer.kind} blocks {at_depth}x{width} tokens {tokens}"
                 rows.append(error_row(config, "calibrate", at_depth * (f + b) + lf + lb, whole, num_gpus=1))
+                report(rows[-1:])
         for tokens in validate_tokens:
             for kind in kinds:
                 case = Case(kind=kind, depth=depth, width=width, tokens=tokens)
@@ -221,6 +233,7 @@ def validate(
                 predicted = predict_ms(case, (*block[:2], *loss[2:]), cluster, dtype)
                 measured = measure_case(case, device, dtype, repeats)
                 rows.append(error_row(case.name, "validate", predicted, measured, 1 if kind == "alone" else world))
+                report(rows[-1:])
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
     return rows, cluster
@@ -264,13 +277,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             "needs CUDA and torchrun: torchrun --nproc-per-node 2 -m gemworks.parallel.validate --out docs/measured"
         )
     device = start_nccl()
-    rows, cluster = validate(device)
-    if dist.get_rank() == 0:
-        world = dist.get_world_size()
-        write_errors(args.out / "simulator_error.csv", rows, stamp("gemworks.parallel.validate", world))
+    lead, world = dist.get_rank() == 0, dist.get_world_size()
+
+    def report(rows: Sequence[ErrorRow]) -> None:
+        if lead:
+            write_errors(args.out / "simulator_error.csv", rows, stamp("gemworks.parallel.validate", world))
+            for r in rows:
+                text = f"{r.config:36} {r.split:9} {r.predicted_ms:9.3f} {r.measured_ms:9.3f} {r.error_pct:+7.2f} %"
+                print(text, flush=True)
+
+    rows, cluster = validate(device, report=report)
+    if lead:
         cluster.to_toml(args.out / f"cluster_x{world}.toml")
-        for r in rows:
-            print(f"{r.config:36} {r.split:9} {r.predicted_ms:9.3f} {r.measured_ms:9.3f} {r.error_pct:+7.2f} %")
         errors = sorted(abs(r.error_pct) for r in rows if r.split == "validate")
         print(f"validate: median {statistics.median(errors):.2f} %, worst {errors[-1]:.2f} %")
     dist.destroy_process_group()

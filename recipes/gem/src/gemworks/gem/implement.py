@@ -72,6 +72,7 @@ def compile_layers(model: nn.Module, *, with_forward: bool = True) -> None:
         with_forward: False only marks rows, for layers whose forward an activation policy has compiled.
     """
     for event in getattr(model, "events", ()):
+        event.merge.register_forward_pre_hook(lambda module, args: torch._dynamo.maybe_mark_dynamic(args[0], 0))
         compile_part(event.merge)
     for layer in getattr(model, "layers", ()):
         layer.register_forward_pre_hook(_mark_layer)

@@ -32,6 +32,7 @@ class KernelConfig:
         norm: gemworks.jagged's norms with their residuals, or torch's with the additions beside them.
         fused_qk: QK-norm and RoPE inside the attention op; otherwise op by op before it.
         stream: dtype of the tokens between the layers: autocast's own, or float32, as norms under autocast leave it.
+        rope_tables: dtype of the rotations' cosines and sines; float16 errs by 2^-11 of 1, less than a bf16 query does.
         share_schedule: tile schedules are built once per batch; otherwise every op builds its own.
         linears: "bf16" (plain `nn.Linear`), or a recipe of gemworks.precision such as "fp8_block128".
         linears_min_features: narrower linears stay as they are.
@@ -48,6 +49,7 @@ class KernelConfig:
     norm: NormKernel = "gemworks"
     fused_qk: bool = True
     stream: Literal["autocast", "float32"] = "autocast"
+    rope_tables: Literal["float32", "float16"] = "float32"
     share_schedule: bool = True
     linears: str = "bf16"
     linears_min_features: int = 256

@@ -6,7 +6,8 @@ Letters: B sequences, T packed rows, N heads, H head width.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from gemworks.jagged import TileSchedule, attention_flops, num_pairs, offsets_from_lengths
@@ -39,6 +40,7 @@ class Case:
         kind: self, pffn (short keys of its own for each sample) or pool (a shared query over long keys).
         rows: keys per sample (pffn) or shared queries (pool).
         window: 0 for none.
+        activation: of gdpa.
         priority: 0 is measured first, where time may run out.
     """
 
@@ -50,6 +52,8 @@ class Case:
     head_dim: int = 128
     rows: int = 0
     window: int = 0
+    causal: bool = False
+    activation: str = "fast_gelu"
     heads: int = 4
     seed: int = 1
     priority: int = 1
@@ -57,39 +61,58 @@ class Case:
     @property
     def shape(self) -> str:
         extra = {"self": "", "pffn": f" kv{self.rows}", "pool": f" seeds{self.rows}"}[self.kind]
-        return f"B{self.batch} max{self.maximum}{extra}{f' window{self.window}' if self.window else ''}"
+        extra += f" window{self.window}" if self.window else ""
+        extra += " causal" if self.causal else ""
+        extra += "" if self.computes in ("softmax", "fast_gelu") else f" {self.activation}"
+        return f"B{self.batch} max{self.maximum}{extra}"
 
     @property
-    def softmax(self) -> bool:
-        return self.op == "flash_attention"
+    def computes(self) -> str:
+        """The activation of `gdpa`, or softmax."""
+        return "softmax" if self.op == "flash_attention" else self.activation
+
+    @property
+    def inputs(self) -> Case:
+        """This case without what is ours alone: cases that agree in it share inputs, peers and peers' times."""
+        return replace(self, op="", activation="", priority=0)
 
 
+BOTH = ("flash_attention", "gdpa")
+# The targets of the kernels come first; then what else is promised a row; then the sweep.
 CASES: tuple[Case, ...] = (
-    *(Case(op, "self", b, n, priority=0) for op in ("flash_attention", "gdpa") for b, n in ((256, 1024), (128, 2048))),
+    *(Case(op, "self", b, n, priority=0) for b, n in ((256, 1024), (128, 2048)) for op in BOTH),
     Case("gdpa", "pffn", 256, 2048, "full", rows=256, priority=0),
     Case("gdpa", "pool", 128, 2048, rows=256, priority=0),
     Case("gdpa", "pool", 128, 2048, rows=64, priority=0),
-    Case("flash_attention", "pool", 128, 2048, rows=64),
     Case("flash_attention", "self", 128, 2048, window=100, priority=0),
+    *(Case("gdpa", "self", b, n, causal=True, activation="silu") for b, n in ((256, 1024), (128, 2048))),
+    *(Case(op, "self", 16, 16384) for op in BOTH),
     Case("gdpa", "pffn", 256, 1024, rows=256),
     Case("gdpa", "pffn", 256, 1024, rows=128),
-    *(Case(op, "self", 16, 16384) for op in ("flash_attention", "gdpa")),
-    *(Case(op, "self", 256, n, priority=2) for op in ("flash_attention", "gdpa") for n in (256, 512)),
-    *(Case(op, "self", 64, 4096, "full", priority=2) for op in ("flash_attention", "gdpa")),
-    *(
-        Case(op, "self", 256, 1024, law, priority=2)
-        for op in ("flash_attention", "gdpa")
-        for law in ("mean70", "zipf12")
-    ),
-    *(Case(op, "self", 256, 1024, head_dim=64, priority=2) for op in ("flash_attention", "gdpa")),
-    *(Case(op, "self", 1152, 2000, "mean70", priority=3) for op in ("flash_attention", "gdpa")),
+    *(Case("flash_attention", "pool", 128, 2048, rows=n) for n in (64, 256)),
+    *(Case(op, "self", 256, n, priority=2) for n in (256, 512) for op in BOTH),
+    *(Case(op, "self", 256, 1024, head_dim=64, priority=2) for op in BOTH),
+    *(Case(op, "self", 64, 4096, "full", priority=2) for op in BOTH),
+    *(Case(op, "self", 256, 1024, law, priority=2) for law in ("mean70", "zipf12") for op in BOTH),
+    *(Case(op, "self", 1152, 2000, "mean70", priority=3) for op in BOTH),
+    *(Case(op, "self", 1152, n, law, priority=3) for n in (256, 1024) for law in ("uniform", "zipf12") for op in BOTH),
 )
 SMOKE: tuple[Case, ...] = (
     Case("flash_attention", "self", 3, 16, heads=2, head_dim=16),
     Case("gdpa", "pffn", 3, 16, heads=2, head_dim=16, rows=4),
     Case("gdpa", "pool", 3, 16, heads=2, head_dim=16, rows=4),
     Case("flash_attention", "self", 3, 16, heads=2, head_dim=16, window=3),
+    Case("gdpa", "self", 3, 16, heads=2, head_dim=16),
+    Case("gdpa", "self", 3, 16, heads=2, head_dim=16, causal=True, activation="silu"),
 )
+
+
+def grouped(cases: Iterable[Case]) -> list[list[Case]]:
+    """Cases with the same inputs together, in the order of the most urgent of each group."""
+    groups: dict[Case, list[Case]] = {}
+    for case in sorted(cases, key=lambda c: c.priority):
+        groups.setdefault(case.inputs, []).append(case)
+    return list(groups.values())
 
 
 @dataclass(frozen=True)
@@ -146,7 +169,7 @@ def make_inputs(case: Case, device: torch.device, dtype: torch.dtype) -> Inputs:
         offsets_q, offsets_k = None, offsets
         lengths_q, out_rows = torch.full_like(lengths, case.rows), case.batch * case.rows
         schedule = TileSchedule.build(None, offsets, total_q=case.rows, total_k=total)
-    pairs = int(num_pairs(lengths_q, lengths_k, window=case.window or None))
+    pairs = int(num_pairs(lengths_q, lengths_k, window=case.window or None, causal=case.causal))
     return Inputs(
         case,
         q,

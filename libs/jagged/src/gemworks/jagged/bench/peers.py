@@ -15,24 +15,27 @@ from gemworks.jagged.bench.cases import Inputs
 from torch import Tensor
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-ACTIVATION = "fast_gelu"
+Maker = Callable[[Inputs], "Contender"]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to time.
+    """Something to time. It computes `out_scale * act(logit_scale * q k^T) v`, whatever the case asks for.
 
     Attributes:
         attend: of q, k and v.
         leaves: what it takes instead of the case's q, k and v, e.g. padded.
         unpack: from what it returns to packed rows; None where it returns those.
-        softmax: whether it computes softmax, whatever the case asks for.
+        activation: softmax, or one of `gdpa`'s; None if unknown, then only finiteness is checked.
+        logit_scale: None for the case's scale.
     """
 
     attend: Attend
     leaves: list[Tensor] | None = None
     unpack: Callable[[Tensor], Tensor] | None = None
-    softmax: bool = True
+    activation: str | None = "softmax"
+    logit_scale: float | None = None
+    out_scale: float = 1.0
 
 
 def ours(x: Inputs) -> Contender:
@@ -41,17 +44,19 @@ def ours(x: Inputs) -> Contender:
         "max_length_k": None if x.offsets_k is None else x.case.maximum,
         "shared_query": x.case.kind == "pool",
         "window": x.case.window or None,
+        "causal": x.case.causal,
         "schedule": x.schedule,
     }
+    activation: Any = x.case.computes
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if x.case.softmax:
+        if activation == "softmax":
             out = flash_attention(q, k, v, x.offsets_q, x.offsets_k, scale=x.scale, **bounds)
         else:
-            out = gdpa(q, k, v, x.offsets_q, x.offsets_k, scale=x.scale, activation=ACTIVATION, **bounds)
+            out = gdpa(q, k, v, x.offsets_q, x.offsets_k, scale=x.scale, activation=activation, **bounds)
         return out.flatten(0, 1) if out.dim() == 4 else out
 
-    return Contender(attend, softmax=x.case.softmax)
+    return Contender(attend, activation=activation)
 
 
 def _cu_seqlens(x: Inputs, side: str) -> Tensor:
@@ -60,9 +65,9 @@ def _cu_seqlens(x: Inputs, side: str) -> Tensor:
 
 
 def _packed(x: Inputs, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q repeated for every sample where it is shared, k and v flattened: what a varlen kernel takes."""
+    """A shared query repeated for each sequence, keys of a sequence as packed rows: what varlen interfaces take."""
     if x.case.kind == "pool":
-        q = q.expand(x.case.batch, *q.shape).flatten(0, 1)
+        q = q.repeat(x.case.batch, 1, 1)
     if k.dim() == 4:
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     return q, k, v
@@ -79,6 +84,8 @@ def torch_varlen(x: Inputs) -> Contender:
     options: dict[str, Any] = {"scale": x.scale}
     if x.case.window:
         options["window_size"] = (x.case.window - 1, x.case.window - 1)
+    if x.case.causal:
+        options["window_size"] = (-1, 0)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = varlen_attn(*_packed(x, q, k, v), cu_q, cu_k, max_q, max_k, **options)
@@ -91,41 +98,52 @@ def torch_varlen(x: Inputs) -> Contender:
 def flash_attn_4(x: Inputs) -> Contender:
     from flash_attn.cute import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
-    cu_q, cu_k = _cu_seqlens(x, "q"), _cu_seqlens(x, "k")
-    window = (x.case.window - 1,) * 2 if x.case.window else (None, None)
+    max_q, max_k = _longest(x)
+    options: dict[str, Any] = {
+        "cu_seqlens_q": _cu_seqlens(x, "q"),
+        "cu_seqlens_k": _cu_seqlens(x, "k"),
+        "max_seqlen_q": max_q,
+        "max_seqlen_k": max_k,
+        "softmax_scale": x.scale,
+        "causal": x.case.causal,
+    }
+    if x.case.window:
+        options["window_size"] = (x.case.window - 1, x.case.window - 1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = flash_attn_varlen_func(
-            *_packed(x, q, k, v), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, softmax_scale=x.scale, window_size=window
-        )
+        out = flash_attn_varlen_func(*_packed(x, q, k, v), **options)
         return out[0] if isinstance(out, tuple) else out
 
     return Contender(attend)
 
 
 def flex_attention(x: Inputs) -> Contender:
-    """FlexAttention, compiled, with a document mask over the packed rows."""
+    """FlexAttention, compiled for this shape alone, with a document mask over the packed rows."""
     import torch._functorch.config as functorch_config
     from torch.nn.attention.flex_attention import create_block_mask
     from torch.nn.attention.flex_attention import flex_attention as flex
 
     functorch_config.donated_buffer = False  # the backward is timed again and again over one graph
+    torch._dynamo.reset()  # or a second shape would be compiled with symbolic sizes, which its lowering does not take
     device = x.q.device
     document_q, document_k = (
         torch.repeat_interleave(torch.arange(len(n)), n).to(device) for n in (x.lengths_q, x.lengths_k)
     )
-    start_q, start_k = _cu_seqlens(x, "q"), _cu_seqlens(x, "k")
-    window = x.case.window
+    at_q, at_k = (
+        torch.arange(len(document), device=device) - cu[document]
+        for document, cu in ((document_q, _cu_seqlens(x, "q")), (document_k, _cu_seqlens(x, "k")))
+    )
+    window, causal = x.case.window, x.case.causal
 
     def same(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         admitted = document_q[i] == document_k[j]
-        if window:
-            away = (j - start_k[document_k[j]]) - (i - start_q[document_q[i]])
-            admitted = admitted & (away < window) & (away > -window)
+        if window or causal:
+            away = at_k[j] - at_q[i]
+            admitted = admitted & (away <= 0) if causal else admitted & (away < window) & (away > -window)
         return admitted
 
     mask = create_block_mask(same, None, None, len(document_q), len(document_k), device=str(device), _compile=True)
-    compiled: Any = torch.compile(partial(flex, block_mask=mask, scale=x.scale))
+    compiled: Any = torch.compile(partial(flex, block_mask=mask, scale=x.scale), dynamic=False)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = [t.transpose(0, 1)[None] for t in _packed(x, q, k, v)]
@@ -135,7 +153,13 @@ def flex_attention(x: Inputs) -> Contender:
 
 
 def padded_sdpa(x: Inputs) -> Contender:
-    """scaled_dot_product_attention over a padded batch with a key mask; padding itself is not timed."""
+    """scaled_dot_product_attention over a padded batch with a key mask; padding itself is not timed.
+
+    cuDNN's kernel where it takes the batch, else whatever torch chooses. Causal needs no mask: keys past the end of a
+    sequence come after its queries.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     if x.case.window:
         raise NotImplementedError("a window on a padded batch would need a dense mask")
     device, (max_q, max_k) = x.q.device, _longest(x)
@@ -146,7 +170,7 @@ def padded_sdpa(x: Inputs) -> Contender:
         (torch.arange(n)[None] < lengths[:, None]).to(device)
         for n, lengths in ((max_q, x.lengths_q), (max_k, x.lengths_k))
     )
-    mask = None if bool(inside_k.all()) else inside_k[:, None, None, :]
+    mask = None if x.case.causal or bool(inside_k.all()) else inside_k[:, None, None, :]
 
     def pad(rows: Tensor, inside: Tensor) -> Tensor:
         out = rows.new_zeros(*inside.shape, *rows.shape[1:])
@@ -154,15 +178,32 @@ def padded_sdpa(x: Inputs) -> Contender:
         return out.transpose(1, 2).detach().requires_grad_()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=x.scale)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=x.scale, is_causal=x.case.causal)
+
+    def attend_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return attend(q, k, v)
 
     rows = _packed(x, *x.leaves)
     leaves = [pad(rows[0], inside_q), pad(rows[1], inside_k), pad(rows[2], inside_k)]
-    return Contender(attend, leaves, lambda out: out.transpose(1, 2)[inside_q])
+    del rows
+    chosen = attend
+    if device.type == "cuda":
+        try:
+            attend_cudnn(*leaves).sum().backward()
+            chosen = attend_cudnn
+        except RuntimeError:  # no cuDNN kernel for these arguments
+            chosen = attend
+        for leaf in leaves:
+            leaf.grad = None
+    return Contender(chosen, leaves, lambda out: out.transpose(1, 2)[inside_q])
 
 
-def from_file(spec: str) -> tuple[str, Callable[[Inputs], Contender]]:
-    """A peer of your own: NAME=FILE.py:FUNCTION, with FUNCTION(q, k, v, cu_q, cu_k, max_q, max_k, scale) -> [Tq, N, H].
+def from_file(spec: str) -> tuple[str, Maker]:
+    """A peer of your own: NAME=FILE.py:FUNCTION.
+
+    FUNCTION(q, k, v, cu_q, cu_k, max_q, max_k, scale) -> [Tq, N, H], or FUNCTION(inputs: Inputs) -> Contender where it
+    is named `make` (it then says what it computes, and is checked like every other peer).
 
     Raises:
         ValueError: not of that form.
@@ -171,18 +212,23 @@ def from_file(spec: str) -> tuple[str, Callable[[Inputs], Contender]]:
     path, _, function = place.rpartition(":")
     if not name or not path or not function:
         raise ValueError(f"peer: got {spec!r}, expected NAME=FILE.py:FUNCTION")
+    loaded: dict[str, Any] = {}
 
     def make(x: Inputs) -> Contender:
-        call = runpy.run_path(path)[function]
+        if not loaded:
+            loaded.update(runpy.run_path(path))
+        call = loaded[function]
+        if function == "make":
+            return call(x)
+        if x.case.window or x.case.causal:
+            raise NotImplementedError("a plain function from a file has neither window nor causal")
         cu_q, cu_k, (max_q, max_k) = _cu_seqlens(x, "q"), _cu_seqlens(x, "k"), _longest(x)
-        if x.case.window:
-            raise NotImplementedError("peers from a file have no window")
-        return Contender(lambda q, k, v: call(*_packed(x, q, k, v), cu_q, cu_k, max_q, max_k, x.scale), softmax=False)
+        return Contender(lambda q, k, v: call(*_packed(x, q, k, v), cu_q, cu_k, max_q, max_k, x.scale), activation=None)
 
     return name, make
 
 
-PEERS: dict[str, Callable[[Inputs], Contender]] = {
+PEERS: dict[str, Maker] = {
     "torch varlen_attn": torch_varlen,
     "flash-attn-4": flash_attn_4,
     "FlexAttention": flex_attention,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
+import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ class Context:
     ceilings: Ceilings
     device: torch.device
     dtype: torch.dtype
+    arguments: Sequence[str]
 
     def columns(self) -> Row:
         cuda = self.device.type == "cuda"
@@ -41,7 +42,7 @@ class Context:
             "gpu": torch.cuda.get_device_name(self.device) if cuda else "",
             "num_gpus": "1" if cuda else "0",
             "clock_mhz": "" if mhz is None else f"{mhz:.0f}",
-            "command": f"python -m gemworks.jagged.bench {shlex.join(sys.argv[1:])}".strip(),
+            "command": f"python -m gemworks.jagged.bench {shlex.join(self.arguments)}".strip(),
             "commit": _commit(),
             "torch": torch.__version__,
             "triton": _triton_version(),
@@ -49,6 +50,9 @@ class Context:
 
 
 def _commit() -> str:
+    """The commit of the working tree, or of the environment variable GEMWORKS_COMMIT where there is no git."""
+    if named := os.environ.get("GEMWORKS_COMMIT"):
+        return named
     try:
         done = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"],
@@ -108,6 +112,28 @@ def rows_of(x: Inputs, times: dict[str, dict[str, Time]], refusals: dict[str, st
     return rows
 
 
+def schedule_row(x: Inputs, build: Time, forward: Time, context: Context) -> Row:
+    """What the tiles of a batch cost, beside the forward of one layer that uses them."""
+    return (
+        dict.fromkeys(COLUMNS, "")
+        | context.columns()
+        | {
+            "op": "tile_schedule", "shape": x.case.shape, "head_dim": str(x.case.head_dim), "direction": "fwd",
+            "impl": OURS, "law": x.case.law, "mean_len": f"{x.lengths_q.double().mean():.1f}",
+            "max_len": str(int(x.lengths_q.max())), "seed": str(x.case.seed),
+            "ms": f"{build.ms:.4f}", "ms_p20": f"{build.ms_p20:.4f}", "ms_p80": f"{build.ms_p80:.4f}",
+            "best_peer": "one flash_attention forward", "ratio_to_best_peer": f"{forward.ms / build.ms:.3f}",
+        }
+    )  # fmt: skip
+
+
+def read_csv(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def append_csv(path: Path, rows: Sequence[Row]) -> None:
     """Written case by case, so that an interrupted run keeps what it measured."""
     new = not path.exists()
@@ -143,7 +169,7 @@ def plot(path: Path, rows: Sequence[Row]) -> str:
     def label_of(r: Row) -> str:
         return f"{r['op']}\n{r['shape']}\n{r['law']} H{r['head_dim']}"
 
-    measured = [r for r in rows if r["ms"]]
+    measured = [r for r in rows if r["tflops"]]
     names = list(dict.fromkeys(r["impl"] for r in measured))
     figure, axes = plt.subplots(2, 1, figsize=(14, 9), layout="constrained")
     for axis, direction in zip(axes, ("fwd", "bwd"), strict=True):

@@ -57,16 +57,39 @@ class Clock:
 
 
 def time_in_turn(
-    clock: Clock, runs: Mapping[str, Callable[[], object]], *, rounds: int, repeats: int
-) -> dict[str, Time]:
-    """Each closure `repeats` times a round, round after round, so that a drift of the clock meets all of them."""
-    for run in runs.values():  # compile and warm up
-        clock.sample(run, 2)
+    clock: Clock,
+    runs: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    repeats: int,
+    enter: Callable[[str], None] = lambda name: None,
+) -> tuple[dict[str, Time], dict[str, Exception]]:
+    """Each closure `repeats` times a round, round after round, so that a drift of the clock meets all of them.
+
+    Args:
+        enter: called with a name before its closure runs.
+
+    Returns:
+        Times, and what the closures raised that have none; the others go on without them.
+    """
     samples: dict[str, list[float]] = {name: [] for name in runs}
+    errors: dict[str, Exception] = {}
+
+    def step(name: str, repeats: int) -> list[float]:
+        enter(name)
+        try:
+            return clock.sample(runs[name], repeats)
+        except Exception as error:  # of any kind: it is reported as the result of this closure
+            errors[name] = error
+            return []
+
+    for name in runs:
+        step(name, 2)  # compiles and warms up
     for _ in range(rounds):
-        for name, run in runs.items():
-            samples[name] += clock.sample(run, repeats)
-    return {name: Time.of(x) for name, x in samples.items()}
+        for name in runs:
+            if name not in errors:
+                samples[name] += step(name, repeats)
+    return {name: Time.of(x) for name, x in samples.items() if name not in errors}, errors
 
 
 @dataclass(frozen=True)

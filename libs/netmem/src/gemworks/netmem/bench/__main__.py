@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from pathlib import Path
 
 import torch
 from gemworks.netmem.bench import pair, single
+from gemworks.netmem.bench.budgets import budgets, plot_budgets
 from gemworks.netmem.bench.rows import Rows
 from gemworks.netmem.bench.stack import SMOKE, StackSize
 from gemworks.netmem.ledger import HBM, BandwidthLedger
@@ -86,18 +88,18 @@ def main(argv: list[str] | None = None) -> int:
     ledger = _ledger(device, args.smoke)
     ledger.to_toml(out.with_suffix(".cluster.toml"))
     rows = Rows(device, ledger.capacity[HBM] / 1e9, _matmul_tflops(device, args.smoke), path=out)
-    setup = single.Setup(device, ledger, rows, args.smoke, out.parent, args.compile)
+    setup = single.Setup(device, ledger, rows, args.smoke, args.compile)
     failed = []
     for name in SUITES if "all" in args.suite else args.suite:
         try:
             if name == "budgets":
-                found = single.budgets(setup, size)
-                single.plot_budgets(found, out.with_suffix(".budgets.png"))
+                plot_budgets(budgets(setup, size), out.with_suffix(".budgets.png"))
             else:
                 getattr(single, name)(setup)
         except (RuntimeError, AssertionError, ValueError, MemoryError) as error:
             # the other suites' rows are worth keeping; the exit status still says that one failed
             failed.append(name)
+            traceback.print_exc()
             print(f"error: suite {name}: {type(error).__name__}: {error}", file=sys.stderr)
         rows.write(out)
     return 1 if failed else 0

@@ -7,11 +7,12 @@ Times are between events on the device, every rank runs the same calls, rank 0 r
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,11 @@ def _reduce(o: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None = 
 
 
 def _few_group(device: torch.device) -> dist.ProcessGroup | None:
-    return dist.new_group(pg_options=few_ctas_options(FEW_CTAS)) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    group = dist.new_group(pg_options=few_ctas_options(FEW_CTAS))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _trace_of(run: Callable[[], object], device: torch.device) -> Path:
@@ -214,7 +219,9 @@ def pair_quantized(rows: Rows, device: torch.device, smoke: bool) -> None:
             return ms
 
         plain_ms = add(_native(device), "plain", plain)
-        for codec, check in (("bf16", "never"), ("fp8_row", "always"), ("fp8_row", "never"), ("mxfp8", "never")):
+        checks: tuple[tuple[str, Literal["always", "never"]], ...]
+        checks = (("bf16", "never"), ("fp8_row", "always"), ("fp8_row", "never"), ("mxfp8", "never"))
+        for codec, check in checks:
             q = QuantizedCollective(codec=codec, check=check)
             add("gemworks", f"{codec}, check {check}", lambda q=q, coded=coded: coded(q), plain_ms)
 
@@ -250,14 +257,9 @@ def pair_fsdp(rows: Rows, device: torch.device, smoke: bool) -> None:
         if impl.endswith("reduce"):
             copy_engine_reduce_scatter(model, group)
 
-        def step(model: nn.Module = model, batch: torch.Tensor = batch) -> torch.Tensor:
-            loss = model(batch)
-            loss.backward()
-            return loss
-
+        steps[impl] = step = functools.partial(_step, model, batch)
         losses[impl] = step().item()
         assert len(set(losses.values())) == 1, losses
-        steps[impl] = step
         # where the trace says what took SMs, and for how long
         trace = _trace_of(step, device)
         report = overlap_report(trace).devices[0]
@@ -291,6 +293,12 @@ def pair_fsdp(rows: Rows, device: torch.device, smoke: bool) -> None:
         )
 
 
+def _step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss = model(batch)
+    loss.backward()
+    return loss
+
+
 def _once_ms(step: Callable[[], Any], device: torch.device) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     synchronize(device)
@@ -301,7 +309,7 @@ def _once_ms(step: Callable[[], Any], device: torch.device) -> float:
     return begin.elapsed_time(end)
 
 
-def run(make_rows: Callable[[torch.device, int], Rows], suites: list[str], smoke: bool) -> Rows:
+def run(make_rows: Callable[[torch.device, int], Rows], suites: Sequence[str], smoke: bool) -> Rows:
     """Run the suites on all ranks; every rank has rows, those of rank 0 count."""
     on_gpu = torch.cuda.is_available() and not smoke
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")

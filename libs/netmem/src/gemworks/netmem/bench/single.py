@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from gemworks.netmem.arena import PinnedArena
-from gemworks.netmem.bench.rows import Rows, synchronize, timed_ms
-from gemworks.netmem.bench.stack import Stack, StackSize, make_stack
-from gemworks.netmem.budget import KEEP, OFFLOAD, Plan, StepProfile, evaluate
-from gemworks.netmem.codec import BUILTIN
-from gemworks.netmem.errors import InfeasibleBudgetError
+from gemworks.netmem.bench.rows import Rows, synchronize, timed_ms, timed_on_device_ms
+from gemworks.netmem.codec import BUILTIN, Codec, explain_codec
 from gemworks.netmem.ledger import HBM, BandwidthLedger
 from gemworks.netmem.movers import CHUNK_BYTES, as_bytes, mover_for
-from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.parcels import Parcel
-from gemworks.netmem.policy import apply_policy
-from gemworks.netmem.profiler import profile, table
-from gemworks.netmem.solver import solve
 from gemworks.netmem.stash import StateStash
 
 GIB = 2**30
@@ -33,7 +27,6 @@ class Setup:
     ledger: BandwidthLedger
     rows: Rows
     smoke: bool
-    out: Path
     compile: bool
 
     @property
@@ -98,39 +91,62 @@ def offload_copies(s: Setup) -> None:
 
 
 def small_copy_under_bulk(s: Setup) -> None:
-    """Latency of a 4 KiB copy to the device while a bulk copy goes the same way, in one piece and in chunks."""
+    """Latency of a small copy while a bulk copy goes the same way, in one piece and in chunks.
+
+    From the host's call to the copy's end as the host sees it. The bulk copy is queued on another stream before, and
+    must still be under way when the small one is done: otherwise the figure says nothing and the row says so.
+    """
     if s.device.type != "cuda":
         s.rows.add("small_copy", setting="needs a GPU: a CPU has no copy engine")
         return
-    bulk, small = s.gib(2), 4096
+    bulk = s.gib(1)
     host, device = (
         torch.ones(bulk, dtype=torch.uint8).pin_memory(),
-        torch.empty(bulk, dtype=torch.uint8, device=s.device),
-    )
-    small_host, small_device = (
-        torch.ones(small, dtype=torch.uint8).pin_memory(),
-        torch.empty(small, dtype=torch.uint8, device=s.device),
+        torch.zeros(bulk, dtype=torch.uint8, device=s.device),
     )
     streams = [torch.cuda.Stream(s.device) for _ in range(2)]
-    for chunk in (bulk, CHUNK_BYTES, CHUNK_BYTES // 4):
-        latencies = []
-        for _ in range(s.repeats):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for way, small in itertools.product(("to device", "to host"), (4096, 1 << 20, 16 << 20)):
+        near, far = (host, device) if way == "to device" else (device, host)
+        source, target = near[:small].clone(), far[:small].clone()
+        if way == "to device":
+            source = source.pin_memory()
+        else:
+            target = target.pin_memory()
+        idle_ms = 0.0
+        for chunk in (0, bulk, CHUNK_BYTES, CHUNK_BYTES // 4):
+            latencies, num_under_way = [], 0
+            for _ in range(7):
+                begin, end, bulk_end = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
+                synchronize(s.device)
+                with torch.cuda.stream(streams[0]):
+                    for start in range(0, bulk, chunk) if chunk else ():
+                        far[start : start + chunk].copy_(near[start : start + chunk], non_blocking=True)
+                    begin.record()
+                    bulk_end.record()
+                time.sleep(0.002)  # the bulk copy is on its way
+                started = time.perf_counter()
+                with torch.cuda.stream(streams[1]):
+                    target.copy_(source, non_blocking=True)
+                    end.record()
+                end.synchronize()
+                latencies.append((time.perf_counter() - started) * 1e3)
+                num_under_way += not bulk_end.query()
             synchronize(s.device)
-            with torch.cuda.stream(streams[0]):
-                for start in range(0, bulk, chunk):
-                    device[start : start + chunk].copy_(host[start : start + chunk], non_blocking=True)
-            with torch.cuda.stream(streams[1]):
-                begin.record()
-                small_device.copy_(small_host, non_blocking=True)
-                end.record()
-            synchronize(s.device)
-            latencies.append(begin.elapsed_time(end))
-        latencies.sort()
-        assert bool((small_device == 1).all()), "the small copy is wrong"
-        s.rows.add(
-            "small_copy", shape=f"{small}B under {bulk}B", setting=f"chunk={chunk}", ms=latencies[len(latencies) // 2]
-        )
+            assert torch.equal(target.cpu(), source.cpu()), "the small copy is wrong"
+            latencies.sort()
+            ms = latencies[len(latencies) // 2]
+            idle_ms = idle_ms if chunk else ms
+            under = f"chunk={chunk}, bulk under way in {num_under_way} of 7" if chunk else "idle link"
+            s.rows.add(
+                "small_copy",
+                shape=f"{small}B {way} under {bulk}B",
+                setting=under,
+                ms=ms,
+                ms_p20=latencies[1],
+                ms_p80=latencies[5],
+                best_peer="idle link",
+                ratio_to_best_peer=idle_ms / ms,
+            )
 
 
 def quantise(s: Setup) -> None:
@@ -139,27 +155,37 @@ def quantise(s: Setup) -> None:
     dtype = torch.bfloat16 if s.device.type == "cuda" else torch.float32
     x = torch.randn(numel // 512, 512, device=s.device, dtype=dtype)
     for name, codec in BUILTIN.items():
+        ratio = x.numel() * x.element_size() / codec.nbytes(x.shape, x.dtype)
+        if ratio == 1.0:
+            continue  # bf16 of bf16 is the tensor itself: there is nothing to time
 
-        def round_trip(codec=codec) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        def round_trip(codec: Codec = codec) -> torch.Tensor:
             return codec.decode(codec.encode(x), x.shape, x.dtype)
 
-        run = torch.compile(round_trip) if s.compile and s.device.type == "cuda" else round_trip
-        error = (run().float() - x.float()).square().sum()
+        back = round_trip()
+        error = (back.float() - x.float()).square().sum()
         sqnr_db = 10 * torch.log10(x.float().square().sum() / error.clamp_min(1e-30)).item()
         assert sqnr_db > 25, f"{name}: {sqnr_db:.1f} dB"
-        ms, p20, p80 = timed_ms(run, s.device, s.repeats)
         bound_ms = 6 * x.numel() / s.ledger.capacity[HBM] * 1e3
-        ratio = x.numel() * x.element_size() / codec.nbytes(x.shape, x.dtype)
-        s.rows.add(
-            "quantise",
-            shape=str(tuple(x.shape)),
-            setting=f"{name} {ratio:.3f}x fewer bytes, {sqnr_db:.1f} dB",
-            ms=ms,
-            ms_p20=p20,
-            ms_p80=p80,
-            roofline_fraction=bound_ms / ms,
-            dtype=str(dtype),
-        )
+        impls = {explain_codec(codec, x).split(":")[0]: round_trip}
+        if s.compile and s.device.type == "cuda":
+            impls["torch.compile"] = torch.compile(round_trip)
+            compiled = impls["torch.compile"]()
+            assert torch.equal(compiled, back), f"{name}: torch.compile and the kernels differ"
+        for impl, run in impls.items():
+            ms, p20, p80 = timed_on_device_ms(run, s.device, s.repeats)
+            s.rows.add(
+                "quantise",
+                shape=str(tuple(x.shape)),
+                setting=f"{name} {ratio:.3f}x fewer bytes, {sqnr_db:.1f} dB",
+                impl=f"gemworks {impl}",
+                ms=ms,
+                ms_p20=p20,
+                ms_p80=p80,
+                gbps=6 * x.numel() / ms / 1e6,
+                roofline_fraction=bound_ms / ms,
+                dtype=str(dtype).removeprefix("torch."),
+            )
 
 
 def stash(s: Setup) -> None:
@@ -209,119 +235,3 @@ def stash(s: Setup) -> None:
         best_peer="no stash",
         memory_gib=num_bytes / GIB,
     )
-
-
-def _peak_gib(device: torch.device, run: Callable[[], None]) -> float | str:
-    if device.type != "cuda":
-        return ""
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    synchronize(device)
-    return torch.cuda.max_memory_allocated(device) / GIB
-
-
-def _step(model: Stack, batch: torch.Tensor) -> None:
-    model.zero_grad(set_to_none=False)
-    batch.grad = None
-    model(batch).backward()
-
-
-def budgets(s: Setup, size: StackSize) -> list[tuple[float, Plan, float]]:
-    """Per-region plans at five budgets, against keep-everything and against one global choice; predicted and
-    measured.
-    """
-    model, batch = make_stack(size, s.device)
-    engine = OffloadEngine(
-        PinnedArena(s.gib(48) if not s.smoke else 64 << 20, pin=s.device.type == "cuda"),
-        device=s.device,
-        window_bytes=2 * batch.numel() * batch.element_size(),
-        min_bytes=1024 if s.smoke else 1 << 20,
-    )
-    compile_kwargs = {} if s.compile else None
-    measured: StepProfile = profile(
-        model, batch, model.regions, ledger=s.ledger, engine=engine, repeats=s.repeats, compile_kwargs=compile_kwargs
-    )
-    print(table(measured))
-    keep = evaluate(measured, [KEEP] * len(measured.regions))
-    found: list[tuple[float, Plan, float]] = []
-
-    def row(setting: str, impl: str, choices: dict[str, str], predicted: Plan) -> float:
-        with apply_policy(model, choices, engine=engine, compile_kwargs=compile_kwargs):
-            run = lambda: _step(model, batch)  # noqa: E731
-            ms, p20, p80 = timed_ms(run, s.device, s.repeats)
-            peak = _peak_gib(s.device, run)
-        text = f"{setting}, predicted {predicted.step_s * 1e3:.3f} ms {predicted.peak_bytes / GIB:.4f} GiB"
-        s.rows.add(
-            "budget",
-            shape=size.label,
-            setting=text,
-            impl=impl,
-            memory_gib=peak,
-            ms=ms,
-            ms_p20=p20,
-            ms_p80=p80,
-            exposed_ms=predicted.stall_s * 1e3,
-            dtype=str(batch.dtype),
-            law="fixed",
-            mean_len=size.length,
-            max_len=size.length,
-            seed=0,
-        )
-        return ms
-
-    row("keep", "keep everything", dict(keep.choices), keep)
-    activations = keep.peak_bytes - measured.base_bytes
-    for share in (0.25, 0.38, 0.5, 0.75, 0.9):
-        budget = measured.base_bytes + share * activations
-        try:
-            plan = solve(measured, budget)
-        except InfeasibleBudgetError as error:
-            s.rows.add(
-                "budget",
-                shape=size.label,
-                setting=f"share={share}: least is {error.least_feasible_bytes / GIB:.3f} GiB, {error.held_up_by}",
-            )
-            continue
-        uniform = [evaluate(measured, [o.choice] * len(measured.regions)) for o in measured.regions[0].options]
-        ms = row(f"share={share}", "gemworks", dict(plan.choices), plan)
-        found.append((share, plan, ms))
-        fitting = [u for u in uniform if u.peak_bytes <= budget]
-        if fitting:
-            best = min(fitting, key=lambda u: u.step_s)
-            row(f"share={share}", f"uniform {next(iter(best.choices.values()))}", dict(best.choices), best)
-    # the most regions that can be offloaded without a predicted wait
-    names = [r.name for r in measured.regions]
-    free = keep
-    for num in range(1, len(names) + 1):
-        plan = evaluate(measured, [OFFLOAD] * num + [KEEP] * (len(names) - num))
-        if plan.stall_s > 0:
-            break
-        free = plan
-    num_free = sum(c == OFFLOAD for c in free.choices.values())
-    row(
-        f"free: {num_free} of {len(names)} regions, {free.moved_bytes / GIB:.4f} GiB",
-        "gemworks offload",
-        dict(free.choices),
-        free,
-    )
-    return found
-
-
-def plot_budgets(found: list[tuple[float, Plan, float]], path: Path) -> None:
-    """Memory against measured step time."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no plot: matplotlib is not installed")
-        return
-    figure = Figure(figsize=(6, 4))
-    axes = figure.add_subplot()
-    axes.plot([p.peak_bytes / GIB for _, p, _ in found], [ms for *_, ms in found], "o-", label="measured")
-    axes.plot(
-        [p.peak_bytes / GIB for _, p, _ in found], [p.step_s * 1e3 for _, p, _ in found], "x--", label="predicted"
-    )
-    axes.set_xlabel("peak memory (GiB, predicted)")
-    axes.set_ylabel("step (ms)")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)

@@ -82,11 +82,14 @@ class Stack(nn.Module):
     def __init__(self, size: StackSize) -> None:
         super().__init__()
         self.parts = nn.ModuleList([part(size) for _ in range(size.depth) for part in (Pffn, BlockAttention)])
+        self.readout_D: torch.Tensor
+        # a loss that saves no tensor of the size of the activations: the regions are what is studied
+        self.register_buffer("readout_D", torch.randn(size.width) * size.width**-0.5)
 
     def forward(self, s_BLD: torch.Tensor) -> torch.Tensor:
         for part in self.parts:
             s_BLD = part(s_BLD)
-        return s_BLD.float().square().mean()
+        return (s_BLD @ self.readout_D).float().square().mean()
 
     @property
     def regions(self) -> list[str]:

@@ -82,6 +82,7 @@ RUNGS: tuple[Rung, ...] = (
     Rung("fused_qk", "QK-norm and RoPE inside the attention op", kernels(fused_qk=True)),
     Rung("norms", "norms fused with their residuals", kernels(norm="gemworks")),
     Rung("stream", "bf16 tokens between the layers", kernels(stream="autocast")),
+    Rung("half_tables", "cosines and sines of the rotations in fp16", kernels(rope_tables="float16")),
     Rung("compiled", "torch.compile of the rest, around the kernels", train(compile=True)),
     Rung("compiled_norms", "norms and what is beside them by the compiler", kernels(norm="torch")),
     Rung("compiled_qk", "QK-norm and RoPE by the compiler", kernels(fused_qk=False), side=True),
@@ -127,6 +128,7 @@ WITHOUT: Mapping[str, Change] = {
     "shared schedules": kernels(share_schedule=False),
     "fused QK-norm and RoPE": kernels(fused_qk=False),
     "bf16 stream": kernels(stream="float32"),
+    "fp16 rotations": kernels(rope_tables="float32"),
     "torch.compile": train(compile=False),
     "fast GELU": model(pffn_activation="gelu"),
 }

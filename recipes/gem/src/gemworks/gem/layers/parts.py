@@ -268,7 +268,7 @@ def _sequence_parts(
             compile_part(module)
         inputs = (sequence, x_sum) if name == "pffn" else (sequence,)
         leaves = (sequence.s_TD, *inputs[1:], *module.parameters())
-        core, core_leaves = _core(module, sequence, x_sum, stream)
+        core, core_leaves = _core(module, sequence, x_sum, config)
         prefix_of = f"layer{chosen[0]}.{event}.{name}."
         cost = (1.0 + BWD_FACTOR) * sum(f for key, f in flops.parts.items() if key.startswith(prefix_of))
         yield Part(f"{prefix}{name}", len(chosen), cost, True, partial(module, *inputs), leaves, costs[name])
@@ -284,11 +284,11 @@ def _sequence_parts(
 
 
 def _core(
-    module: nn.Module, sequence: Sequence, x_sum: Tensor, stream: torch.dtype
+    module: nn.Module, sequence: Sequence, x_sum: Tensor, config: GemConfig
 ) -> tuple[Callable[[], Tensor], tuple[Tensor, ...]]:
     """The attention inside a module, with whatever rotations and norms its kernel settings put around it."""
     total, device = sequence.s_TD.shape[0], sequence.s_TD.device
-    dtype = torch.get_autocast_dtype(device.type) if device.type == "cuda" else stream
+    dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
 
     def rows(*shape: int) -> Tensor:
         return _leaf(*shape, device=device, dtype=dtype)

@@ -13,8 +13,8 @@ from gemworks.gem.kernels import KernelConfig
 from gemworks.gem.model.events import Sequence
 from gemworks.gem.model.layers import linear
 from gemworks.gem.model.norms import rms_norm
-from gemworks.gem.model.plain import padded_attention, rotate, varlen_attention
-from gemworks.jagged import block_attention, block_attention_qkv, flash_attention
+from gemworks.gem.model.plain import padded_attention, varlen_attention
+from gemworks.jagged import apply_rope, block_attention, block_attention_qkv, flash_attention
 from torch import Tensor, nn
 
 
@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
         q_TNH, k_TNH, v_TNH = qkv_TXH.chunk(3, dim=1)
         q_TNH, k_TNH = rms_norm(q_TNH, self.kernels.norm), rms_norm(k_TNH, self.kernels.norm)
         if sequence.rope is not None:
-            q_TNH, k_TNH = rotate(q_TNH, sequence.rope), rotate(k_TNH, sequence.rope)
+            q_TNH, k_TNH = apply_rope(q_TNH, sequence.rope), apply_rope(k_TNH, sequence.rope)
         bound, scale, plan = sequence.max_length, 1.0 / math.sqrt(self.head_dim), sequence.plan
         if sequence.lengths_B is not None:
             return padded_attention(

@@ -143,6 +143,8 @@ class EventTokens(nn.Module):
             plan = make_plan(offsets_S, sample_T, max_length, self.sizes, self.config, self.kernels)
         rope = None
         if self.rope is not None:
-            rope = self.rope.tables(offsets_S, self.head_dim, total=total, dt=age_T)
+            half = self.kernels.rope_tables == "float16"
+            dtype = torch.float16 if half else torch.float32
+            rope = self.rope.tables(offsets_S, self.head_dim, total=total, dt=age_T, dtype=dtype)
         padded = lengths_B if self.kernels.layout == "padded" else None
         return Sequence(s_TD, offsets_S, max_length, rope, plan, padded)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from gemworks.gem.config import Activation
-from gemworks.jagged import RopeTables, apply_rope
 from gemworks.jagged.ops.gdpa.activations import ACTIVATIONS
 from torch import Tensor
 from torch.nn import functional
@@ -52,16 +51,6 @@ def slots(offsets_S: Tensor, sample_T: Tensor, max_length: int) -> Tensor:
     """The row of each event in a padded batch, int64 [T]."""
     position_T = torch.arange(sample_T.shape[0], device=sample_T.device) - offsets_S[sample_T]
     return sample_T * max_length + position_T
-
-
-def rotate(x_TNH: Tensor, tables: RopeTables) -> Tensor:
-    """RoPE on the pairs (x[j], x[j + H / 2]), rounded once to x's dtype."""
-    if not torch.compiler.is_compiling():
-        return apply_rope(x_TNH, tables)
-    # the same without slices that are written to, so that a compiler can fuse it
-    a, b = x_TNH.float().chunk(2, dim=-1)
-    cos, sin = tables.cos_TJ[:, None], tables.sin_TJ[:, None]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_TNH.dtype)
 
 
 def _key_mask(lengths_B: Tensor, max_length: int) -> Tensor:

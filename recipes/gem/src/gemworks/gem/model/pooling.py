@@ -14,8 +14,8 @@ from gemworks.gem.kernels import KernelConfig
 from gemworks.gem.model.events import Sequence
 from gemworks.gem.model.layers import linear, normal, unit_rms
 from gemworks.gem.model.norms import rms_norm
-from gemworks.gem.model.plain import padded_gdpa_pool, padded_pool, rotate, varlen_attention
-from gemworks.jagged import flash_attention, gdpa, kronecker_compress
+from gemworks.gem.model.plain import padded_gdpa_pool, padded_pool, varlen_attention
+from gemworks.jagged import apply_rope, flash_attention, gdpa, kronecker_compress
 from torch import Tensor, nn
 
 
@@ -47,7 +47,7 @@ class SeedPooling(nn.Module):
         k_TE, v_TE = self.kv(rms_norm(sequence.s_TD, norm)).chunk(2, dim=-1)
         k_TNH = rms_norm(k_TE.unflatten(-1, (self.num_heads, self.head_dim)), norm)
         if sequence.rope is not None:
-            k_TNH = rotate(k_TNH, sequence.rope)
+            k_TNH = apply_rope(k_TNH, sequence.rope)
         seeds_PNH = rms_norm(self.seeds_PNH, norm).to(k_TNH.dtype)
         h_BPNH = self.attend(seeds_PNH, k_TNH, v_TE.unflatten(-1, (self.num_heads, self.head_dim)), sequence)
         return kronecker_compress(unit_rms(h_BPNH.flatten(2)), self.z_kPn, self.w_kED)

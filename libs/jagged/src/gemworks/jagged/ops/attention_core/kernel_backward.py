@@ -137,3 +137,21 @@ def backward_q_kernel(
                 ds_Mn = tl.where(admitted, ds_Mn, 0.0)
         dq_MH = tl.dot(ds_Mn.to(k_nH.dtype), k_nH, dq_MH, input_precision=PRECISION)
     store_rows(dq + head * dq_sn, q0 + r, own, dq_st, dq_MH * scale, H, BH)
+
+
+@triton.jit
+def zero_queries_without_keys_kernel(
+    dq, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, dq_st,
+    WIDTH: tl.constexpr, BW: tl.constexpr, ROWS: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """Zeros dQ of sequences that have no key tile to walk over them, rows past the last offset among them."""
+    tile = tl.program_id(0)
+    if tile >= tl.load(num_tiles):
+        return
+    row, q0, lq, _k0, lk = find_tile(tile_sample, tile_row, bounds_q, bounds_k, tile)
+    if lk > 0:
+        return
+    zero = tl.zeros([BR, BW], dq.dtype.element_ty)
+    for r0 in range(row, min(row + ROWS, lq), BR):
+        r = r0 + tl.arange(0, BR)
+        store_rows(dq, q0 + r, r < lq, dq_st, zero, WIDTH, BW)

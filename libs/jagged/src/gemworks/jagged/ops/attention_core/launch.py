@@ -189,6 +189,21 @@ def backward(p: Problem, d_out: Tensor, out: Tensor | None, lse: Tensor | None) 
     shares = dq
     if p.rule.shared_query:
         shares = torch.empty(p.rows_q, *p.q.shape[1:], dtype=torch.float32, device=p.q.device)
+    fused = table.choose_fused(p.shape, p.architecture)
+    if fused is not None:
+        from gemworks.jagged.ops.attention_core import launch_hopper
+
+        launch_hopper.backward_fused(p, d_out, lse, delta, shares, dk, dv, fused)
+    else:
+        _backward_in_two(p, d_out, lse, delta, shares, dk, dv)
+    if p.rule.shared_query:
+        dq = shares.view(-1, *p.q.shape).sum(0).to(p.q.dtype)
+    return dq, dk, dv
+
+
+def _backward_in_two(
+    p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, shares: Tensor, dk: Tensor, dv: Tensor
+) -> None:
     config = p.config("backward_kv")
     if isinstance(config, table.GluonConfig):
         from gemworks.jagged.ops.attention_core import launch_hopper
@@ -203,6 +218,3 @@ def backward(p: Problem, d_out: Tensor, out: Tensor | None, lse: Tensor | None) 
         launch_hopper.backward_q(p, d_out, lse, delta, shares, config)
     else:
         triton_backward_q(p, d_out, lse, delta, shares, config)
-    if p.rule.shared_query:
-        dq = shares.view(-1, *p.q.shape).sum(0).to(p.q.dtype)
-    return dq, dk, dv

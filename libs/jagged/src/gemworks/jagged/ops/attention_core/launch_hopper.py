@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 import triton
+from gemworks.jagged.jagged import next_power_of_two
+from gemworks.jagged.ops.attention_core.kernel_backward import zero_queries_without_keys_kernel as _zero
+from gemworks.jagged.ops.attention_core.kernel_backward_fused_hopper import backward_fused_hopper_kernel as _fused
 from gemworks.jagged.ops.attention_core.kernel_backward_hopper import backward_hopper_kernel as _backward
 from gemworks.jagged.ops.attention_core.kernel_forward_hopper import forward_hopper_kernel as _forward
 from gemworks.jagged.ops.attention_core.launch import Problem
-from gemworks.jagged.ops.attention_core.table import GluonConfig
+from gemworks.jagged.ops.attention_core.table import FusedConfig, GluonConfig
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -23,6 +26,8 @@ FOLD_RANGE = (1e-3, 1e3)
 # Triton's kernels are not callables to a type checker.
 forward_hopper_kernel: Any = _forward
 backward_hopper_kernel: Any = _backward
+backward_fused_hopper_kernel: Any = _fused
+zero_queries_without_keys_kernel: Any = _zero
 _GL_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -88,7 +93,8 @@ def forward(p: Problem, out: Tensor, lse: Tensor, config: GluonConfig, *, fold: 
             ACT=p.rule.activation, HEADS=q.shape[1], GROUP_HEADS=q.shape[1] // k.shape[1], H=q.shape[2], HV=v.shape[2],
             BN=config.block, STAGES=config.stages, QSTAGES=config.resident_stages, GROUPS=config.groups,
             SHARED=p.rule.shared_query, FOLD=fold, RESIDENT=keeps_keys(p, config),
-            CONSUMER_REGS=config.registers, num_warps=4, maxnreg=config.max_registers,
+            CHAINED=config.chained, QREG=config.query_registers, CONSUMER_REGS=config.registers,
+            num_warps=4, maxnreg=config.max_registers,
         )  # fmt: skip
 
 
@@ -121,3 +127,31 @@ def backward_q(p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor
             RESIDENT=keeps_keys(p, config), GROUPS=config.groups, CONSUMER_REGS=config.registers,
             num_warps=4, maxnreg=config.max_registers,
         )  # fmt: skip
+
+
+def backward_fused(
+    p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, config: FusedConfig
+) -> None:
+    """Fills dq (contiguous), dk and dv. Scratch: 512 bytes per query row and head, 4 bytes per 64 of them."""
+    sample, row, count = p.tiles(config.height)
+    q, k, v, d_out, bounds = streamable(p.q), streamable(p.k), streamable(p.v), streamable(d_out), p.schedule.bounds
+    heads, width, num_bounds = q.shape[1], q.shape[2], bounds.shape[1]
+    num_tiles = (p.rows_q // 64 + num_bounds) * heads
+    # The counter that hands out key tiles, then one per query tile, on a 16-byte boundary.
+    turn = torch.zeros(4 + num_tiles, dtype=torch.int32, device=q.device)
+    in_one_tile = p.rows_k is not None and p.rows_k <= 128
+    scratch = torch.empty(1 if in_one_tile else num_tiles * 64 * width, dtype=torch.float32, device=q.device)
+    with _device_allocator(q.device):
+        backward_fused_hopper_kernel[(_num_programs(q.device.index or 0),)](
+            q, k, v, d_out, dq, dk, dv, scratch, turn[4:], turn, lse, delta,
+            bounds[2], bounds[1], sample, row, count, p.rule.scale,
+            *(s for x in (q, k, v, d_out, dq, dk, dv) for s in (x.stride(0), x.stride(1))), lse.stride(0),
+            ACT=p.rule.activation, HEADS=heads, H=width, STAGES=config.stages, KSTAGES=config.key_stages,
+            SHARED=p.rule.shared_query, EARLY=config.early, AHEAD=config.ahead, CONSUMER_REGS=config.registers,
+            num_warps=4,
+        )  # fmt: skip
+    q_sample, q_row, q_count = p.tiles("q128")
+    zero_queries_without_keys_kernel[(q_sample.shape[0],)](
+        dq, bounds[0], bounds[3], q_sample, q_row, q_count, dq.stride(0),
+        WIDTH=heads * width, BW=next_power_of_two(heads * width), ROWS=128, BR=8, num_warps=4,
+    )  # fmt: skip

@@ -7,7 +7,7 @@ length enters except the bucketed bound, so a neighbouring batch takes the same 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -18,6 +18,7 @@ SOFTMAX = "softmax"
 GLUON_ARCHITECTURES = ("sm_90",)
 GLUON_DTYPES = (torch.bfloat16, torch.float16)
 GLUON_HEAD_DIMS = (64, 128)
+FUSED_HEAD_DIM = 128
 TRITON_ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON_MAX_HEAD_DIM = 256
@@ -50,6 +51,9 @@ class GluonConfig:
         overlap: start P^T dO before dP is there (backward_kv only).
         resident_keys: keep K and V over neighbouring tiles of a sequence (forward and backward_q; a 4-D k whose rows
             fit into the stages, otherwise ignored).
+        chained: start on the next tile's first scores before this tile's output is stored (forward; takes
+            resident_stages 2 and groups of at least 2).
+        query_registers: hold Q in registers (with chained).
     """
 
     block: int
@@ -59,6 +63,8 @@ class GluonConfig:
     resident_stages: int = 1
     overlap: bool = False
     resident_keys: bool = False
+    chained: bool = False
+    query_registers: bool = False
 
     @property
     def programs(self) -> int:
@@ -72,6 +78,27 @@ class GluonConfig:
 
     def height(self, step: Step) -> str:
         return f"{'k' if step == 'backward_kv' else 'q'}{64 * self.groups}"
+
+
+@dataclass(frozen=True)
+class FusedConfig:
+    """The backward in one Gluon kernel of five products, on sm_90: key tiles of 128 rows, query tiles of 64.
+
+    Attributes:
+        stages: query tiles in flight, at least 2.
+        key_stages: key tiles in flight.
+        early: start P^T dO before dP is there.
+        ahead: compute the scores of the next query tile while dQ of this one is added.
+        registers: per thread of a consumer.
+    """
+
+    stages: int
+    key_stages: int
+    early: bool
+    ahead: bool
+    registers: int = 240
+
+    height: ClassVar[str] = "k128"
 
 
 Config = TritonConfig | GluonConfig
@@ -97,6 +124,9 @@ GLUON: dict[tuple[Step, str, str], GluonConfig] = {
     ("backward_q", "softmax", "few"): GluonConfig(64, 4, registers=240, overlap=True),
     ("backward_q", "activation", "few"): GluonConfig(64, 4, registers=240, overlap=True),
 }
+
+# (softmax or activation, class of lengths): a backward that takes neither backward_kv nor backward_q
+FUSED: dict[tuple[str, str], FusedConfig] = {}
 
 # (step, softmax or activation, bytes of an element, padded head width class)
 TRITON: dict[tuple[Step, str, int, int], TritonConfig] = {
@@ -170,6 +200,21 @@ def gluon_refusal(step: Step, shape: Shape, architecture: str) -> str | None:
     if shape.grouped and step != "forward":
         return "gluon's backward has no grouped heads"
     return None
+
+
+def fused_refusal(shape: Shape, architecture: str) -> str | None:
+    """Why the backward is not one kernel, or None."""
+    refusal = gluon_refusal("backward_kv", shape, architecture)
+    if refusal is None and shape.head_dim != FUSED_HEAD_DIM:
+        return f"the fused backward takes head width {FUSED_HEAD_DIM}, not {shape.head_dim}"
+    return refusal
+
+
+def choose_fused(shape: Shape, architecture: str) -> FusedConfig | None:
+    """The configuration of a backward in one kernel; None where it takes backward_kv and backward_q instead."""
+    if fused_refusal(shape, architecture) is not None:
+        return None
+    return FUSED.get(("softmax" if shape.activation == SOFTMAX else "activation", shape.lengths))
 
 
 def triton_refusal(shape: Shape, architecture: str) -> str | None:

@@ -13,8 +13,8 @@ from torch import Tensor
 def block_offsets(offsets: Tensor, block: int, total: int) -> Tensor:
     """Offsets of all blocks: each sequence is cut every `block` rows, its last block keeps the rest.
 
-    On the host: exactly sum(ceil(length / block)) blocks. On a device that number can't be read, so the result has
-    `total // block + B` blocks, the surplus ones empty at the end.
+    On the host: exactly sum(ceil(length / block)) blocks. On a device, and while a compiler traces, that number can't be
+    read, so the result has `total // block + B` blocks, the surplus ones empty at the end.
 
     >>> block_offsets(torch.tensor([0, 5, 5, 7]), 2, 7).tolist()
     [0, 2, 4, 5, 7]
@@ -24,7 +24,8 @@ def block_offsets(offsets: Tensor, block: int, total: int) -> Tensor:
     num_sequences = offsets.shape[0] - 1
     if num_sequences == 0:
         return offsets.clone()
-    num_blocks = int(ends_B[-1]) if is_host(offsets) else total // block + num_sequences
+    readable = is_host(offsets) and not torch.compiler.is_compiling()
+    num_blocks = int(ends_B[-1]) if readable else total // block + num_sequences
     slot = torch.arange(num_blocks, device=offsets.device)
     sequence = torch.searchsorted(ends_B, slot, right=True).clamp(max=num_sequences - 1)
     first = torch.cat([ends_B.new_zeros(1), ends_B])[sequence]

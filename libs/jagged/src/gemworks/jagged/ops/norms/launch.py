@@ -19,11 +19,19 @@ CPU_PROGRAMS = 3  # under the interpreter: several tiles per program even for sm
 
 @dataclass(frozen=True)
 class NormConfig:
-    """Rows per tile, warps per program, and tiles in flight (where a program has more than one)."""
+    """Rows per tile, warps per program, tiles in flight (where a program has more than one), and the programs of a
+    backward that sums columns per multiprocessor. `streams`: rows that are read leave the cache first.
+    """
 
     rows: int
     num_warps: int
     stages: int = 1
+    programs: int | None = None
+    streams: bool = False
+
+    @property
+    def read_policy(self) -> str:
+        return "evict_first" if self.streams else ""
 
 
 def norm_config(width: int, *, sums_columns: bool = False) -> NormConfig:
@@ -34,7 +42,7 @@ def norm_config(width: int, *, sums_columns: bool = False) -> NormConfig:
     three values more per element and gets half as many, or it would not leave registers for a second program.
 
     >>> norm_config(512), norm_config(8192).num_warps
-    (NormConfig(rows=2, num_warps=1, stages=1), 8)
+    (NormConfig(rows=2, num_warps=1, stages=1, programs=None, streams=False), 8)
     """
     block = next_power_of_two(width)
     warp_values = 512 if sums_columns else 1024
@@ -47,10 +55,11 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _num_programs(device: torch.device, num_warps: int) -> int:
+def _num_programs(device: torch.device, config: NormConfig) -> int:
     if device.type != "cuda":
         return CPU_PROGRAMS
-    return max(WARPS_PER_SM // num_warps, 1) * torch.cuda.get_device_properties(device).multi_processor_count
+    programs = config.programs or max(WARPS_PER_SM // config.num_warps, 1)
+    return programs * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _inner_rows(*tensors: Tensor | None) -> int:
@@ -141,6 +150,7 @@ def norm_forward(
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
         HAS_ADD=has_add,
+        READ=config.read_policy,
         num_warps=config.num_warps,
     )
     return y, h
@@ -164,7 +174,7 @@ def norm_backward(
     dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     num_rows = h.numel() // width
     num_tiles = _cdiv(num_rows, config.rows)
-    num_programs = min(num_tiles, _num_programs(h.device, config.num_warps)) if has_affine else num_tiles
+    num_programs = min(num_tiles, _num_programs(h.device, config)) if has_affine else num_tiles
     num_partials = 0 if weight is None else num_programs
     dweight = torch.empty(num_partials, width, dtype=torch.float32, device=h.device)
     num_partials = 0 if bias_dtype is None else num_programs
@@ -202,6 +212,7 @@ def norm_backward(
             HAS_DWEIGHT=weight is not None,
             HAS_DBIAS=bias_dtype is not None,
             STAGES=config.stages,
+            READ=config.read_policy,
             num_warps=config.num_warps,
         )
     return (

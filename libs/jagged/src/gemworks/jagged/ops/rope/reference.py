@@ -157,5 +157,8 @@ def apply_rope(x_TNH: Tensor, tables: RopeTables) -> Tensor:
     """
     dtype = x_TNH.dtype
     x = x_TNH.to(compute_dtype(dtype))
+    if torch.compiler.is_compiling():  # the same without writing into slices, which a compiler can fuse
+        (a, b), cos, sin = x.chunk(2, dim=-1), tables.cos_TJ.to(x.dtype)[:, None], tables.sin_TJ.to(x.dtype)[:, None]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(dtype)
     out = _Rotate.apply(x, tables.cos_TJ.to(x.dtype)[:, None], tables.sin_TJ.to(x.dtype)[:, None], False)
     return out.to(dtype)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]

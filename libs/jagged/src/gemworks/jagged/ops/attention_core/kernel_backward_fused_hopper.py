@@ -1,0 +1,443 @@
+"""Backward of jagged attention for Hopper in one Gluon kernel of five products, without atomics and bit-reproducible.
+
+Letters: n key rows of a tile (2 x 64), m query rows of a tile (64), H head width, G consumer warpgroup (0 or 1).
+
+A program takes key tiles one at a time, keeps K and V in shared memory and dK and dV in registers, and walks over the
+queries of the sequence. Scores are transposed (rows are keys): consumer G owns keys 64 G to 64 G + 63 of the tile. Both
+consumers put their half of dS into shared memory; each then computes half of the columns of that tile's dQ from all of
+it.
+
+dQ sums over the key tiles of a sequence, which different programs work on at the same time. One counter per query tile
+puts them in order: key tile j adds its share after tile j - 1 has. The first stores its share into a float32 scratch,
+those between add to it, the last reads it and writes dQ; a sequence of one key tile never touches the scratch. Programs
+draw key tiles from one counter in the order of the schedule, in which tile j - 1 of a sequence comes before tile j, so
+whatever a program waits for is being worked on, however few programs the device runs at a time. The scratch holds each
+16 x 8 piece of a tile in the order of the threads that own it, so a warp's access is one run of 512 bytes.
+"""
+
+# ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
+
+from gemworks.jagged._triton.hopper_common import activate_with_grad
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+G = gl.constexpr
+ADD_PTX = gl.constexpr(
+    "{ red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};\n"
+    "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }"
+)
+STORE_PTX = gl.constexpr(
+    "{ st.relaxed.gpu.global.v4.f32 [$4], {$8, $9, $10, $11};\n"
+    "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }"
+)
+PASS_ON = gl.constexpr("=r,=r,=r,=r,l,l,l,l,f,f,f,f")
+LOAD_PTX = gl.constexpr("ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];")
+SEEN_PTX = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
+# A zero that the compiler does not see through: keeps it from computing every address before the loop, for lack of
+# registers.
+ZERO_PTX = gl.constexpr("mov.b32 $0, 0;")
+# One program-wide number, taken by the first lane of the only warp that asks.
+TICKET_PTX = gl.constexpr("""{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; mov.b32 $0, 0;
+@p atom.add.relaxed.gpu.global.s32 $0, [$1], 1;
+shfl.sync.idx.b32 $0, $0, 0, 0x1f, 0xffffffff; }""")
+TELL_PTX = gl.constexpr("st.release.gpu.global.b32 [$1], $2;\nmov.b32 $0, 0;")
+
+
+@gluon.jit
+def _item(t, HEADS: gl.constexpr, tile_sample, tile_row, bounds_k, bounds_q):
+    """(head, sequence, first row of the tile in its sequence, begin and length of the keys, of the queries)."""
+    tile = t // HEADS
+    sample = gl.load(tile_sample + tile)
+    row = gl.load(tile_row + tile)
+    k_begin = gl.load(bounds_k + sample)
+    k_len = gl.load(bounds_k + sample + 1) - k_begin
+    q_begin = gl.load(bounds_q + sample)
+    q_len = gl.load(bounds_q + sample + 1) - q_begin
+    return t % HEADS, sample, row, k_begin, k_len, q_begin, q_len
+
+
+@gluon.jit
+def _read_ticket(ticket_smem, ks):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(ticket_smem.index(ks).load(LAYOUT), 0)
+
+
+@gluon.jit
+def _load_item(
+    t, fill, ks, column, q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample,
+    tile_row, q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t,
+    do_stride_n, lse_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full,
+    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    head, _sample, row, k_begin, k_len, q_begin, q_len = _item(t, HEADS, tile_sample, tile_row, bounds_k, bounds_q)
+    head64 = head.to(gl.int64)
+    k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head64 * k_stride_n
+    v_base = v_ptr + k_begin.to(gl.int64) * v_stride_t + head64 * v_stride_n
+    q_from = 0 if SHARED else q_begin  # a shared query is the same rows for every sequence
+    q_base = q_ptr + q_from.to(gl.int64) * q_stride_t + head64 * q_stride_n
+    do_base = do_ptr + q_begin.to(gl.int64) * do_stride_t + head64 * do_stride_n
+    k_desc = tma.make_tensor_descriptor(k_base, [gl.maximum(k_len, 1), H], [k_stride_t, 1], [64, H], k_smem.layout)
+    v_desc = tma.make_tensor_descriptor(v_base, [gl.maximum(k_len, 1), H], [v_stride_t, 1], [64, H], v_smem.layout)
+    q_desc = tma.make_tensor_descriptor(q_base, [gl.maximum(q_len, 1), H], [q_stride_t, 1], [64, H], q_smem.layout)
+    do_desc = tma.make_tensor_descriptor(do_base, [gl.maximum(q_len, 1), H], [do_stride_t, 1], [64, H], do_smem.layout)
+    mbarrier.expect(k_full.index(ks), 4 * 64 * H * 2)
+    for g in gl.static_range(2):
+        tma.async_copy_global_to_shared(k_desc, [row + g * 64, 0], k_full.index(ks), k_smem.index(2 * ks + g))
+        tma.async_copy_global_to_shared(v_desc, [row + g * 64, 0], k_full.index(ks), v_smem.index(2 * ks + g))
+    for m in range(0, q_len, 64):
+        s = fill % STAGES
+        mbarrier.wait(q_free.index(s), ((fill // STAGES) & 1) ^ 1)
+        if ACT == "softmax":
+            # Zeros past the end: P = 1 there, times rows of zeros.
+            at = head64 * lse_stride_n + q_begin + m + column
+            inside = column < q_len - m
+            async_copy.async_copy_global_to_shared(row_smem.index(2 * s), lse_ptr + at, mask=inside)
+            async_copy.async_copy_global_to_shared(row_smem.index(2 * s + 1), delta_ptr + at, mask=inside)
+            async_copy.mbarrier_arrive(q_full.index(s))  # counts itself in: before `expect` arrives
+        mbarrier.expect(q_full.index(s), 2 * 64 * H * 2)
+        tma.async_copy_global_to_shared(q_desc, [m, 0], q_full.index(s), q_smem.index(s))
+        tma.async_copy_global_to_shared(do_desc, [m, 0], q_full.index(s), do_smem.index(s))
+        fill += 1
+    return fill
+
+
+@gluon.jit
+def _producer(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row, total,
+    q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t, do_stride_n, lse_stride_n,
+    q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full, k_free, counter_ptr, ticket_smem,
+    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
+    SHARED: gl.constexpr,
+):  # fmt: skip
+    column = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
+    fill = 0
+    ki = 0
+    counter = counter_ptr.to(gl.int64, bitcast=True)
+    t = total - total
+    while t < total:
+        ks = ki % KSTAGES
+        mbarrier.wait(k_free.index(ks), ((ki // KSTAGES) & 1) ^ 1)
+        t = gl.inline_asm_elementwise(TICKET_PTX, "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1)
+        ticket_smem.index(ks).store(gl.full([1], t, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        if t < total:
+            fill = _load_item(
+                t, fill, ks, column, q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample,
+                tile_row, q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t,
+                do_stride_n, lse_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full,
+                ACT, HEADS, H, STAGES, SHARED,
+            )  # fmt: skip
+        else:
+            mbarrier.arrive(k_full.index(ks), count=1)
+        ki += 1
+
+
+@gluon.jit
+def _gatekeeper(
+    turn_ptr, bounds_k, bounds_q, tile_sample, tile_row, total, gate, done, k_full, k_free, ticket_smem,
+    HEADS: gl.constexpr, KSTAGES: gl.constexpr,
+):  # fmt: skip
+    """Lets the consumers at a query tile's scratch when it is their key tile's turn, and says when they are through."""
+    step = 0
+    ki = 0
+    mbarrier.wait(k_full.index(0), 0)
+    t = _read_ticket(ticket_smem, 0)
+    while t < total:
+        head, sample, row, _k_begin, k_len, q_begin, q_len = _item(t, HEADS, tile_sample, tile_row, bounds_k, bounds_q)
+        j = row // 128
+        last = row + 128 >= k_len
+        at = (turn_ptr + (q_begin // 64 + sample) * HEADS + head).to(gl.int64, bitcast=True)
+        for _m in range(0, q_len, 64):
+            if j > 0:
+                turn = gl.inline_asm_elementwise(SEEN_PTX, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
+                while turn < j:
+                    turn = gl.inline_asm_elementwise(SEEN_PTX, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
+            mbarrier.arrive(gate, count=1)
+            mbarrier.wait(done, step & 1)
+            if not last:
+                gl.inline_asm_elementwise(TELL_PTX, "=r,l,r", [at, j + 1], dtype=gl.int32, is_pure=False, pack=1)
+            at += HEADS * 4
+            step += 1
+        mbarrier.arrive(k_free.index(ki % KSTAGES), count=1)
+        ki += 1
+        ks = ki % KSTAGES
+        mbarrier.wait(k_full.index(ks), (ki // KSTAGES) & 1)
+        t = _read_ticket(ticket_smem, ks)
+
+
+@gluon.jit
+def _hand_over(
+    dq, piece, first, last, rows, cols, dq_ptr, dq_stride_t, q_begin, q_len, m, scale, gate, done, step
+):  # fmt: skip
+    """Adds this key tile's share of dQ (half the columns of one query tile) when its turn comes."""
+    mbarrier.wait(gate, step & 1)
+    if last:
+        if not first:
+            dq += gl.inline_asm_elementwise(
+                LOAD_PTX, "=f,=f,=f,=f,l,l,l,l", [piece], dtype=gl.float32, is_pure=False, pack=4
+            )
+        r = m + rows
+        at = dq_ptr + ((q_begin + r).to(gl.int64) * dq_stride_t)[:, None] + cols[None, :]
+        gl.store(at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(r < q_len)[:, None])
+    elif first:
+        gl.inline_asm_elementwise(STORE_PTX, PASS_ON, [piece, dq], dtype=gl.int32, is_pure=False, pack=4)
+    else:
+        gl.inline_asm_elementwise(ADD_PTX, PASS_ON, [piece, dq], dtype=gl.int32, is_pure=False, pack=4)
+    gl.thread_barrier()
+    mbarrier.arrive(done, count=1)
+
+
+@gluon.jit
+def _tile(
+    GROUP: gl.constexpr, s, dk, dv, i, step, ks, row, k_len, q_begin, q_len, is_first, is_last, dq_base, piece,
+    q_rows, q_cols, own, dq_stride_t, scale,
+    q_smem, do_smem, k_smem, v_smem, k_halves, row_smem, ds_smem, q_full, q_free, ds_full, gate, done,
+    ACT: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    zero, zero_q, EARLY: gl.constexpr, AHEAD: gl.constexpr, MORE: gl.constexpr,
+):  # fmt: skip
+    """One query tile: (scores of the next one with MORE, dK, dV); with AHEAD, `s` holds the scores of this one."""
+    sq = step % STAGES
+    phase = (step // STAGES) & 1
+    ds_slot = (step & 1) * 2
+    kn = ks + gl.inline_asm_elementwise(ZERO_PTX, "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
+    k = k_smem.index(2 * kn + GROUP)
+    v = v_smem.index(2 * kn + GROUP)
+    if not AHEAD:
+        mbarrier.wait(q_full.index(sq), phase)
+        s_acc = warpgroup_mma(k, q_smem.index(sq).permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp_acc = warpgroup_mma(v, do_smem.index(sq).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if not AHEAD:
+        if EARLY:
+            s = warpgroup_mma_wait(1, [s_acc])
+        else:
+            s, dp = warpgroup_mma_wait(0, [s_acc, dp_acc])
+    if ACT == "softmax":
+        lse = row_smem.index(2 * sq).load(gl.SliceLayout(0, S_LAYOUT))
+        p32 = gl.exp2(s * (scale * 1.4426950408889634) - lse[None, :])
+        if row + 128 > k_len:  # a surplus key has logit 0, far above a row of very negative ones
+            p32 = gl.where((row + own < k_len)[:, None], p32, 0.0)
+        slope = p32
+    else:
+        p32, slope = activate_with_grad(s * scale, ACT)
+    p = gl.convert_layout(p32.to(DTYPE), P_LAYOUT)
+    if EARLY:
+        dv_acc = warpgroup_mma(p, do_smem.index(sq), dv, is_async=True)
+    if AHEAD or EARLY:
+        # already complete: keeps the assembler from hoisting the wait below over the work that it hides
+        mbarrier.wait(q_full.index(sq), phase)
+        dp = warpgroup_mma_wait(1 if EARLY else 0, [dp_acc])
+    if ACT == "softmax":
+        delta = row_smem.index(2 * sq + 1).load(gl.SliceLayout(0, S_LAYOUT))
+        ds32 = slope * (dp - delta[None, :])
+    else:
+        ds32 = slope * dp
+    ds16 = ds32.to(DTYPE)
+    ds_smem.index(ds_slot + GROUP).store(ds16)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(ds_full, count=1)
+    ds = gl.convert_layout(ds16, P_LAYOUT)
+    if not EARLY:
+        dv_acc = warpgroup_mma(p, do_smem.index(sq), dv, is_async=True)
+    dk_acc = warpgroup_mma(ds, q_smem.index(sq), dk, is_async=True)
+    mbarrier.wait(ds_full, step & 1)
+    dq = zero_q
+    for w in gl.static_range(2):
+        dq = warpgroup_mma(
+            ds_smem.index(ds_slot + w).permute((1, 0)), k_halves.index(4 * kn + 2 * w + GROUP), dq,
+            use_acc=w > 0, is_async=True,
+        )  # fmt: skip
+    dv, dk, p, ds = warpgroup_mma_wait(2, [dv_acc, dk_acc, p, ds])
+    mbarrier.arrive(q_free.index(sq), count=1)
+    if MORE:  # only now: before, there are not enough registers
+        s1 = (step + 1) % STAGES
+        mbarrier.wait(q_full.index(s1), ((step + 1) // STAGES) & 1)
+        s_acc = warpgroup_mma(k, q_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(1, [dq])
+    else:
+        dq = warpgroup_mma_wait(0, [dq])
+    _hand_over(
+        dq, piece.to(gl.int64, bitcast=True), is_first, is_last, q_rows, q_cols, dq_base, dq_stride_t, q_begin, q_len,
+        i * 64, scale, gate, done, step,
+    )  # fmt: skip
+    if MORE:
+        s = warpgroup_mma_wait(0, [s_acc])
+    return s, dk, dv
+
+
+@gluon.jit
+def _consumer(
+    GROUP: gl.constexpr, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
+    tile_sample, tile_row, total, scale, dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n,
+    q_smem, do_smem, k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free, ds_full, gate, done,
+    ticket_smem, ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
+    DTYPE: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H // 2, 16])
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (H // 8), H // 8], [4, 1], [1, 0])
+    own = gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT)) + GROUP * 64
+    zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
+    zero_q = gl.zeros([64, H // 2], gl.float32, Q_LAYOUT)
+    k_halves = k_smem._reinterpret(DTYPE, [KSTAGES * 4, 64, H // 2], k_smem.layout)
+    q_rows = gl.arange(0, 64, layout=gl.SliceLayout(1, Q_LAYOUT))
+    q_cols = gl.arange(0, H // 2, layout=gl.SliceLayout(0, Q_LAYOUT))
+    # Where the owner of (row, column) finds it in a piece: pieces of 16 x 8 lie one after the other.
+    r = q_rows[:, None]
+    c = q_cols[None, :]
+    place = ((r // 16) * (H // 16) + c // 8) * 128 + ((r % 8) * 4 + (c % 8) // 2) * 4 + ((r // 8) % 2) * 2 + c % 2
+    step = 0
+    ki = 0
+    ks = ki % KSTAGES
+    mbarrier.wait(k_full.index(ks), 0)
+    t = _read_ticket(ticket_smem, ks)
+    while t < total:
+        head, sample, row, k_begin, k_len, q_begin, q_len = _item(t, HEADS, tile_sample, tile_row, bounds_k, bounds_q)
+        head64 = head.to(gl.int64)
+        is_first = row == 0
+        is_last = row + 128 >= k_len
+        dq_base = dq_ptr + head64 * dq_stride_n + GROUP * (H // 2)
+        piece = scratch_ptr + ((q_begin // 64 + sample).to(gl.int64) * HEADS + head) * (64 * H) + GROUP * (32 * H)
+        trips = (q_len + 63) // 64
+        dk = gl.zeros([64, H], gl.float32, O_LAYOUT)
+        dv = gl.zeros([64, H], gl.float32, O_LAYOUT)
+        if row + GROUP * 64 < k_len:
+            s = zero
+            more = trips
+            if AHEAD:
+                more = trips - 1
+                if trips > 0:
+                    mbarrier.wait(q_full.index(step % STAGES), (step // STAGES) & 1)
+                    k = k_smem.index(2 * ks + GROUP)
+                    s = warpgroup_mma(
+                        k, q_smem.index(step % STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
+                    )
+                    s = warpgroup_mma_wait(0, [s])
+            for i in range(more):
+                s, dk, dv = _tile(
+                    GROUP, s, dk, dv, i, step, ks, row, k_len, q_begin, q_len, is_first, is_last, dq_base,
+                    piece + i * (HEADS * 64 * H) + place, q_rows, q_cols, own, dq_stride_t, scale,
+                    q_smem, do_smem, k_smem, v_smem, k_halves, row_smem, ds_smem, q_full, q_free, ds_full, gate, done,
+                    ACT, STAGES, DTYPE, S_LAYOUT, P_LAYOUT, zero, zero_q, EARLY, AHEAD, AHEAD,
+                )  # fmt: skip
+                step += 1
+            if AHEAD:
+                if trips > 0:
+                    s, dk, dv = _tile(
+                        GROUP, s, dk, dv, more, step, ks, row, k_len, q_begin, q_len, is_first, is_last, dq_base,
+                        piece + more * (HEADS * 64 * H) + place, q_rows, q_cols, own, dq_stride_t, scale,
+                        q_smem, do_smem, k_smem, v_smem, k_halves, row_smem, ds_smem, q_full, q_free, ds_full, gate,
+                        done, ACT, STAGES, DTYPE, S_LAYOUT, P_LAYOUT, zero, zero_q, EARLY, AHEAD, False,
+                    )  # fmt: skip
+                    step += 1
+        else:  # no key in this half of the tile: only its half of dQ
+            for i in range(trips):
+                sq = step % STAGES
+                ds_slot = (step & 1) * 2
+                mbarrier.wait(q_full.index(sq), (step // STAGES) & 1)
+                mbarrier.arrive(q_free.index(sq), count=1)
+                ds_smem.index(ds_slot + GROUP).store(zero.to(DTYPE))
+                fence_async_shared()
+                gl.thread_barrier()
+                mbarrier.arrive(ds_full, count=1)
+                mbarrier.wait(ds_full, step & 1)
+                dq = warpgroup_mma(
+                    ds_smem.index(ds_slot).permute((1, 0)), k_halves.index(4 * ks + GROUP), zero_q,
+                    use_acc=False, is_async=True,
+                )  # fmt: skip
+                dq = warpgroup_mma_wait(0, [dq])
+                at_piece = (piece + i * (HEADS * 64 * H) + place).to(gl.int64, bitcast=True)
+                _hand_over(
+                    dq, at_piece, is_first, is_last, q_rows, q_cols, dq_base, dq_stride_t, q_begin, q_len, i * 64,
+                    scale, gate, done, step,
+                )  # fmt: skip
+                step += 1
+        # The rows of V that this consumer alone has read are free now: results go through them into rows of 16 bytes.
+        rows = k_begin + row + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
+        cols = gl.arange(0, H, layout=gl.SliceLayout(0, STORE))
+        mask = (rows < k_begin + k_len)[:, None]
+        v = v_smem.index(2 * ks + GROUP)
+        v.store(dv.to(DTYPE))
+        dv_at = dv_ptr + (rows.to(gl.int64) * dv_stride_t)[:, None] + head64 * dv_stride_n + cols[None, :]
+        gl.store(dv_at, v.load(STORE), mask=mask)
+        v.store((dk * scale).to(DTYPE))
+        dk_at = dk_ptr + (rows.to(gl.int64) * dk_stride_t)[:, None] + head64 * dk_stride_n + cols[None, :]
+        gl.store(dk_at, v.load(STORE), mask=mask)
+        fence_async_shared()
+        mbarrier.arrive(k_free.index(ks), count=1)
+        ki += 1
+        ks = ki % KSTAGES
+        mbarrier.wait(k_full.index(ks), (ki // KSTAGES) & 1)
+        t = _read_ticket(ticket_smem, ks)
+
+
+@gluon.jit(do_not_specialize=["lse_stride_n"])  # it is the number of rows, other in every batch
+def backward_fused_hopper_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, turn_ptr, counter_ptr, lse_ptr, delta_ptr,
+    bounds_k, bounds_q, tile_sample, tile_row, num_tiles, scale,
+    q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t, do_stride_n,
+    dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, lse_stride_n,
+    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
+    SHARED: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, H], DTYPE)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 64, H], LAYOUT)
+    do_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 64, H], LAYOUT)
+    k_smem = gl.allocate_shared_memory(DTYPE, [2 * KSTAGES, 64, H], LAYOUT)
+    v_smem = gl.allocate_shared_memory(DTYPE, [2 * KSTAGES, 64, H], LAYOUT)
+    ds_smem = gl.allocate_shared_memory(DTYPE, [4, 64, 64], DS_LAYOUT)
+    # log-sum-exp and delta of the query rows
+    row_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [KSTAGES, 1], BAR)
+    k_free = gl.allocate_shared_memory(gl.int64, [KSTAGES, 1], BAR)
+    ticket_smem = gl.allocate_shared_memory(gl.int32, [KSTAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ds_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    gate = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    done = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(s), count=1)
+        mbarrier.init(q_free.index(s), count=2)
+    for s in gl.static_range(KSTAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(k_free.index(s), count=3)
+    mbarrier.init(ds_full, count=2)
+    mbarrier.init(gate, count=1)
+    mbarrier.init(done, count=2)
+    fence_async_shared()
+    total = gl.load(num_tiles) * HEADS
+    gl.warp_specialize(
+        [
+            (_consumer, (G(0), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
+                         tile_sample, tile_row, total, scale, dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n,
+                         dv_stride_t, dv_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, ds_smem,
+                         q_full, q_free, k_full, k_free, ds_full, gate, done, ticket_smem,
+                         ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD)),
+            (_consumer, (G(1), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
+                         tile_sample, tile_row, total, scale, dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n,
+                         dv_stride_t, dv_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, ds_smem,
+                         q_full, q_free, k_full, k_free, ds_full, gate, done, ticket_smem,
+                         ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD)),
+            (_producer, (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row,
+                         total, q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+                         do_stride_t, do_stride_n, lse_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem,
+                         q_full, q_free, k_full, k_free, counter_ptr, ticket_smem,
+                         ACT, HEADS, H, STAGES, KSTAGES, SHARED)),
+            (_gatekeeper, (turn_ptr, bounds_k, bounds_q, tile_sample, tile_row, total, gate, done, k_full, k_free,
+                           ticket_smem, HEADS, KSTAGES)),
+        ],
+        [4, 1, 1], [CONSUMER_REGS, 24, 24],
+    )  # fmt: skip

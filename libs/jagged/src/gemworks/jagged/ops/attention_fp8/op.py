@@ -1,0 +1,250 @@
+"""Attention on FP8 codes and scales: `gemworks_jagged::attention_fp8`, and `flash_attention_fp8`, `gdpa_fp8` over it.
+
+Letters: T packed rows, N query heads, M key heads, H and V head widths.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from gemworks.jagged._attention_args import check_attention, make_mask
+from gemworks.jagged._dense import Align
+from gemworks.jagged.dispatch import architecture_of
+from gemworks.jagged.ops.attention_core.op import UNBOUNDED, Call, _problem
+from gemworks.jagged.ops.attention_core.reference import SOFTMAX, forward_reference
+from gemworks.jagged.ops.attention_fp8.reference import dequantize_rows, scale_block
+from gemworks.jagged.ops.gdpa.activations import ACTIVATIONS, Activation
+from gemworks.jagged.schedule import TileSchedule
+from torch import Tensor
+
+_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor q_scales, Tensor k_scales, Tensor? v_scales, Tensor? q_origin, "
+    "Tensor? k_origin, Tensor? v_origin, ScalarType dtype, Tensor? offsets_q, Tensor? offsets_k, Tensor[] tiles, "
+    "str heights, SymInt num_sequences, SymInt rows_k, int max_length_q, int max_length_k, float scale, "
+    "str activation, int left, int right, str align, bool shared_query) -> (Tensor, Tensor)"
+)
+
+
+def _values(
+    q: Tensor, k: Tensor, v: Tensor, q_scales: Tensor, k_scales: Tensor, v_scales: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    v_values = v if v_scales is None else dequantize_rows(v, v_scales, dtype)
+    return dequantize_rows(q, q_scales, dtype), dequantize_rows(k, k_scales, dtype), v_values
+
+
+def _on_host(
+    q: Tensor, k: Tensor, v: Tensor, q_scales: Tensor, k_scales: Tensor, v_scales: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    dtype, call = rest[3], Call(q, k, *rest[4:])
+    values = _values(q, k, v, q_scales, k_scales, v_scales, dtype)
+    return forward_reference(*values, call.plan(q, k), call.rule)
+
+
+attention_fp8 = torch.library.custom_op(
+    "gemworks_jagged::attention_fp8", _on_host, mutates_args=(), device_types="cpu", schema=_SCHEMA
+)
+
+
+@attention_fp8.register_kernel("cuda")
+def _(
+    q: Tensor, k: Tensor, v: Tensor, q_scales: Tensor, k_scales: Tensor, v_scales: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    from gemworks.jagged.ops.attention_fp8 import launch
+
+    call = Call(q, k, *rest[4:])
+    with torch.cuda.device(q.device):
+        problem = _problem(q, k, v, call, architecture_of(q.device))
+        return launch.forward(problem, q_scales, k_scales, v_scales, rest[3])
+
+
+@attention_fp8.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    dtype, activation = rest[6], rest[16]
+    lse = q.new_empty(q.shape[1], q.shape[0] if activation == SOFTMAX else 0, dtype=torch.float32)
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[-1], dtype=dtype), lse
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, q_scales, k_scales, v_scales, *origins, dtype, offsets_q, offsets_k, tiles, heights = inputs[:14]
+    out, lse = output
+    rest = inputs[14:]
+    softmax = rest[5] == SOFTMAX
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(
+        q, k, v, q_scales, k_scales, v_scales, offsets_q, offsets_k, *((out, lse) if softmax else (None, None)), *tiles
+    )
+    ctx.dtype, ctx.heights, ctx.rest = dtype, heights, rest
+    ctx.dtypes = [None if x is None else x.dtype for x in (v, *origins)]
+
+
+def _differentiate(ctx: Any, d_out: Tensor | None, _d_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, q_scales, k_scales, v_scales, offsets_q, offsets_k, out, lse, *tiles = ctx.saved_tensors
+    none = (None, None, None, [None] * len(tiles), None, *[None] * len(ctx.rest))
+    if d_out is None:
+        return *[None] * 9, *none
+    values = _values(q, k, v, q_scales, k_scales, v_scales, ctx.dtype)
+    grads = torch.ops.gemworks_jagged.attention_backward(
+        d_out, *values, out, lse, offsets_q, offsets_k, tiles, ctx.heights, *ctx.rest
+    )
+    of_v, *of_origins = ctx.dtypes
+    to_origins = [None if t is None else g.to(t) for g, t in zip(grads, of_origins, strict=True)]
+    d_v = grads[2].to(of_v) if v_scales is None else None
+    return None, None, d_v, None, None, None, *to_origins, *none
+
+
+attention_fp8.register_autograd(_differentiate, setup_context=_save)
+
+
+def flash_attention_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scales: Tensor,
+    k_scales: Tensor,
+    v_scales: Tensor | None,
+    offsets_q: Tensor,
+    offsets_k: Tensor | None = None,
+    *,
+    max_length_q: int,
+    max_length_k: int | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    align: Align = "bottom_right",
+    origins: tuple[Tensor, Tensor, Tensor] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    schedule: TileSchedule | None = None,
+) -> Tensor:
+    """`flash_attention` of quantised q, k and v: softmax attention of `codes * 2^(byte - 127)`.
+
+    Args:
+        q, k: E4M3 codes, uint8 or float8_e4m3fn, packed [Tq, N, H] and [Tk, M, H].
+        v: codes [Tk, M, V] with `v_scales`, or values in `dtype`, which Hopper's fast kernel needs.
+        q_scales, k_scales, v_scales: E8M0 bytes: [T, N], one scale for each row and head, or
+            [ceil(T / 32), N, H / 32], squares of 32 rows by 32 of the width. q and k alike.
+        offsets_q, offsets_k, max_length_q, max_length_k, scale, causal, window, align, schedule: as in
+            `flash_attention`.
+        origins: what q, k and v were quantised from. They receive the gradients (straight through the rounding), which
+            are those of the quantised values; they are not read. Without them only values of v receive one.
+        dtype: of the result and of the products: bf16, in which the codes are exact, fp16, or fp32.
+
+    Returns:
+        [Tq, N, V] in `dtype`.
+
+    Raises:
+        ValueError: codes, scales or offsets that do not fit.
+
+    Backward: codes are multiplied out (exact in bf16) and go through `flash_attention`'s own backward; codes and
+    scales, about half the bytes, are what is kept for it.
+
+    >>> import torch
+    >>> codes = torch.ones(3, 1, 32).to(torch.float8_e4m3fn)
+    >>> one = torch.full((3, 1), 127, dtype=torch.uint8)
+    >>> v = torch.randn(3, 1, 32).bfloat16()
+    >>> out = flash_attention_fp8(codes, codes, v, one, one, None, torch.tensor([0, 1, 3]), max_length_q=2)
+    >>> torch.equal(out[0], v[0])
+    True
+    """
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return _attention(
+        q, k, v, (q_scales, k_scales, v_scales), offsets_q, offsets_k, (max_length_q, max_length_k), scale, SOFTMAX,
+        (causal, window, align), origins, dtype, schedule,
+    )  # fmt: skip
+
+
+def gdpa_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scales: Tensor,
+    k_scales: Tensor,
+    v_scales: Tensor | None,
+    offsets_q: Tensor,
+    offsets_k: Tensor | None = None,
+    *,
+    max_length_q: int,
+    scale: float,
+    max_length_k: int | None = None,
+    activation: Activation = "gelu",
+    causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    align: Align = "bottom_right",
+    origins: tuple[Tensor, Tensor, Tensor] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    schedule: TileSchedule | None = None,
+) -> Tensor:
+    """`gdpa` of quantised q, k and v; arguments as in `flash_attention_fp8`, `scale` and `activation` as in `gdpa`."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: got {activation!r}, expected one of {sorted(ACTIVATIONS)}")
+    return _attention(
+        q, k, v, (q_scales, k_scales, v_scales), offsets_q, offsets_k, (max_length_q, max_length_k), scale, activation,
+        (causal, window, align), origins, dtype, schedule,
+    )  # fmt: skip
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: tuple[Tensor, Tensor, Tensor | None],
+    offsets_q: Tensor,
+    offsets_k: Tensor | None,
+    max_lengths: tuple[int, int | None],
+    scale: float,
+    activation: str,
+    masking: tuple[bool, int | tuple[int, int] | None, Align],
+    origins: tuple[Tensor, Tensor, Tensor] | None,
+    dtype: torch.dtype,
+    schedule: TileSchedule | None,
+) -> Tensor:
+    q_scales, k_scales, v_scales = scales
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"dtype: got {dtype}, expected torch.bfloat16, float16 or float32")
+    if scale_block("q", q, q_scales)[0] != scale_block("k", k, k_scales)[0]:
+        raise ValueError("q_scales, k_scales: one is by rows, the other by squares; quantise q and k alike")
+    if v_scales is not None:
+        scale_block("v", v, v_scales)
+    elif v.dtype != dtype:
+        raise ValueError(f"v: got {v.dtype} without v_scales, expected values in {dtype}, or codes with their scales")
+    for name, codes, origin in zip("qkv", (q, k, v), origins or (None, None, None), strict=True):
+        if origin is not None and origin.shape != codes.shape:
+            raise ValueError(f"origins: {name} has shape {tuple(origin.shape)}, expected that of its codes")
+    mask = make_mask(*masking)
+    # The checks want floating tensors; these have the codes' shapes and no memory to speak of.
+    like_q, like_k, like_v = (torch.empty((), dtype=dtype, device=x.device).expand(x.shape) for x in (q, k, v))
+    args = check_attention(
+        like_q,
+        like_k,
+        like_v,
+        offsets_q,
+        offsets_k,
+        max_length_q=max_lengths[0],
+        max_length_k=max_lengths[1],
+        shared_query=False,
+    )
+    codes = [x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in (q, k, v)]
+    side_q, side_k = args.side_q, args.side_k
+    out, _ = torch.ops.gemworks_jagged.attention_fp8(
+        *codes,
+        *(None if s is None else s.view(torch.uint8) for s in scales),
+        *(origins or (None, None, None)),
+        dtype,
+        side_q.offsets,
+        None if side_k is side_q else side_k.offsets,
+        [] if schedule is None else list(schedule.tensors),
+        "" if schedule is None else schedule.heights,
+        args.num_sequences,
+        -1,
+        side_q.max_length,
+        side_k.max_length,
+        scale,
+        activation,
+        min(mask.left, UNBOUNDED),
+        min(mask.right, UNBOUNDED),
+        mask.align,
+        False,
+    )
+    return out

@@ -1,0 +1,96 @@
+"""Compile the FP8 attention kernels for a GPU that need not be there, and print what came out, one JSON object a line.
+
+Run in a process of its own by test_jagged_attention_fp8.py: `python compiled_attention_fp8.py gluon sm_90 softmax`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and spilled bytes."""
+    tool = next(Path(triton.__file__).parent.rglob("cuobjdump"))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = [re.search(rf"{name}:(\d+)", text) for name in ("REG", "STACK")]
+    assert all(found), text
+    registers, stack = (int(m[1]) for m in found if m)
+    return registers, stack
+
+
+def types_of(names: list[str], special: dict[str, str], constants: dict[str, Any]) -> dict[str, str]:
+    rest = dict.fromkeys(("bounds_q", "bounds_k", "tile_sample", "tile_row", "num_tiles"), "*i32")
+    rest |= {"scale": "fp32", "lse": "*fp32", "lse_ptr": "*fp32", "sq_ptr": "*fp32"}
+    return {n: "constexpr" if n in constants else special.get(n, rest.get(n, "i32")) for n in names}
+
+
+def gluon(capability: int, activation: str) -> Any:
+    from gemworks.jagged.ops.attention_fp8.kernel_fp8_hopper import fp8_hopper_kernel as kernel
+    from gemworks.jagged.ops.attention_fp8.launch import BLOCK_N, REGISTERS, STAGES
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    rows = gl.NVMMASharedLayout.get_default_for([64, 128], gl.float8e4nv)
+    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    constants = {"ACT": activation, "HEADS": 4, "GROUP_HEADS": 1, "H": 128, "BN": BLOCK_N, "STAGES": STAGES}
+    constants["CONSUMER_REGS"] = REGISTERS
+    special = {"q_desc": f"tensordesc<fp8e4nv[64,128],{rows!r}>", "sk_desc": f"tensordesc<fp32[1,{BLOCK_N}],{flat!r}>"}
+    special |= {"k_ptr": "*fp8e4nv", "v_ptr": "*bf16", "out_ptr": "*bf16"}
+    names = kernel.arg_names
+    aligned = ("k_ptr", "v_ptr", "out_ptr", "k_stride_t", "k_stride_n", "v_stride_t", "v_stride_n", "out_stride_t")
+    source = GluonASTSource(
+        kernel,
+        types_of(names, special, constants),
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+
+
+def plain(capability: int, activation: str) -> Any:
+    from gemworks.jagged.ops.attention_fp8.kernel_fp8 import fp8_kernel as kernel
+    from gemworks.jagged.ops.attention_fp8.launch import PLAIN_KEYS, PLAIN_ROWS
+
+    constants = {"ACT": activation, "MASKED": False, "BOTTOM_RIGHT": True, "HEADS": 4, "GROUP": 1, "H": 128, "V": 128}
+    constants |= {"R": 32, "W": 32, "RV": 32, "WV": 32, "V_CODES": True, "DTYPE": triton.language.bfloat16}
+    constants |= {"BM": PLAIN_ROWS, "BN": PLAIN_KEYS, "PRECISION": "ieee"}
+    special = dict.fromkeys(("q", "k", "v", "sq", "sk", "sv"), "*u8") | {"out": "*bf16"}
+    names = kernel.arg_names
+    source = triton.compiler.ASTSource(
+        fn=kernel,
+        signature=types_of(names, special, constants),
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in ("q", "k", "v", "q_st", "k_st", "v_st", "out")},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8, "num_stages": 2})
+
+
+if __name__ == "__main__":
+    which, architecture, activation = sys.argv[1:]
+    compiled = {"gluon": gluon, "plain": plain}[which](int(architecture[3:]), activation)
+    registers, spilled = resources(compiled.asm["cubin"])
+    print(
+        json.dumps(
+            {
+                "kernel": which,
+                "registers": registers,
+                "spill_bytes": spilled,
+                "shared": compiled.metadata.shared,
+                "fp8_products": "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in compiled.asm["ptx"],
+            }
+        )
+    )

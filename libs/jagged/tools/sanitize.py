@@ -1,0 +1,90 @@
+"""Every kernel once on small shapes, for compute-sanitizer: no result is looked at, its accesses are.
+
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1   # or a read past one tensor lands in another
+    compute-sanitizer --tool memcheck --error-exitcode 9 python libs/jagged/tools/sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 9 python libs/jagged/tools/sanitize.py attention
+
+Prints a line per call, so that a report below it belongs to that call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from gemworks.jagged import (
+    Rope,
+    block_attention_qkv,
+    flash_attention,
+    gdpa,
+    layer_norm,
+    offsets_from_lengths,
+    rms_norm,
+)
+from torch import Tensor
+
+LENGTHS = [0, 1, 63, 64, 65, 130, 0, 200]
+Call = Callable[[], Tensor]
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype).requires_grad_()
+
+
+def attention() -> Iterator[tuple[str, Call]]:
+    offsets = offsets_from_lengths(torch.tensor(LENGTHS)).cuda()
+    total, b = sum(LENGTHS), len(LENGTHS)
+    for width, causal, dtype in itertools.product((64, 128), (False, True), (torch.bfloat16, torch.float32)):
+        q, k, v = (leaf(total, 2, width, dtype=dtype) for _ in range(3))
+        options: dict[str, Any] = {"max_length_q": 256, "causal": causal}
+        name = f"{width} causal {causal} {dtype}"
+        yield f"flash_attention {name}", lambda q=q, k=k, v=v, o=options: flash_attention(q, k, v, offsets, **o)
+        yield (
+            f"gdpa {name}",
+            lambda q=q, k=k, v=v, o=options: gdpa(q, k, v, offsets, scale=0.1, activation="fast_gelu", **o),
+        )
+    q, k, v = leaf(total, 2, 128), leaf(b, 256, 2, 128), leaf(b, 256, 2, 128)
+    yield "gdpa kv256", lambda: gdpa(q, k, v, offsets, max_length_q=256, scale=0.1, activation="fast_gelu")
+    for rows in (64, 200):
+        s, k2, v2 = leaf(rows, 2, 128), leaf(total, 2, 128), leaf(total, 2, 128)
+        yield (
+            f"flash_attention seeds{rows}",
+            lambda s=s, k=k2, v=v2: flash_attention(s, k, v, None, offsets, max_length_k=256, shared_query=True),
+        )
+
+
+def blocks() -> Iterator[tuple[str, Call]]:
+    offsets = offsets_from_lengths(torch.tensor(LENGTHS)).cuda()
+    total = sum(LENGTHS) + 3
+    tables = Rope().tables(offsets, 128, total=total)
+    for block, norm, rope in itertools.product((32, 64, 128), (False, True), (None, tables)):
+        qkv = leaf(total, 6, 128)
+        options: dict[str, Any] = {"num_heads": 2, "max_length": 256, "block": block, "qk_norm": norm, "rope": rope}
+        yield (
+            f"block_attention {block} norm {norm} rope {rope is not None}",
+            lambda x=qkv, o=options: block_attention_qkv(x, offsets, **o),
+        )
+
+
+def norms() -> Iterator[tuple[str, Call]]:
+    for width in (7, 96, 128, 1000, 8192):
+        x, r, w, b = leaf(33, width), leaf(33, width), leaf(width), leaf(width)
+        yield f"layer_norm {width}", lambda x=x, r=r, w=w, b=b: layer_norm(x, w, b, residual=r)[0]
+        yield f"rms_norm {width}", lambda x=x, r=r: rms_norm(x, add=r)
+
+
+def main() -> None:
+    suites = {"attention": attention, "blocks": blocks, "norms": norms}
+    for suite in sys.argv[1:] or suites:
+        for name, call in suites[suite]():
+            print(name, flush=True)
+            call().float().sum().backward()
+            torch.cuda.synchronize()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

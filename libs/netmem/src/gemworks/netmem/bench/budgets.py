@@ -1,0 +1,272 @@
+"""Activation budgets on a stack of GEM layers: one global budget against a choice per region, the solver's mix, offload
+alone, quantised activations.
+
+`memory_gib` is the peak of the whole step. Ratios of activation memory in the setting column leave out what is there
+all the time: parameters, gradients, the batch and its gradient.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from gemworks.netmem.arena import PinnedArena
+from gemworks.netmem.bench.rows import synchronize, timed_on_device_ms
+from gemworks.netmem.bench.single import GIB, Setup
+from gemworks.netmem.bench.stack import StackSize, make_stack
+from gemworks.netmem.budget import (
+    KEEP,
+    OFFLOAD,
+    QUANTISE,
+    QUANTISE_FUSED,
+    QUANTISE_OFFLOAD,
+    RECOMPUTE,
+    Plan,
+    StepProfile,
+    evaluate,
+)
+from gemworks.netmem.errors import InfeasibleBudgetError
+from gemworks.netmem.offload import OffloadEngine
+from gemworks.netmem.policy import apply_policy
+from gemworks.netmem.profiler import profile, table
+from gemworks.netmem.solver import solve
+
+# values of one global partitioner budget, and so the memory budgets at which it is compared
+GLOBAL = (0.8, 0.6, 0.4, 0.2, 0.0)
+TARGET_SHARE = 0.38  # -62 % of the activations
+REL_GAP = 0.005
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured plan: predicted and measured."""
+
+    plan: Plan
+    ms: float
+    peak_gib: float
+
+
+class Study:
+    """The stack with what measuring a plan on it needs."""
+
+    def __init__(self, s: Setup, size: StackSize) -> None:
+        self.s, self.size = s, size
+        self.model, self.batch = make_stack(size, s.device)
+        self.compiled = s.compile
+        self.compile_kwargs: dict[str, object] | None = {} if s.compile else None
+        self.arena_bytes = s.gib(12) if not s.smoke else 64 << 20
+        self.engine = OffloadEngine(
+            PinnedArena(self.arena_bytes, pin=s.device.type == "cuda"),
+            device=s.device,
+            window_bytes=s.gib(3),
+            min_bytes=1024 if s.smoke else 1 << 20,
+        )
+        for p in (self.batch, *self.model.parameters()):
+            p.grad = torch.zeros_like(p)
+        # what is there all the time
+        kept = [*self.model.parameters(), self.batch]
+        self.base_bytes = 2 * sum(p.numel() * p.element_size() for p in kept)
+        self.keep_point: Point | None = None
+
+    def step(self) -> None:
+        """Forward and backward; gradients are added to the ones that are there, so that no memory comes and goes."""
+        self.model(self.batch).backward()
+
+    def measure(self, plan: Plan) -> tuple[float, float, float, float | str]:
+        """(median, 20th, 80th percentile of milliseconds, peak GiB) of a plan."""
+        with apply_policy(self.model, plan, engine=self.engine, compile_kwargs=self.compile_kwargs):
+            self.step()
+            times = timed_on_device_ms(self.step, self.s.device, 3 if self.s.smoke else 7)
+            peak: float | str = ""
+            if self.s.device.type == "cuda":
+                synchronize(self.s.device)
+                torch.cuda.reset_peak_memory_stats(self.s.device)
+                self.step()
+                synchronize(self.s.device)
+                peak = torch.cuda.max_memory_allocated(self.s.device) / GIB
+        return *times, peak
+
+    def row(self, setting: str, impl: str, plan: Plan, against: Point | None = None, peer: str = "") -> Point:
+        """Measure a plan and report it."""
+        if plan.moved_bytes > self.arena_bytes:
+            self.s.rows.add("budget", shape=self.size.label, impl=impl, setting=f"{setting}: more than the host arena")
+            return Point(plan, float("nan"), float("nan"))
+        ms, p20, p80, peak = self.measure(plan)
+        text = f"{setting}; predicted {plan.step_s * 1e3:.2f} ms, {plan.peak_bytes / GIB:.3f} GiB"
+        point = Point(plan, ms, peak if isinstance(peak, float) else plan.peak_bytes / GIB)
+        if self.keep_point is not None:
+            keep, base = self.keep_point, self.base_bytes / GIB
+            less = 1 - (point.peak_gib - base) / (keep.peak_gib - base)
+            text += f"; activations -{100 * less:.1f} %, {100 * (ms / keep.ms - 1):+.1f} % time against keep"
+        self.s.rows.add(
+            "budget",
+            shape=self.size.label,
+            setting=text,
+            impl=impl,
+            memory_gib=peak,
+            ms=ms,
+            ms_p20=p20,
+            ms_p80=p80,
+            exposed_ms=plan.stall_s * 1e3,
+            best_peer=peer,
+            ratio_to_best_peer="" if against is None else against.ms / ms,
+            dtype=str(self.batch.dtype).removeprefix("torch."),
+            law="fixed",
+            mean_len=self.size.length,
+            max_len=self.size.length,
+            seed=0,
+        )
+        return point
+
+
+def _everywhere(step: StepProfile, choice: str) -> Plan:
+    return evaluate(step, [choice] * len(step.regions))
+
+
+def _shares(plan: Plan) -> str:
+    count: dict[str, int] = {}
+    for choice in plan.choices.values():
+        count[choice] = count.get(choice, 0) + 1
+    return ", ".join(f"{n} {choice}" for choice, n in sorted(count.items(), key=lambda kv: -kv[1]))
+
+
+def _gradients(study: Study, choices: Mapping[str, str]) -> torch.Tensor:
+    """All gradients of one step, flat, float32."""
+    with apply_policy(study.model, choices, engine=study.engine, compile_kwargs=study.compile_kwargs):
+        for p in (study.batch, *study.model.parameters()):
+            assert p.grad is not None
+            p.grad.zero_()
+        study.step()
+    return torch.cat([p.grad.float().flatten() for p in study.model.parameters() if p.grad is not None])
+
+
+def _solve(study: Study, step: StepProfile, budget_bytes: float) -> Plan | None:
+    start = time.perf_counter()
+    try:
+        plan = solve(step, budget_bytes, rel_gap=REL_GAP)
+    except InfeasibleBudgetError as error:
+        text = f"budget {budget_bytes / GIB:.3f} GiB: least is {error.least_feasible_bytes / GIB:.3f}"
+        study.s.rows.add("budget", shape=study.size.label, setting=f"{text}, {error.held_up_by}")
+        return None
+    print(f"solved in {time.perf_counter() - start:.1f} s: {_shares(plan)}, gap {plan.gap_s * 1e3:.3f} ms", flush=True)
+    return plan
+
+
+def budgets(s: Setup, size: StackSize) -> list[tuple[str, list[Point]]]:
+    """Measure, predict, and return the curves to plot: (label, points)."""
+    study = Study(s, size)
+    start = time.perf_counter()
+    partitioned = [f"{RECOMPUTE}@{b}" for b in GLOBAL] if study.compiled else ["recompute_cheap", RECOMPUTE]
+    choices = [KEEP, *partitioned, QUANTISE, OFFLOAD, QUANTISE_OFFLOAD]
+    if study.compiled:
+        choices.append(QUANTISE_FUSED)
+    step = profile(
+        study.model,
+        study.batch,
+        study.model.regions,
+        ledger=s.ledger,
+        engine=study.engine,
+        choices=choices,
+        repeats=3 if s.smoke else 5,
+        base_bytes=study.base_bytes,
+        compile_kwargs=study.compile_kwargs,
+        # every part of a kind has the same code, shapes and dtypes
+        alike=lambda name: type(study.model.get_submodule(name)).__name__,
+    )
+    print(f"profiled in {time.perf_counter() - start:.1f} s", flush=True)
+    kinds = StepProfile(step.regions[:2])
+    print(table(kinds), flush=True)
+    _price_rows(study, kinds)
+    keep = _everywhere(step, KEEP)
+    study.keep_point = study.row("keep", "keep everything", keep)
+    mixed, uniform = [study.keep_point], [study.keep_point]
+    target = _solve(study, step, step.base_bytes + TARGET_SHARE * (keep.peak_bytes - step.base_bytes))
+    if target is not None:
+        point = study.row(f"-62 %: {_shares(target)}", "gemworks", target, study.keep_point, "keep everything")
+        mixed.append(point)
+    for choice in partitioned:
+        plan = _everywhere(step, choice)
+        peer = study.row(f"global {choice}", "one global budget", plan)
+        uniform.append(peer)
+        mix = _solve(study, step, plan.peak_bytes)
+        if mix is not None:
+            text = f"memory of global {choice}: {_shares(mix)}"
+            mixed.append(study.row(text, "gemworks", mix, peer, "one global budget"))
+    _offload_rows(study, step, keep)
+    _quantise_rows(study, step)
+    return [("one global budget", uniform), ("per region", mixed)]
+
+
+def _price_rows(study: Study, kinds: StepProfile) -> None:
+    """Time per GB that each kind of region asks for each choice."""
+    for region in kinds.regions:
+        first = region.options[0]
+        for o in region.options[1:]:
+            saved = (first.held_bytes - o.held_bytes) / 1e9
+            if saved <= 0:
+                continue
+            extra_ms = 1e3 * (o.forward_s + o.backward_s - first.forward_s - first.backward_s)
+            kind = type(study.model.get_submodule(region.name)).__name__
+            study.s.rows.add(
+                "region_price",
+                shape=study.size.label,
+                setting=f"{kind} {o.choice}: saves {saved:.3f} GB, {extra_ms / saved:.3f} ms per GB",
+                ms=extra_ms,
+                memory_gib=o.held_bytes / GIB,
+            )
+
+
+def _offload_rows(study: Study, step: StepProfile, keep: Plan) -> None:
+    """Offload alone, region by region from the first, until the ledger says that compute would wait, and further."""
+    num = len(step.regions)
+    plans = [evaluate(step, [OFFLOAD] * n + [KEEP] * (num - n)) for n in range(1, num + 1)]
+    free = sum(p.stall_s == 0 for p in plans)
+    for n in sorted({min(n, num) for n in (1, free, free + 1, 2 * free + 1, 8)} - {0}):
+        plan = plans[n - 1]
+        name = "free" if plan.stall_s == 0 else f"waits {plan.stall_s * 1e3:.1f} ms"
+        share = plan.moved_bytes / max(1, keep.peak_bytes - step.base_bytes)
+        text = f"offload {n} of {num} regions, {plan.moved_bytes / GIB:.3f} GiB, {share:.3f} of activations, {name}"
+        study.row(text, "gemworks offload", plan, study.keep_point, "keep everything")
+
+
+def _quantise_rows(study: Study, step: StepProfile) -> None:
+    """Quantised saved activations in every region: memory, time, error of the gradients."""
+    expected = _gradients(study, dict(_everywhere(step, KEEP).choices))
+    held = sum(r.option(KEEP).held_bytes for r in step.regions)
+    for choice in (QUANTISE, QUANTISE_FUSED) if study.compiled else (QUANTISE,):
+        plan = _everywhere(step, choice)
+        got = _gradients(study, dict(plan.choices))
+        sqnr_db = 10 * torch.log10(expected.square().sum() / (got - expected).square().sum()).item()
+        ratio = held / sum(r.option(choice).held_bytes for r in step.regions)
+        text = f"{choice} everywhere: held {ratio:.3f}x less, gradient SQNR {sqnr_db:.1f} dB"
+        study.row(text, f"gemworks {choice}", plan, study.keep_point, "keep everything")
+
+
+def plot_budgets(curves: Sequence[tuple[str, list[Point]]], path: Path) -> None:
+    """Peak memory against step time, measured and predicted."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no plot: matplotlib is not installed")
+        return
+    figure = Figure(figsize=(6, 4))
+    axes = figure.add_subplot()
+    for label, points in curves:
+        points = sorted((p for p in points if p.ms == p.ms), key=lambda p: p.peak_gib)
+        (line,) = axes.plot([p.peak_gib for p in points], [p.ms for p in points], "o-", label=f"{label}, measured")
+        points = sorted(points, key=lambda p: p.plan.peak_bytes)
+        axes.plot(
+            [p.plan.peak_bytes / GIB for p in points],
+            [p.plan.step_s * 1e3 for p in points],
+            "x:",
+            color=line.get_color(),
+            label=f"{label}, predicted",
+        )
+    axes.set_xlabel("peak memory (GiB)")
+    axes.set_ylabel("step (ms)")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)

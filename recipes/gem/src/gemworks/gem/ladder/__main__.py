@@ -1,0 +1,213 @@
+"""The ablation ladder: real training steps on synthetic data, one thing added per row; goes on where it stopped.
+
+python -m gemworks.gem.ladder --out docs/measured                     # `large` on a GPU, block and full attention
+python -m gemworks.gem.ladder --leave-one-out --out docs/measured     # the full stack without one technique at a time
+python -m gemworks.gem.ladder --page docs/ladder.md --out docs/measured   # the page, from the CSVs
+python -m gemworks.gem.ladder --smoke --out runs/ladder               # `tiny` on a CPU: every row, seconds each
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from gemworks.gem.config import ConfigError, GemConfig
+from gemworks.gem.data import Source, open_source
+from gemworks.gem.device import resolve_device
+from gemworks.gem.ladder import rows
+from gemworks.gem.ladder.page import write_page
+from gemworks.gem.ladder.settings import FULL_STACK, RUNGS, WITHOUT, build
+from gemworks.gem.ladder.step import StepCost, free, read_batches, run_steps
+from gemworks.gem.layers.__main__ import measure
+from gemworks.gem.layers.report import Measured, Row, Total, common_columns, total_of
+from gemworks.gem.layers.timing import Bound
+from gemworks.gem.presets import load_config
+from gemworks.gem.schema import Batch
+from gemworks.jagged.bench.timing import Ceilings, Clock, measure_ceilings
+
+SEQUENCE_LAYERS = ("hsp", "pffn", "attention")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A row to measure: its configuration, or why it cannot be."""
+
+    name: str
+    added: str
+    config: GemConfig
+    refusal: str
+
+
+def planned_rows(base: GemConfig, *, leave_one_out: bool) -> Iterator[Planned]:
+    """The rows of one ladder, on a base configuration that has its kind of attention."""
+    configs = build(base)
+    if not leave_one_out:
+        for rung in RUNGS:
+            yield Planned(rung.name, rung.added, configs[rung.name], rung.refusal)
+        return
+    full = configs[FULL_STACK]
+    yield Planned("full stack", f"all rows of the ladder up to {FULL_STACK}", full, "")
+    for name, change in WITHOUT.items():
+        yield Planned(f"without {name}", "", change(full), "")
+
+
+class Ladder:
+    """Measures rows and writes them.
+
+    Args:
+        args: of the command line.
+        device: where to train.
+        ceilings: of this run.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device, ceilings: Ceilings) -> None:
+        self.args, self.device, self.ceilings = args, device, ceilings
+        self.bound = Bound(ceilings.copy_gbps, ceilings.bf16_tflops, device)
+        name = "leave_one_out_h200.csv" if args.leave_one_out else "ladder_h200.csv"
+        self.path: Path = args.out / (args.csv or name)
+        self.common = common_columns(
+            device, module="gemworks.gem.ladder", copy_gbps=ceilings.copy_gbps, tflops=ceilings.bf16_tflops,
+            mhz=ceilings.clock_mhz,
+        )  # fmt: skip
+        self._source: Source | None = None
+        self._batches: dict[tuple[int, str], list[Batch]] = {}
+
+    def climb(self, base: GemConfig, deadline: float) -> None:
+        """Every row that the CSV does not have; stops before a row that would begin after the deadline."""
+        have = set() if self.args.redo else rows.done(self.path)
+        for plan in planned_rows(base, leave_one_out=self.args.leave_one_out):
+            data = plan.config.data
+            case = rows.Case(base.model.attention, data.batch_size, data.length_law, data.max_length)
+            if rows.key_of(plan.name, case) in have or (self.args.rows and plan.name not in self.args.rows):
+                continue
+            if time.monotonic() > deadline:
+                print(f"budget is over before {plan.name} ({base.model.attention}); start the same command again")
+                return
+            row = self._row(plan, case)
+            rows.append(self.path, row)
+            print(_line(row), flush=True)
+
+    def _row(self, plan: Planned, case: rows.Case) -> Row:
+        cost: StepCost | None = None
+        local: Total | None = None
+        note, steps = plan.refusal, self.args.warmup + self.args.steps
+        config = plan.config
+        if not note:
+            try:
+                source, batches = self._data(config, steps)
+                cost = run_steps(
+                    config, source, batches, self.device, warmup=self.args.warmup, trace=plan.name in self.args.profile
+                )
+                free(self.device)
+                if not self.args.no_local:
+                    local = total_of(self._layers(config), sequence_only=True)
+            except (RuntimeError, NotImplementedError, AssertionError, ImportError) as error:
+                # a row that cannot run stays in the table, with its reason
+                note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            free(self.device)
+        if cost is not None and cost.split is not None:
+            self._write_kernels(plan.name, case, cost)
+        common = self._mean_length(config)
+        return rows.make_row(
+            plan.name, plan.added, case, config, cost, local, common, steps=self.args.steps, note=note
+        )  # fmt: skip
+
+    def _layers(self, config: GemConfig) -> list[Measured]:
+        return measure(
+            config, self.device, self.ceilings, only=SEQUENCE_LAYERS, repeats=5, trace=False, bound=self.bound
+        )  # fmt: skip
+
+    def _data(self, config: GemConfig, steps: int) -> tuple[Source, list[Batch]]:
+        source = self._source = self._source or open_source(config.data)
+        key = (config.data.batch_size, config.data.length_law)
+        if key not in self._batches:
+            self._batches = {key: read_batches(config, source, steps, pin=self.device.type == "cuda")}
+        return source, self._batches[key]
+
+    def _mean_length(self, config: GemConfig) -> Row:
+        batches = self._batches.get((config.data.batch_size, config.data.length_law), [])
+        events = [e for batch in batches for e in batch.events.values()]
+        if not events:
+            return self.common
+        mean = sum(int(e.offsets_S[-1]) for e in events) / sum(e.offsets_S.shape[0] - 1 for e in events)
+        return self.common | {"mean_len": f"{mean:.1f}"}
+
+    def _write_kernels(self, name: str, case: rows.Case, cost: StepCost) -> None:
+        split = cost.split
+        assert split is not None
+        lines = [f"{ms:9.4f} ms  x{launches:<7.1f} {kernel}" for kernel, ms, launches in split.kernels[:40]]
+        head = (
+            f"one step of {name}, {case.attention} attention: tensor cores {split.tensor_core_ms:.2f} ms, "
+            f"other kernels {split.memory_ms:.2f} ms, gaps {split.gap_ms:.2f} ms"
+        )
+        path = self.args.out / f"ladder_{case.attention}_{name}_kernels.txt"
+        path.write_text("\n".join([head, *lines]) + "\n")
+        print("\n".join([head, *lines[:15]]))
+
+
+def _line(row: Row) -> str:
+    if not row["step_ms"]:
+        return f"{row['attention']:6} {row['row']:34} {row['note']}"
+    shares = " ".join(f"{k} {row[k] or '-'}" for k in ("local_mfu", "step_mfu", "peak_gib", "ne"))
+    speed = f"{row['samples_per_s']:>9} samples/s {row['step_ms']:>10} ms"
+    return f"{row['attention']:6} {row['row']:34} {speed}  {shares}  {row['note']}"
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m gemworks.gem.ladder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="large")
+    parser.add_argument("--attention", choices=("block", "full"), action="append")
+    parser.add_argument("--batch-size", type=int, default=128, help="the largest that the padded row fits")
+    parser.add_argument("--law", default="uniform", choices=("uniform", "uniform_0.7", "zipf"))
+    parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--rows", action="append", default=[], help="only these rows")
+    parser.add_argument("--profile", action="append", default=[], metavar="ROW", help="trace a step of this row")
+    parser.add_argument("--leave-one-out", action="store_true")
+    parser.add_argument("--no-local", action="store_true", help="leave out Local MFU")
+    parser.add_argument("--redo", action="store_true", help="measure rows again that the CSV has")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no row after this many seconds")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder of the CSVs")
+    parser.add_argument("--csv", help="name of the CSV in it")
+    parser.add_argument("--page", type=Path, help="write this page from the CSVs, and do nothing else")
+    parser.add_argument("--smoke", action="store_true", help="`tiny`, a few steps")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    began = time.monotonic()
+    args = arguments(argv)
+    if args.page is not None:
+        write_page(args.page, args.out)
+        return 0
+    if args.smoke:
+        args.preset, args.batch_size, args.steps, args.warmup = "tiny", 8, 2, 1
+    device = resolve_device("auto")
+    sets = [f"data.batch_size={args.batch_size}", f"data.length_law={args.law}", *args.sets]
+    try:
+        bases = [
+            load_config(args.preset, sets=[*sets, f"model.attention={kind}"])
+            for kind in args.attention or ("block", "full")
+        ]
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if device.type == "cpu":
+        bases = [replace(base, train=replace(base.train, dtype="float32")) for base in bases]
+    ladder = Ladder(args, device, measure_ceilings(Clock(device), device))
+    for base in bases:
+        ladder.climb(base, began + args.budget_s)
+    print(f"{ladder.path}: {len(rows.done(ladder.path))} rows, {time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

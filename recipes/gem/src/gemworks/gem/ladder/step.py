@@ -1,0 +1,188 @@
+"""One row of the ladder: real training steps of a configuration, and what they cost.
+
+Letters: B samples of a batch, T packed events.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+
+import torch
+from gemworks.gem.config import GemConfig
+from gemworks.gem.data import Source, open_loader
+from gemworks.gem.efficiency import (
+    FlopCount,
+    LengthHistogram,
+    count_batch_flops,
+    mfu,
+    mixed_peak,
+)
+from gemworks.gem.layers.timing import Split, Time, split_call
+from gemworks.gem.schema import Batch
+from gemworks.gem.trainer import Trainer
+from torch import nn
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a row's steps cost.
+
+    Attributes:
+        step: wall time of a step.
+        samples_per_s: B by the median step.
+        flops: model FLOPs of a step, forward and backward, mean over the batches.
+        fp8_flops: of them in FP8 products.
+        step_mfu, mixed_mfu: against the bf16 peak, and against the peak of the mix of bf16 and FP8 products.
+        peak_gib: most memory allocated; None on a CPU.
+        padding: share of the rows between the layers that are padding.
+        recompute: FLOPs computed again for backward over model FLOPs.
+        ne: of the timed steps, each batch before it is learned from.
+        loss: mean over the timed steps.
+        split: of a step, where it was traced.
+    """
+
+    step: Time
+    samples_per_s: float
+    flops: float
+    fp8_flops: float
+    step_mfu: float
+    mixed_mfu: float
+    peak_gib: float | None
+    padding: float
+    recompute: float
+    ne: float | None
+    loss: float
+    split: Split | None
+
+
+def read_batches(config: GemConfig, source: Source, number: int, *, pin: bool) -> list[Batch]:
+    """The first batches of the training part, on the host."""
+    with_loader = open_loader(source, config.data, "train", pin_memory=pin)
+    batches = list(itertools.islice(iter(with_loader), number))
+    if len(batches) < number:
+        raise ValueError(
+            f"data.num_samples: got {config.data.num_samples}, which makes {len(batches)} batches of "
+            f"{config.data.batch_size}, expected {number}; raise it, or take fewer steps"
+        )
+    return batches
+
+
+def run_steps(
+    config: GemConfig,
+    source: Source,
+    batches: Sequence[Batch],
+    device: torch.device,
+    *,
+    warmup: int,
+    trace: bool = False,
+) -> StepCost:
+    """Trains on the batches, one step each, from a fresh model; the first `warmup` of them are not timed.
+
+    Reading and making data is not part of a step here: the batches lie ready in (page-locked) host memory, and their
+    way to the device is part of it.
+    """
+    config = replace(config, train=replace(config.train, max_steps=len(batches), epochs=1))
+    on_gpu = device.type == "cuda"
+    trainer = Trainer(config, source, device)
+    trainer.loader = batches  # pyright: ignore[reportAttributeAccessIssue]
+    samples: list[float] = []
+    steps, mark = trainer.steps(), 0.0
+    for step in steps:
+        if step == warmup:
+            trainer.take_row()
+            if on_gpu:
+                torch.cuda.synchronize(device)
+                torch.cuda.reset_peak_memory_stats(device)
+        # no synchronisation of our own: each step waits for its loss once, so intervals are those of steady training
+        now = time.perf_counter()
+        if step > warmup:
+            samples.append(1e3 * (now - mark))
+        mark = time.perf_counter()
+    row = trainer.take_row()
+    peak_gib = torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else None
+    split = _trace(trainer, batches[-1]) if trace and on_gpu else None
+    counts = [count_batch_flops(config, source.schema, batch) for batch in batches[warmup:]]
+    flops = mean(count.training for count in counts)
+    fp8 = mean(fp8_flops(trainer.model, config, batch) for batch in batches[warmup:])
+    timed = Time.of(samples)
+    seconds = timed.ms / 1e3
+    return StepCost(
+        timed,
+        mean(batch.num_samples for batch in batches[warmup:]) / seconds,
+        flops,
+        fp8,
+        mfu(flops, seconds),
+        mfu(flops, seconds, peak_flops_per_second=mixed_peak(flops - fp8, fp8)),
+        peak_gib,
+        padding_share(config, batches[warmup:]),
+        mean(recompute_share(config, count) for count in counts),
+        row.ne,
+        row.loss,
+        split,
+    )
+
+
+def free(device: torch.device) -> None:
+    """Drops what a row left: compiled code, cached memory."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _trace(trainer: Trainer, batch: Batch) -> Split:
+    def run() -> None:
+        trainer._train_step([batch])
+
+    run()
+    return split_call(run, repeats=2)
+
+
+def padding_share(config: GemConfig, batches: Sequence[Batch]) -> float:
+    """Share of the rows that run between the layers and belong to no event; 0 for packed rows."""
+    if config.kernels.layout != "padded":
+        return 0.0
+    events = [e for batch in batches for e in batch.events.values()]
+    rows = sum((e.offsets_S.shape[0] - 1) * e.max_length for e in events)
+    return 1.0 - sum(int(e.offsets_S[-1]) for e in events) / rows if rows else 0.0
+
+
+def recompute_share(config: GemConfig, count: FlopCount) -> float:
+    """Products computed again for backward over a step's model FLOPs; what kernels recompute inside is not counted."""
+    if config.kernels.activations != "recompute":
+        return 0.0
+    return sum(flops for name, flops in count.parts.items() if name.startswith("layer")) / count.training
+
+
+def fp8_flops(model: nn.Module, config: GemConfig, batch: Batch) -> float:
+    """Forward and backward FLOPs of the linear layers that `kernels.linears` quantises, for one batch."""
+    if config.kernels.linears == "bf16":
+        return 0.0
+    from gemworks.precision import MXLinear
+
+    names = list(batch.events)
+    tokens = {name: float(LengthHistogram.of(batch.events[name].offsets_S.diff()).num_tokens) for name in names}
+    total = 0.0
+    for name, layer in model.named_modules():
+        if isinstance(layer, MXLinear) and layer.fallback is None and not layer.recipe.is_bf16:
+            total += (
+                6.0 * layer.in_features * layer.out_features * _rows(name, config, names, tokens, batch.num_samples)
+            )
+    return total
+
+
+def _rows(name: str, config: GemConfig, events: list[str], tokens: dict[str, float], num_samples: int) -> float:
+    """How many rows a linear layer of the model sees, by its name."""
+    words = name.split(".")
+    if words[0] == "events":
+        return tokens[events[int(words[1])]]
+    if "blocks" in words and ("attention" in words or "pool" in words):
+        return tokens[events[int(words[words.index("blocks") + 1])]]
+    if "blocks" in words or "gate" in words:
+        return float(num_samples * config.model.num_summary_tokens)
+    return float(num_samples)
