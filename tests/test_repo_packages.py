@@ -26,7 +26,7 @@ LOADED_BY_AN_EXTRA = {
     "recipes/gem/src/gemworks/gem/schedulers/volcano.py": "torchx",
 }
 # Peers of benchmarks: imported in a function if they are there, and never installed for anybody.
-PEERS = {"flash-attn"}
+PEERS = {"flash-attn", "liger-kernel"}
 # Extras that no constraints file pins, because they need a compiler for the GPU at hand.
 NOT_PINNED = {"transformer-engine"}
 
