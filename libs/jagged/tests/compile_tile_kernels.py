@@ -21,7 +21,7 @@ import triton
 from gemworks.jagged.ops.block_attention import kernel_block
 from gemworks.jagged.ops.block_attention.launch import block_config
 from gemworks.jagged.ops.norms import kernel_norm
-from gemworks.jagged.ops.norms.launch import norm_config
+from gemworks.jagged.ops.norms.configs import norm_config
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -78,7 +78,6 @@ def norm_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], d
                 "BLOCK_D": triton.next_power_of_2(width),
                 "INNER": 1,
                 "CENTER": full,
-                "READ": forward.read_policy,
             }
             flags = {"HAS_RESIDUAL": True, "HAS_WEIGHT": full, "HAS_BIAS": full, "HAS_ADD": full}
             constants = {**shared, "ROWS": forward.rows, **flags}
@@ -88,7 +87,6 @@ def norm_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], d
             flags = {"HAS_DH": full, "HAS_WEIGHT": full, "HAS_DWEIGHT": full, "HAS_DBIAS": full}
             constants = {
                 **shared,
-                "READ": backward.read_policy,
                 "ROWS": backward.rows,
                 "STAGES": backward.stages,
                 **flags,

@@ -8,7 +8,7 @@ from gemworks.jagged._packing import Side, make_plan
 from gemworks.jagged.ops.attention_core.launch import Problem
 from gemworks.jagged.ops.attention_core.reference import Rule, forward_reference
 from gemworks.jagged.ops.attention_fp8 import launch
-from gemworks.jagged.ops.attention_fp8.reference import dequantize_rows
+from gemworks.jagged.ops.attention_fp8.reference import dequantize_rows, scale_values
 
 OFFSETS = torch.tensor([0, 37, 37, 38, 70])
 FULL = Mask()
@@ -37,6 +37,21 @@ def check(activation, square, v_codes, mask=FULL, heads_k=2):
     print("equal", activation, square, v_codes)
 
 
+def check_factors():
+    scales = torch.randint(0, 256, (70, 3), dtype=torch.uint8)
+    ours = launch.factors(scales)
+    assert ours.stride(0) % 4 == 0
+    assert torch.equal(ours.t().nan_to_num(-1), scale_values(scales).nan_to_num(-1))
+
+
+def check_values(square):
+    codes, scales = plane(70, 2, square, 5)
+    assert torch.equal(launch.values(codes, scales, torch.float32), dequantize_rows(codes, scales, torch.float32))
+
+
+check_factors()
+check_values(False)
+check_values(True)
 check("softmax", False, False)
 check("softmax", True, True)
 check("relu", True, False)

@@ -14,7 +14,6 @@ from gemworks.precision import kernel_norm, norm
 from gemworks.precision.casts import CastSpec, cast
 from gemworks.precision.norm import norm_cast
 from gemworks.precision.recipe import GemmKind
-from gemworks.precision.tiles import TileConfig
 
 pytestmark = pytest.mark.interpret
 
@@ -47,20 +46,12 @@ def check(shape, kind, name, residual=True, weight_dtype=torch.bfloat16, eps=1e-
 
 
 @pytest.mark.parametrize("name", ["rms", "layer"])
-def test_whole_rows_in_one_tile(name):
+def test_rows_read_at_once_and_in_pieces(name, monkeypatch):
     """Ragged rows and columns, a bias that must not leak into blocks past the last row."""
     check((48, 144), GemmKind.MXFP8, name)
     check((16, 64), GemmKind.MXFP8, name, residual=False, weight_dtype=torch.float32)
-
-
-@pytest.mark.parametrize("name", ["rms", "layer"])
-@pytest.mark.parametrize("two_passes", [False, True])
-def test_rows_of_several_tiles(name, two_passes, monkeypatch):
-    monkeypatch.setattr(norm, "norm_tile_config", lambda *_: TileConfig(32, 64, 1, None, two_passes))
     monkeypatch.setattr(norm, "norm_sum_width", lambda _: 64)
     check((48, 80), GemmKind.MXFP8, name)
-    if two_passes:
-        check((16, 64), GemmKind.MXFP8, name, residual=False)
 
 
 @pytest.mark.parametrize("kind", [GemmKind.FP8_BLOCK128, GemmKind.MXFP8_REGROUP128])

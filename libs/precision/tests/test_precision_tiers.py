@@ -25,7 +25,7 @@ def test_interpreted_kernels_equal_the_reference():
 
 
 FAST = (
-    r"^(cast_tile (mxfp8|regroup128) both|cast_tile block128 columns|norm_tile mxfp8 512"
+    r"^(cast_tile (mxfp8|regroup128) both|cast_tile block128 columns|norm_apply mxfp8"
     r"|cast_rows mxfp8|cast_both mxfp8|cast_square block128|dequantise rows)$"
 )
 
@@ -47,16 +47,16 @@ def test_kernels_compile_without_spilling(architecture, which, tmp_path):
     command = [sys.executable, "-m", "gemworks.precision.compile_kernels", architecture, which]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    # Norm + cast of wide blocks is held to 128 registers, so that two programs fit a processor. sm_100 is compiled, not
-    # tuned: there a few words may spill.
+    # Regrouping is held to 128 registers, so that two programs fit a processor: what spills is read on its slow way.
+    # sm_100 is compiled, not tuned: there a few words may spill.
     others = 0 if architecture == "sm_90" else 32
-    spilled = [line for line in lines if line["spill_bytes"] > (256 if line["kernel"] == "norm_tile" else others)]
+    spilled = [line for line in lines if line["spill_bytes"] > (256 if "regroup" in line["variant"] else others)]
     assert not spilled, spilled
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = {line["kernel"] for line in lines}
-    assert {"cast_tile", "norm_tile", "cast_rows", "cast_both", "cast_square", "dequantise"} <= kernels
+    assert {"cast_tile", "norm_apply", "cast_rows", "cast_both", "cast_square", "dequantise"} <= kernels
     assert all(
         line["hardware_cast"]
         for line in lines
-        if line["kernel"].startswith(("cast", "norm_tile", "norm_apply")) and "stochastic" not in line["variant"]
+        if line["kernel"].startswith(("cast", "norm_apply")) and "stochastic" not in line["variant"]
     )

@@ -19,6 +19,7 @@ from gemworks.precision.casts import CastSpec, cast, cast_both
 from gemworks.precision.formats import Format
 from gemworks.precision.recipe import GemmKind
 from gemworks.precision.rng import Stochastic
+from gemworks.precision.scaled_mm import wide_scales
 from gemworks.precision.scales import ScaleMode
 from gemworks.precision.tiles import TileConfig
 
@@ -41,6 +42,18 @@ def uneven(m, n, seed=0):
     return x
 
 
+def check_wide(plane, expected):
+    """The fp32 scales are those that the product would make of the reference's bytes, and are what it takes."""
+    assert (plane.wide is None) == (plane.block != 128)
+    if plane.wide is not None:
+        left = plane if plane.dim == 1 else plane.t()
+        lines, length = left.shape
+        made = wide_scales(expected if plane.dim == 1 else expected.t(), lines, -(-length // 128))
+        assert torch.equal(left.wide.nan_to_num(-1.0), made.nan_to_num(-1.0))
+        assert left.wide.stride() == made.stride()
+        assert wide_scales(left, lines, -(-length // 128)) is left.wide
+
+
 def check(x, spec, single=False):
     """Both directions, and each alone: planes and counts."""
     *ours, lost = cast_both(x, spec, "triton")
@@ -49,10 +62,12 @@ def check(x, spec, single=False):
         assert torch.equal(a.scales, b.scales)
         assert torch.equal(a.codes, b.codes)
         assert a.codes.stride() == b.codes.stride()
+        check_wide(a, b)
         if single:
             alone, count = cast(x, 1 - dim, spec, "triton")
             assert torch.equal(alone.scales, b.scales)
             assert torch.equal(alone.codes, b.codes)
+            check_wide(alone, b)
             assert count == cast(x, 1 - dim, spec, "reference")[1]
     assert lost == lost_expected
     return lost

@@ -196,6 +196,11 @@ def test_wide_scales_in_the_layout_of_the_product():
     ours, expected = triton_wide_scales(rows.scales, 304, 6), wide_scales(rows, 304, 6)
     assert torch.equal(ours, expected)
     assert ours.stride() == expected.stride() == (1, 304)
+    by_kernel = cast(x, None, CastSpec(GemmKind.FP8_BLOCK128), "triton")[0]
+    assert by_kernel.wide is not None
+    assert torch.equal(by_kernel.wide, square_scales(square, 6))
+    assert square_scales(by_kernel, 6) is by_kernel.wide
+    assert by_kernel.t().wide is None
     ours, expected = triton_wide_scales(square.scales.t(), 8, 3), square_scales(square, 6)
     assert torch.equal(ours, expected)
     assert ours.stride() == expected.stride() == (1, 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gemworks.gem import components
@@ -59,7 +60,9 @@ def test_several_processes_run_under_the_launcher() -> None:
     one_machine = components.train(gpus=8).roles[0]
     assert one_machine.entrypoint == "bash"
     assert "-m gemworks.gem.launch --nnodes 1 --nproc-per-node 8 --standalone --" in one_machine.args[1]
+    assert components.train(j="1x8").roles[0].args == one_machine.args
     several = components.train(replicas=2, processes=3).roles[0]
+    assert components.train(j="2x3").roles[0] == several
     assert several.num_replicas == 2
     assert "--nnodes 2 --nproc-per-node 3 --rdzv-backend c10d" in several.args[1]
     assert "timeout=1800" in several.args[1]
@@ -81,12 +84,13 @@ def test_several_machines_meet_at_the_first() -> None:
     [
         ({"replicas": 0}, "replicas: got 0, expected 1 or more"),
         ({"gpus": -1}, "gpus: got -1, expected 0 or more"),
+        ({"j": "2"}, "j: got '2', expected replicas x processes of each, such as 1x2"),
         ({"max_retries": 2}, "run_dir: got nothing, expected a folder"),
     ],
 )
-def test_wrong_arguments(arguments: dict[str, int], message: str) -> None:
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        components.train(**arguments)  # pyright: ignore[reportArgumentType]
+        components.train(**arguments)
 
 
 def test_torchx_shows_the_error_and_fails(tmp_path: Path) -> None:

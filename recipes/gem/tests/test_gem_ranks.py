@@ -7,6 +7,7 @@ an epoch has one sample, so that one of two ranks has none (case M2).
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,10 @@ def assert_close_runs(one: Path, other: Path) -> None:
     mine, others = parameters(one), parameters(other)
     assert mine.keys() == others.keys()
     for name, tensor in mine.items():
-        torch.testing.assert_close(tensor, others[name], rtol=1e-3, atol=1e-4, msg=name)
+        # A weight before a norm has a gradient of rounding errors, of which AdamW makes whole steps: less than one of
+        # them (3e-3) for weights, little for what they come from.
+        atol = 2e-3 if "/" not in name and not name.startswith("embeddings.") else 1e-4
+        torch.testing.assert_close(tensor, others[name], rtol=1e-3, atol=atol, msg=name)
     a, b = RunDir.open(one).summary(), RunDir.open(other).summary()
     assert a is not None
     assert b is not None
@@ -124,7 +128,7 @@ def test_l5_a_checkpoint_of_two_evaluates_to_the_same_bits_on_one(together: tupl
 def test_sigterm_to_one_rank_stops_both_and_one_process_goes_on(
     together: tuple[Path, Path, list[Outcome]], tmp_path: Path
 ) -> None:
-    """All ranks decide to stop in the same step; a checkpoint of two is gone on with by one, in the middle of an epoch."""
+    """All ranks decide to stop in the same step; one process goes on with a checkpoint of two, amid an epoch."""
     path = tmp_path / "run"
     outcomes = run_ranks(trained, 2, str(path), SETTINGS, Faults(rank=1, step=18, kind="terminate"))
     assert [outcome.error and outcome.error[0] for outcome in outcomes] == ["Preempted", "Preempted"]
@@ -197,7 +201,7 @@ def _unequal(rank: int, world: int) -> None:
 def test_m4_parameters_that_start_different_are_named_on_every_rank() -> None:
     for outcome in run_ranks(_unequal, 2):
         assert outcome.error is not None
-        assert outcome.error[0] == "ValueError"
+        assert outcome.error[0] == "RuntimeError"
         assert "replicas start different: ['head.mlp.up.weight'] of" in outcome.error[1]
 
 
@@ -223,11 +227,10 @@ def _poisoned(rank: int, world: int) -> dict[str, Any]:
 
         states, message = [tables()], ""
         try:
-            for _ in trainer.steps():
-                states.append(tables())
+            states.extend(tables() for _ in trainer.steps())
         except NonFiniteError as error:
             message = str(error)
-        moved = [any(not torch.equal(x, y) for x, y in zip(a, b, strict=True)) for a, b in zip(states, states[1:], strict=False)]
+        moved = [any(not torch.equal(x, y) for x, y in zip(a, b, strict=True)) for a, b in pairwise(states)]
         return {"moved": moved, "skipped": trainer.num_skipped, "message": message, "calls": ranks.on_first(lambda: 1)}
 
 
@@ -247,6 +250,7 @@ def _talk(rank: int, world: int) -> dict[str, Any]:
 
     from gemworks.gem.world import open_world
 
+    failed = ""
     with open_world(2, cuda=False) as ranks:
         waited = ranks.on_first(lambda: time.sleep(4) or "done")
         try:
@@ -254,7 +258,13 @@ def _talk(rank: int, world: int) -> dict[str, Any]:
         except IndexError as error:
             failed = str(error)
         gathered = ranks.gather_to_first(rank)
-        return {"waited": waited, "failed": failed, "any": ranks.any(rank == 1), "all": ranks.gather(rank), "first": gathered}
+        return {
+            "waited": waited,
+            "failed": failed,
+            "any": ranks.any(rank == 1),
+            "all": ranks.gather(rank),
+            "first": gathered,
+        }
 
 
 def test_others_wait_for_the_first_rank_as_long_as_it_lives() -> None:
@@ -270,5 +280,5 @@ def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
     from gemworks.gem.data import open_loader
 
     config = load_config("tiny", sets=["data.batch_size=9", "data.num_samples=64"])
-    with pytest.raises(ValueError, match="data.batch_size: got 9, expected a multiple of the number of ranks, 2"):
+    with pytest.raises(ValueError, match=r"data.batch_size: got 9, expected a multiple of the number of ranks, 2"):
         open_loader(open_source(config.data), config.data, "train", rank=0, world_size=2)

@@ -127,8 +127,9 @@ def test_ranks_with_row_groups_of_their_own_equal_one(tmp_path: Path) -> None:
         "data.num_lanes=4",
         "data.max_length=64",
         "train.epochs=1",
+        "model.num_experts=2",  # the gate of a single one has a gradient of rounding errors: norms undo its scale
     )
-    settings = tuple(s for s in settings if s != "data.max_length=8")
+    settings = tuple(s for s in settings if s not in ("data.max_length=8", "model.num_experts=1"))
     good(run_ranks(trained, 1, str(tmp_path / "one"), settings))
     traces = good(run_ranks(trained, 2, str(tmp_path / "two"), settings))
     seen = [i for trace in traces for _, ids, _ in trace for i in ids]

@@ -40,7 +40,7 @@ PACKAGES = (
     Package("gemworks-gem", "gemworks.gem", "the model and its training", required=True),
     Package("gemworks-jagged", "gemworks.jagged", "attention on sequences", required=True),
     Package("gemworks-precision", "gemworks.precision", "FP8 arithmetic"),
-    Package("gemworks-parallel", "gemworks.parallel", "several GPUs"),
+    Package("gemworks-parallel", "gemworks.parallel", "training on several processes", required=True),
     Package("gemworks-netmem", "gemworks.netmem", "activation offload"),
     Package("torch", "torch", "everything", required=True),
     Package("torchrec", "torchrec", "embedding tables", required=True),

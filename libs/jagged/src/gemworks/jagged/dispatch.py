@@ -94,6 +94,7 @@ RULES: tuple[Rule, ...] = (
         "attention_core/table.py",
     ),
     Rule("triton", NORM_OPS, KERNEL_DTYPES, TILE_ARCHITECTURES, BOTH, None, "norms/launch.py"),
+    Rule("triton", ("apply_rope",), KERNEL_DTYPES, TILE_ARCHITECTURES, BOTH, None, "rope/launch.py"),
     Rule(
         "triton",
         ("block_attention",),

@@ -90,13 +90,12 @@ def h200_host(num_gpus: int = 8) -> ClusterSpec:
     )
 
 
-def roce_cluster(num_gpus: int = 4096, *, gpus_per_zone: int = 1024, oversubscription: float = 7.0) -> ClusterSpec:
+def roce_cluster(num_gpus: int = 4096, *, gpus_per_zone: int = 2048, oversubscription: float = 7.0) -> ClusterSpec:
     """A three-tier RoCE cluster like those that Meta describes: hosts of 8 GPUs, zones, an oversubscribed layer above.
 
     Hosts of 8 GPUs on NVLink with one 400 Gbit/s NIC per GPU, zones of full bisection bandwidth, 1:7 oversubscription
     above (The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.1, where a zone has 3,072 GPUs). The size of GEM's
-    zones is not
-    published: 1,024 is our choice, which divides 2,048 ... 16,384.
+    zones is not published: 2,048 is our choice, the nearest to 3,072 that divides 4,096 ... 16,384.
     """
     line = 50e9
     nic = line * _NIC_EFFICIENCY

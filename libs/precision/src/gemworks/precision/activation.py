@@ -15,7 +15,7 @@ import torch
 from gemworks.precision.backends import choose
 from gemworks.precision.casts import CastSpec, cast, cast_both, device_of
 from gemworks.precision.mxtensor import MXTensor
-from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, activation_tile_config
+from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, fused_tile_config
 from torch import Tensor, nn
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -85,37 +85,38 @@ def activation_cast(
 
 
 def _activation_tiles(x: Tensor, spec: CastSpec, activation: str, columns: bool, return_y: bool) -> ActivationCast:
-    import triton
     from gemworks.precision.kernel_activation import ACTIVATIONS as CODES
     from gemworks.precision.kernel_activation import activation_tile_kernel
-    from gemworks.precision.triton_casts import cast_flags, empty_planes
+    from gemworks.precision.launch import launch
+    from gemworks.precision.triton_casts import planes_of, tile_flags, tile_planes
 
     num_rows, num_columns = x.shape
-    planes, (codes, scales, codes_t, scales_t), inexact = empty_planes(x, spec)
     y = torch.empty_like(x) if return_y else x
     directions = ALONG_ROWS | ALONG_COLUMNS if columns else ALONG_ROWS
-    config = activation_tile_config(spec.block, spec.regroups, directions)
-    flags = cast_flags(spec)
-    del flags["STOCHASTIC"]
-    column_tiles = triton.cdiv(num_columns, config.columns)
-    activation_tile_kernel[(triton.cdiv(num_rows, config.rows) * column_tiles,)](
-        x.view(torch.int32),
-        y.view(torch.int32),
-        codes.view(torch.int32),
-        scales,
-        codes_t.view(torch.int64),
-        scales_t,
-        inexact,
-        num_rows,
-        num_columns,
-        column_tiles,
-        ACTIVATION=CODES[activation],
-        WRITE_Y=return_y,
-        R8=config.rows // 8,
-        C=config.columns,
-        B=spec.block,
-        DIRECTIONS=directions,
-        num_warps=config.num_warps,
-        **flags,
+    written = tile_planes(x, spec, spec.block, directions)
+    config = fused_tile_config(spec.block, spec.regroups, directions)
+    column_tiles = -(-num_columns // config.columns)
+    launch(
+        activation_tile_kernel,
+        (-(-num_rows // config.rows) * column_tiles, 1, 1),
+        (
+            x.view(torch.int32),
+            y.view(torch.int32),
+            *written.arguments(directions),
+            num_rows,
+            num_columns,
+            column_tiles,
+        ),
+        {
+            "ACTIVATION": CODES[activation],
+            "WRITE_Y": return_y,
+            "DIRECTIONS": directions,
+            "R8": config.rows // 8,
+            "C": config.columns,
+            "B": spec.block,
+            **tile_flags(spec),
+        },
+        **config.options,
     )
-    return ActivationCast(planes[0], planes[1] if columns else None, y if return_y else None, inexact)
+    planes = planes_of(x, spec, spec.block, written, directions)
+    return ActivationCast(planes[0], planes[1] if columns else None, y if return_y else None, written.inexact)

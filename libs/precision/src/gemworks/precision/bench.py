@@ -47,7 +47,7 @@ def ceilings(bench: Bench) -> None:
     bench.copy_gbps = 2 * num / ms / 1e6
     n = 128 if bench.smoke else 8192
     a, b = bench.randn(n, n), bench.randn(n, n).t()
-    ms, *_ = bench.time(lambda: a @ b)
+    ms, *_ = bench.time_graph(lambda: a @ b)
     bench.bf16_tflops = 2 * n**3 / ms / 1e9
     print(f"ceilings: copy {bench.copy_gbps:.0f} GB/s, bf16 {bench.bf16_tflops:.1f} TFLOP/s, seed {SEED}", flush=True)
 
@@ -68,7 +68,7 @@ def bench_casts(bench: Bench) -> None:
             ]
             for op, run, written in runs:
                 time_bytes(bench, op, (m, k), kind.value, "gemworks", run, 2 * m * k + written)
-        if bench.device.type == "cuda" and (m, k) == (262144, 1024):
+        if bench.peers and (m, k) == (262144, 1024):
             from gemworks.precision.quantization import quantize
 
             compiled = torch.compile(lambda t: (lambda q: (q.codes, q.scales))(quantize(t, 1)))
@@ -120,10 +120,10 @@ def tune(bench: Bench, out: Path, which: str, warm: bool) -> None:
 
     results: dict[str, list[tuple[float, str]]] = {}
     both = ALONG_ROWS | ALONG_COLUMNS
-    saved = triton_casts.tile_config, norm.norm_tile_config, activation.activation_tile_config
+    saved = triton_casts.tile_config, norm.fused_tile_config, activation.fused_tile_config
     for kind in KINDS:
         spec = CastSpec(kind)
-        wide, share = kind is not GemmKind.MXFP8, 1 + 1 / (32 if kind is GemmKind.MXFP8 else 128)
+        share = 1 + 1 / (32 if kind is GemmKind.MXFP8 else 128)
         for k in (512, 1024, 4096):
             m = 256 if bench.smoke or warm else min(262144, 2**28 // k)
             x, w, residual = bench.randn(m, k), bench.randn(k), bench.randn(m, k).neg_()
@@ -146,7 +146,7 @@ def tune(bench: Bench, out: Path, which: str, warm: bool) -> None:
             jobs.append(
                 (
                     f"norm_cast{k}",
-                    tiles.norm_tile_candidates(k, wide),
+                    candidates(both),
                     6 + 2 * share,
                     lambda x=x, w=w, s=spec, r=residual: norm_cast(x, w, s, residual=r),
                 )
@@ -158,12 +158,12 @@ def tune(bench: Bench, out: Path, which: str, warm: bool) -> None:
                 times: list[tuple[float, str]] = []
                 for candidate in tried:
                     triton_casts.tile_config = lambda *_, c=candidate: c
-                    norm.norm_tile_config = lambda *_, c=candidate: c
-                    activation.activation_tile_config = lambda *_, c=candidate: c
+                    norm.fused_tile_config = lambda *_, c=candidate: c
+                    activation.fused_tile_config = lambda *_, c=candidate: c
                     what = " ".join(map(str, (*vars(candidate).values(),)))
                     job = run if warm else lambda r=run, t=times, c=what: t.append((bench.time(r)[0], c))
                     attempt(f"{op} {what}", job)
-                triton_casts.tile_config, norm.norm_tile_config, activation.activation_tile_config = saved
+                triton_casts.tile_config, norm.fused_tile_config, activation.fused_tile_config = saved
                 results[op] = sorted(times)
                 for ms, what in sorted(times):
                     fraction = m * k * per_element / ms / 1e6 / bench.copy_gbps
@@ -214,6 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--tune", nargs="?", const="", help="also time candidate tiles (of ops whose name contains this)"
     )
+    parser.add_argument("--peers", action="store_true", help="also peers that compile for long (torch.compile)")
     parser.add_argument("--warm", action="store_true", help="with --tune: compile the candidates, time nothing")
     parser.add_argument("--only", default="", help=f"comma-separated parts of {','.join(PARTS)}")
     parser.add_argument("--shape", default="", help="of the linear parts, only shapes MxKxN that contain this")
@@ -224,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     parts = set(filter(None, chosen.only.split(","))) or set(PARTS)
     if not parts <= set(PARTS):
         parser.error(f"--only: unknown parts {sorted(parts - set(PARTS))}, expected some of {PARTS}")
-    bench.only = chosen.shape
+    bench.only, bench.peers = chosen.shape, chosen.peers and device.type == "cuda"
     print(f"device {device_spec(device)}, torch {torch.__version__}, triton {triton_version() or '-'}", flush=True)
     import warnings
 

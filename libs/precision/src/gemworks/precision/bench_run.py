@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Bench:
     bf16_tflops: float = 0.0
     host_ms: float = 0.0
     only: str = ""
+    peers: bool = False
 
     def time(self, run: Callable[[], object]) -> tuple[float, float, float]:
         """Median, 20 % and 80 % quantile in milliseconds."""
@@ -73,6 +75,42 @@ class Bench:
         torch.cuda.synchronize()
         times = sorted(first.elapsed_time(last) for first, last in events)
         self.host_ms = 1e3 * host_s
+        return statistics.median(times), times[len(times) // 5], times[(4 * len(times)) // 5]
+
+    def time_graph(self, run: Callable[[], object]) -> tuple[float, float, float]:
+        """Replays of a CUDA graph, one behind another: the speed of the kernels under a sustained load, as a GPU
+        that is kept busy has it. On a CPU, or where the work can't be captured, as `time`.
+        """
+        if self.device.type != "cuda":
+            return self.time(run)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(3):
+            run()
+        self.host_ms = 1e3 * (time.perf_counter() - start) / 3
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        graph.replay()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        graph.replay()
+        torch.cuda.synchronize()
+        repetitions = max(10, min(100, int(0.15 / (time.perf_counter() - start))))
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repetitions + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            graph.replay()
+            mark.record()
+        torch.cuda.synchronize()
+        times = sorted(a.elapsed_time(b) for a, b in pairwise(marks))
         return statistics.median(times), times[len(times) // 5], times[(4 * len(times)) // 5]
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

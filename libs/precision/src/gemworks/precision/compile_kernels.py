@@ -30,13 +30,14 @@ def tile_variants() -> Iterator[Variant]:
     """The tile kernels on bf16."""
     from gemworks.precision.kernel_activation import activation_tile_kernel
     from gemworks.precision.kernel_common import FORMATS, MODES
-    from gemworks.precision.kernel_norm_tile import norm_apply_kernel, norm_sum_kernel, norm_tile_kernel
+    from gemworks.precision.kernel_norm_tile import norm_apply_kernel, norm_sum_kernel
     from gemworks.precision.kernel_tile import cast_tile_kernel
-    from gemworks.precision.tiles import norm_sum_width, norm_tile_config, tile_config
+    from gemworks.precision.tiles import fused_tile_config, norm_sum_width, tile_config
 
     base = {"FORMAT": FORMATS["e4m3"], "MODE": MODES["rceil"], "HARDWARE": True}
     pairs = dict.fromkeys(("x_ptr", "residual_ptr", "sum_ptr", "y_ptr", "codes_ptr"), "*i32")
     pointers = {**pairs, "codes_t_ptr": "*i64", "inexact_ptr": "*i64", "scales_ptr": "*u8", "scales_t_ptr": "*u8"}
+    pointers |= {"wide_ptr": "*fp32", "wide_t_ptr": "*fp32"}
     pointers |= {"weight_ptr": "*bf16", "bias_ptr": "*bf16", "mean_ptr": "*fp32", "rstd_ptr": "*fp32"}
     kinds = {"mxfp8": (32, False), "block128": (128, False), "regroup128": (32, True)}
     for kind, (block, regroup) in kinds.items():
@@ -45,24 +46,18 @@ def tile_variants() -> Iterator[Variant]:
             constants = {**base, "R8": config.rows // 8, "C": config.columns, "B": block, "REGROUP": regroup}
             constants |= {"DIRECTIONS": directions, "PACKED": True}
             types = argument_types(cast_tile_kernel, pointers, constants)
-            yield "cast_tile", f"{kind} {name}", cast_tile_kernel, types, constants, config.num_warps, None
-        constants |= {"ACTIVATION": 3, "WRITE_Y": False}
+            limit = config.max_registers
+            yield "cast_tile", f"{kind} {name}", cast_tile_kernel, types, constants, config.num_warps, limit
+        config = fused_tile_config(block, regroup, 3)
+        constants |= {"ACTIVATION": 3, "WRITE_Y": False, "R8": config.rows // 8, "C": config.columns}
         del constants["PACKED"]
         types = argument_types(activation_tile_kernel, pointers, constants)
-        yield "activation_tile", kind, activation_tile_kernel, types, constants, config.num_warps, None
-        for columns in (512, 1024, 4096):
-            config = norm_tile_config(columns, kind != "mxfp8")
-            if columns > 512 and kind != "mxfp8":
-                continue
-            norms = {"HAS_BIAS": False, "SUBTRACT_MEAN": False, "WRITE_Y": False, "DIRECTIONS": 3}
-            constants = {**base, **norms, "R8": config.rows // 8, "C": config.columns, "B": block, "REGROUP": regroup}
-            kernel = norm_apply_kernel
-            if not config.two_passes:
-                constants |= {"HAS_RESIDUAL": True, "ONCE": columns <= config.columns}
-                kernel = norm_tile_kernel
-            types = argument_types(kernel, pointers, constants)
-            name = "norm_apply" if config.two_passes else "norm_tile"
-            yield name, f"{kind} {columns}", kernel, types, constants, config.num_warps, config.max_registers
+        limit = config.max_registers
+        yield "activation_tile", kind, activation_tile_kernel, types, constants, config.num_warps, limit
+        norms = {"HAS_BIAS": False, "SUBTRACT_MEAN": False, "WRITE_Y": False, "DIRECTIONS": 3}
+        constants = {**base, **norms, "R8": config.rows // 8, "C": config.columns, "B": block, "REGROUP": regroup}
+        types = argument_types(norm_apply_kernel, pointers, constants)
+        yield "norm_apply", kind, norm_apply_kernel, types, constants, config.num_warps, limit
     width = norm_sum_width(1024)
     constants = {"HAS_RESIDUAL": True, "SUBTRACT_MEAN": False, "ROWS": 4096 // width, "C": width, "HARDWARE": True}
     types = argument_types(norm_sum_kernel, pointers, constants)
@@ -88,7 +83,14 @@ def general_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str
     kinds = {"mxfp8": (32, False), "block128": (128, False), "regroup128": (32, True)}
 
     types = argument_types
-    rows_pointers = {"x_ptr": "*bf16", "codes_ptr": u8, "scales_ptr": u8, "inexact_ptr": count, "signs_ptr": "*fp32"}
+    rows_pointers = {
+        "x_ptr": "*bf16",
+        "codes_ptr": u8,
+        "scales_ptr": u8,
+        "inexact_ptr": count,
+        "signs_ptr": "*fp32",
+        "wide_ptr": "*fp32",
+    }
     both_pointers = {**rows_pointers, "codes_t_ptr": u8, "scales_t_ptr": u8}
     for kind, (block, regroup) in kinds.items():
         for variant, extra in (("", {}), (" stochastic", {"STOCHASTIC": True})):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from gemworks.precision.kernel_norm_tile import load_pairs, round_to_bf16, store_pairs
-from gemworks.precision.kernel_tile import store_tile, value
+from gemworks.precision.kernel_tile import store_tile
+from gemworks.precision.kernel_words import value
 
 RELU, SILU, GELU, GELU_TANH = 0, 1, 2, 3
 ACTIVATIONS = {"relu": RELU, "silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH}
@@ -48,14 +49,16 @@ def activate(x, ACTIVATION: tl.constexpr, HARDWARE: tl.constexpr):
         return times_sigmoid(x, x * (-2.302208198 - 0.1029432397 * (x * x)), HARDWARE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_column_tiles"])  # else widths of 16 tiles are another kernel
 def activation_tile_kernel(
     x_ptr,
     y_ptr,
     codes_ptr,
     scales_ptr,
+    wide_ptr,
     codes_t_ptr,
     scales_t_ptr,
+    wide_t_ptr,
     inexact_ptr,
     num_rows,
     num_columns,
@@ -93,8 +96,10 @@ def activation_tile_kernel(
         first_column,
         codes_ptr,
         scales_ptr,
+        wide_ptr,
         codes_t_ptr,
         scales_t_ptr,
+        wide_t_ptr,
         inexact_ptr,
         num_rows,
         num_columns,

@@ -358,10 +358,21 @@ def cast_both_kernel(
 
 
 @triton.jit
+def store_wide_square(wide_ptr, byte, num_squares, padded_squares):
+    """fp32 scale of this program's square, and ones behind the last of its line."""
+    line = wide_ptr + tl.program_id(0).to(tl.int64) * padded_squares
+    bits = tl.where(byte == 255, 0x7FC00000, byte << 23)
+    tl.store(line + tl.program_id(1), bits.to(tl.float32, bitcast=True))
+    past = num_squares + tl.arange(0, 4)
+    tl.store(line + past, 1.0, mask=(past < padded_squares) & (tl.program_id(1) == num_squares - 1))
+
+
+@triton.jit
 def cast_square_kernel(
     x_ptr,
     codes_ptr,
     scales_ptr,
+    wide_ptr,
     inexact_ptr,
     num_rows,
     num_columns,
@@ -369,6 +380,7 @@ def cast_square_kernel(
     stride_column,
     seed,
     step,
+    padded_squares,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -377,7 +389,10 @@ def cast_square_kernel(
     STOCHASTIC: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Squares of BLOCK x BLOCK (merged to 128 x 128 when regrouping); codes row-major, scales one per square."""
+    """Squares of BLOCK x BLOCK (merged to 128 x 128 when regrouping); codes row-major, scales one per square.
+
+    Scales of 128 x 128 (one a program) also go to wide `[M / 128, padded_squares]` as fp32, padded with ones.
+    """
     SIDE: tl.constexpr = TILE // BLOCK
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     first_column = tl.program_id(1) * TILE
@@ -402,6 +417,7 @@ def cast_square_kernel(
         code = tl.where(merged == 255, nan_code_of(FORMAT), code)
         num_squares = (num_columns + TILE - 1) // TILE
         tl.store(scales_ptr + tl.program_id(0) * num_squares + tl.program_id(1), merged.to(tl.uint8))
+        store_wide_square(wide_ptr, merged, num_squares, padded_squares)
         if lost > 0:
             tl.atomic_add(inexact_ptr, lost.to(tl.int64))
     else:
@@ -412,6 +428,8 @@ def cast_square_kernel(
         inside_square = (square_row * BLOCK < num_rows)[:, None] & (square_column < num_squares)[None, :]
         target = scales_ptr + square_row.to(tl.int64)[:, None] * num_squares + square_column[None, :]
         tl.store(target, byte.to(tl.uint8), mask=inside_square)
+        if BLOCK == 128:
+            store_wide_square(wide_ptr, tl.max(byte), num_squares, padded_squares)
     flat = tl.reshape(code, [TILE, TILE]).to(tl.uint8)
     tl.store(codes_ptr + row[:, None] * num_columns + column[None, :], flat, mask=inside)
 

@@ -1,18 +1,17 @@
 # Triton's language is typed by its own compiler, not by Python's: pyright is quiet in this file.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportAssignmentType=false, reportOptionalMemberAccess=false
-"""Residual + norm + cast on tiles of bf16: one read where a row fits a tile, a second one out of L2 where it does not.
+"""Residual + norm + cast of bf16 in two passes: the sum and each row's statistics, then tiles of the sum.
 
-A program owns R whole rows. It adds the residual, writes the sum and accumulates its squares tile by tile; then it
-normalises and quantises, from registers if the row is one tile (ONCE), otherwise reading back the sum it wrote. Tiles
-are held as in `kernel_tile`: a tuple of eight rows modulo 8, each two int32 `[R8, C4]` of bf16 pairs.
+Tiles are held as in `kernel_words`: a tuple of eight rows modulo 8, each two int32 `[R8, C4]` of bf16 pairs.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from gemworks.precision.kernel_tile import quads, store_tile, value
+from gemworks.precision.kernel_tile import store_tile
+from gemworks.precision.kernel_words import quads, value
 
 
 @triton.jit
@@ -50,85 +49,6 @@ def store_pairs(pair, x_ptr, i: tl.constexpr, first_column, left_rows, num_colum
     inside = (row < left_rows)[:, None] & (column < half)[None, :]
     x = tl.reshape(tl.join(pair[0], pair[1]), [R8, C // 2])
     tl.store(x_ptr + (row * half)[:, None] + column[None, :], x, mask=inside)
-
-
-@triton.jit
-def sum_tile(
-    x_ptr,
-    residual_ptr,
-    sum_ptr,
-    first_column,
-    left_rows,
-    num_columns,
-    HAS_RESIDUAL: tl.constexpr,
-    R8: tl.constexpr,
-    C: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """x, or x + residual rounded to bf16 and stored."""
-    hs = ()
-    for i in tl.static_range(8):
-        h = load_pairs(x_ptr, i, first_column, left_rows, num_columns, R8, C)
-        if HAS_RESIDUAL:
-            r = load_pairs(residual_ptr, i, first_column, left_rows, num_columns, R8, C)
-            h0 = value(h, 0, True, False, HARDWARE) + value(r, 0, True, False, HARDWARE)
-            h1 = value(h, 1, True, False, HARDWARE) + value(r, 1, True, False, HARDWARE)
-            h2 = value(h, 2, True, False, HARDWARE) + value(r, 2, True, False, HARDWARE)
-            h3 = value(h, 3, True, False, HARDWARE) + value(r, 3, True, False, HARDWARE)
-            h = (round_to_bf16(h0, h1, HARDWARE), round_to_bf16(h2, h3, HARDWARE))
-            store_pairs(h, sum_ptr, i, first_column, left_rows, num_columns, R8, C)
-        hs = hs + (h,)  # noqa: RUF005
-    return hs
-
-
-@triton.jit
-def accumulate(
-    totals,
-    hs,
-    centre,
-    first_column,
-    num_columns,
-    SQUARE: tl.constexpr,
-    CENTRE: tl.constexpr,
-    R8: tl.constexpr,
-    C: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """totals plus the values, or the squares (of the distances from `centre [R8, 8]` if CENTRE), of a tile."""
-    out = ()
-    for i in tl.static_range(8):
-        t = totals[i]
-        for j in tl.static_range(4):
-            v = value(hs[i], j, True, False, HARDWARE)
-            if CENTRE:
-                inside = first_column + tl.arange(0, C // 4) * 4 < num_columns
-                v = tl.where(inside[None, :], v - centre[i][:, None], 0.0)
-            t += v * v if SQUARE else v
-        out = out + (t,)  # noqa: RUF005
-    return out
-
-
-@triton.jit
-def row_sums(t, R8: tl.constexpr):
-    """Sums along the rows of eight `[R8, C4]`: eight `[R8]`, in one reduction."""
-    even = tl.join(tl.join(t[0], t[4]), tl.join(t[2], t[6]))
-    odd = tl.join(tl.join(t[1], t[5]), tl.join(t[3], t[7]))
-    total = tl.sum(tl.join(even, odd), axis=1)
-    a, b = tl.split(total)
-    a0, a1 = tl.split(a)
-    b0, b1 = tl.split(b)
-    s0, s4 = tl.split(a0)
-    s2, s6 = tl.split(a1)
-    s1, s5 = tl.split(b0)
-    s3, s7 = tl.split(b1)
-    return s0, s1, s2, s3, s4, s5, s6, s7
-
-
-@triton.jit
-def zero_rows(R8: tl.constexpr, C4: tl.constexpr):
-    """Eight accumulators."""
-    z = tl.zeros([R8, C4], tl.float32)
-    return z, z, z, z, z, z, z, z
 
 
 @triton.jit
@@ -178,121 +98,6 @@ def normalise(
             store_pairs(pair, y_ptr, i, first_column, left_rows, num_columns, R8, C)
         ys = ys + (pair,)  # noqa: RUF005
     return ys
-
-
-@triton.jit
-def norm_tile_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    sum_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    codes_ptr,
-    scales_ptr,
-    codes_t_ptr,
-    scales_t_ptr,
-    inexact_ptr,
-    num_rows,
-    num_columns,
-    eps,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    WRITE_Y: tl.constexpr,
-    DIRECTIONS: tl.constexpr,
-    ONCE: tl.constexpr,
-    R8: tl.constexpr,
-    C: tl.constexpr,
-    B: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MODE: tl.constexpr,
-    REGROUP: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """x, residual, sum, y: bf16 `[M, K]` contiguous as int32; planes as in `store_tile`."""
-    first_row = tl.program_id(0).to(tl.int64) * (R8 * 8)
-    left_rows = num_rows - first_row
-    octet = tl.arange(0, R8)
-    offset = first_row * (num_columns // 2)
-    x_ptr += offset
-    residual_ptr += offset
-    sum_ptr += offset
-    y_ptr += offset
-    totals = zero_rows(R8, C // 4)
-    means = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    if ONCE:
-        hs = sum_tile(x_ptr, residual_ptr, sum_ptr, 0, left_rows, num_columns, HAS_RESIDUAL, R8, C, HARDWARE)
-        totals = accumulate(totals, hs, means, 0, num_columns, not SUBTRACT_MEAN, False, R8, C, HARDWARE)
-    else:
-        for first in range(0, num_columns, C):
-            hs = sum_tile(x_ptr, residual_ptr, sum_ptr, first, left_rows, num_columns, HAS_RESIDUAL, R8, C, HARDWARE)
-            totals = accumulate(totals, hs, means, first, num_columns, not SUBTRACT_MEAN, False, R8, C, HARDWARE)
-        # The sum is read back by other threads than wrote it where the compiler chooses so.
-        tl.debug_barrier()
-    sums = row_sums(totals, R8)
-    if SUBTRACT_MEAN:
-        means = ()
-        for i in tl.static_range(8):
-            mean = sums[i] / num_columns
-            means = means + (mean,)  # noqa: RUF005
-            tl.store(mean_ptr + first_row + octet * 8 + i, mean, mask=octet * 8 + i < left_rows)
-        totals = zero_rows(R8, C // 4)
-        if ONCE:
-            totals = accumulate(totals, hs, means, 0, num_columns, True, True, R8, C, HARDWARE)
-        else:
-            for first in range(0, num_columns, C):
-                hs = sum_tile(sum_ptr, sum_ptr, sum_ptr, first, left_rows, num_columns, False, R8, C, HARDWARE)
-                totals = accumulate(totals, hs, means, first, num_columns, True, True, R8, C, HARDWARE)
-        sums = row_sums(totals, R8)
-    rstds = ()
-    for i in tl.static_range(8):
-        rstd = 1.0 / tl.sqrt(sums[i] / num_columns + eps)
-        rstds = rstds + (rstd,)  # noqa: RUF005
-        tl.store(rstd_ptr + first_row + octet * 8 + i, rstd, mask=octet * 8 + i < left_rows)
-    for first in range(0, C if ONCE else num_columns, C):
-        if not ONCE:
-            hs = sum_tile(sum_ptr, sum_ptr, sum_ptr, first, left_rows, num_columns, False, R8, C, HARDWARE)
-        ys = normalise(
-            hs,
-            means,
-            rstds,
-            weight_ptr,
-            bias_ptr,
-            y_ptr,
-            first,
-            left_rows,
-            num_columns,
-            HAS_BIAS,
-            SUBTRACT_MEAN,
-            WRITE_Y,
-            R8,
-            C,
-            HARDWARE,
-        )
-        store_tile(
-            ys,
-            first_row,
-            first,
-            codes_ptr,
-            scales_ptr,
-            codes_t_ptr,
-            scales_t_ptr,
-            inexact_ptr,
-            num_rows,
-            num_columns,
-            R8,
-            C,
-            B,
-            FORMAT,
-            MODE,
-            REGROUP,
-            DIRECTIONS,
-            True,
-            HARDWARE,
-        )
 
 
 @triton.jit
@@ -354,7 +159,7 @@ def norm_sum_kernel(
     tl.store(rstd_ptr + first_row + row, rstd, mask=inside_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_column_tiles"])  # else widths of 16 tiles are another kernel
 def norm_apply_kernel(
     sum_ptr,
     weight_ptr,
@@ -364,8 +169,10 @@ def norm_apply_kernel(
     rstd_ptr,
     codes_ptr,
     scales_ptr,
+    wide_ptr,
     codes_t_ptr,
     scales_t_ptr,
+    wide_t_ptr,
     inexact_ptr,
     num_rows,
     num_columns,
@@ -389,7 +196,9 @@ def norm_apply_kernel(
     left_rows = num_rows - first_row
     octet = tl.arange(0, R8) * 8
     offset = first_row * (num_columns // 2)
-    hs = sum_tile(sum_ptr + offset, sum_ptr, sum_ptr, first_column, left_rows, num_columns, False, R8, C, HARDWARE)
+    hs = ()
+    for i in tl.static_range(8):
+        hs = hs + (load_pairs(sum_ptr + offset, i, first_column, left_rows, num_columns, R8, C),)  # noqa: RUF005
     means = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     if SUBTRACT_MEAN:
         means = ()
@@ -422,8 +231,10 @@ def norm_apply_kernel(
         first_column,
         codes_ptr,
         scales_ptr,
+        wide_ptr,
         codes_t_ptr,
         scales_t_ptr,
+        wide_t_ptr,
         inexact_ptr,
         num_rows,
         num_columns,

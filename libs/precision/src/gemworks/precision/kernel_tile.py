@@ -3,364 +3,21 @@
 # pyright: reportOperatorIssue=false, reportAssignmentType=false, reportOptionalMemberAccess=false
 """The fast cast: a tile is read once with 16-byte loads, stays in registers, and is quantised both ways from there.
 
-A thread owns eight consecutive rows by eight consecutive columns: its row codes pack into words along the row, its
-column codes into 8-byte words along the column, so that only whole words cross shared memory on their way to the
-transposed plane. The tile is held as a tuple of eight rows modulo 8. A row is a tuple of its columns modulo 4: four
-fp32 `[R8, C4]`, or, of bf16 (PACKED), two int32 `[R8, C4]` of two columns each: half the registers, and maxima of two
-magnitudes in one instruction.
-
-Shape letters: R, C the tile's rows and columns; R8 = R / 8, C4 = C / 4; B elements per block.
+Shape letters: R, C the tile's rows and columns; R8 = R / 8, C4 = C / 4; B elements per block. How a tile is held:
+`kernel_words`.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from gemworks.precision.kernel_common import (
-    encode,
-    inverse_power,
-    magnitude,
-    nan_code_of,
-    scale_byte,
-    shift_codes,
-)
-
-
-@triton.constexpr_function
-def nan_word_of(FORMAT):
-    """Four NaN codes as an int32."""
-    return nan_code_of(FORMAT) * 0x01010101
+from gemworks.precision.kernel_words import column_words, quads, row_words, total_lost
 
 
 @triton.jit
-def quads(x, R8: tl.constexpr, C: tl.constexpr):
-    """`[R8, C]` as the tuple of its columns 0, 1, 2, 3 modulo 4."""
-    even, odd = tl.split(tl.reshape(x, [R8, C // 4, 2, 2]))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def unquads(x0, x1, x2, x3, R8: tl.constexpr, C: tl.constexpr):
-    """The inverse of `quads`."""
-    return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), [R8, C])
-
-
-@triton.jit
-def maximum_of_halves(a, b, HARDWARE: tl.constexpr):
-    """Larger of the low and of the high 16 bits, none negative, of two int32."""
-    if HARDWARE:
-        return tl.inline_asm_elementwise(
-            "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        low = tl.maximum(a & 0xFFFF, b & 0xFFFF)
-        return low | (tl.maximum(a >> 16, b >> 16) << 16)
-
-
-@triton.jit
-def larger_halves(a, b):
-    """`maximum_of_halves` in hardware, as a reduction."""
-    return maximum_of_halves(a, b, True)
-
-
-@triton.jit
-def value(row, j: tl.constexpr, PACKED: tl.constexpr, AGAIN: tl.constexpr, HARDWARE: tl.constexpr):
-    """Column j modulo 4 of a row, fp32 `[R8, C4]`.
-
-    AGAIN widens by another instruction, so that the compiler does not keep the first result in registers.
-    """
-    if not PACKED:
-        return row[j]
-    elif AGAIN and HARDWARE:
-        if j % 2 == 0:
-            return tl.inline_asm_elementwise(
-                "prmt.b32 $0, $1, 0, 0x1044;", "=f,r", [row[j // 2]], dtype=tl.float32, is_pure=True, pack=1
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                "prmt.b32 $0, $1, 0, 0x3244;", "=f,r", [row[j // 2]], dtype=tl.float32, is_pure=True, pack=1
-            )
-    elif j % 2 == 0:
-        return (row[j // 2] << 16).to(tl.float32, bitcast=True)
-    else:
-        return (row[j // 2] & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def pack4(v0, v1, v2, v3, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
-    """Four codes in an int32, v0 in the lowest byte; saturating. Two conversions of the hardware where it has them."""
-    if HARDWARE and FORMAT == 0:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 lo, hi;"
-            " cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1;"
-            " cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;"
-            " mov.b32 $0, {lo, hi}; }",
-            "=r,f,f,f,f",
-            [v0, v1, v2, v3],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    elif HARDWARE and FORMAT == 1:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 lo, hi;"
-            " cvt.rn.satfinite.e5m2x2.f32 lo, $2, $1;"
-            " cvt.rn.satfinite.e5m2x2.f32 hi, $4, $3;"
-            " mov.b32 $0, {lo, hi}; }",
-            "=r,f,f,f,f",
-            [v0, v1, v2, v3],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        c0 = encode(v0, v0, FORMAT, False, False)
-        c1 = encode(v1, v1, FORMAT, False, False)
-        c2 = encode(v2, v2, FORMAT, False, False)
-        c3 = encode(v3, v3, FORMAT, False, False)
-        return c0 | (c1 << 8) | (c2 << 16) | (c3 << 24)
-
-
-@triton.jit
-def pack4_merged(
-    x0, x1, x2, x3, wide_factor, byte, wide, lost, FORMAT: tl.constexpr, MODE: tl.constexpr, HARDWARE: tl.constexpr
-):
-    """Codes of x under the scale `byte` of their own block of 32, moved to the scale `wide` of 128 (`wide_factor` is
-    its inverse) and rounded again, packed; and `lost` plus the codes that the second rounding changed.
-
-    In hardware: one rounding under the wide scale gives the same codes, none lost, if all four of them are normal
-    numbers above the smallest (that one may have been reached by two roundings) and no mode saturates the first
-    rounding. Otherwise, unless both scales are equal, the definition is followed: the second rounding works on pairs in
-    fp16, in which a code times 2^s, s >= -14, is exact. What is left of the shift down to -24 is a second factor:
-    results that it rounds in fp16 are far under half of the smallest code, and under -24 every code is zero anyway.
-    `lost` holds two fp16 counts (exact up to 2048).
-    """
-    if HARDWARE and FORMAT == 0:
-        # Bit 7 of m + 0x77 is set where the magnitude m >= 9; the sum never carries. A mode that saturates (floor,
-        # even) adds nothing, so that the quick way is never taken.
-        slack: tl.constexpr = 0x77777777 if MODE == 1 or MODE == 2 else 0
-        return tl.inline_asm_elementwise(
-            "{ .reg .pred p, q; .reg .b16 lo, hi; .reg .b32 d, e, f, g, s, wp, wq, sp, sq; .reg .f32 h, v, w;"
-            " mul.rn.f32 v, $2, $6; mul.rn.f32 w, $3, $6;"
-            " cvt.rn.satfinite.e4m3x2.f32 lo, w, v;"
-            " mul.rn.f32 v, $4, $6; mul.rn.f32 w, $5, $6;"
-            " cvt.rn.satfinite.e4m3x2.f32 hi, w, v;"
-            " mov.b32 $0, {lo, hi};"
-            " and.b32 d, $0, 0x7f7f7f7f;"
-            f" add.s32 d, d, {slack};"
-            " and.b32 d, d, 0x80808080;"
-            " setp.eq.u32 p, d, 0x80808080;"
-            " @p bra DONE;"
-            " sub.s32 s, $7, $8;"
-            " setp.ge.s32 q, s, 0;"
-            " @q bra DONE;"
-            " sub.s32 g, 254, $7; max.s32 g, g, 0; shl.b32 g, g, 23; mov.b32 h, g;"
-            " mul.rn.f32 v, $2, h; mul.rn.f32 w, $3, h;"
-            " cvt.rn.satfinite.e4m3x2.f32 lo, w, v;"
-            " mul.rn.f32 v, $4, h; mul.rn.f32 w, $5, h;"
-            " cvt.rn.satfinite.e4m3x2.f32 hi, w, v;"
-            " max.s32 e, s, -14;"
-            " sub.s32 d, s, e;"
-            " max.s32 d, d, -10;"
-            " shl.b32 f, e, 10; add.s32 f, f, 15360; prmt.b32 f, f, f, 0x1010;"
-            " shl.b32 d, d, 10;"
-            " sub.s32 g, 15360, d; prmt.b32 g, g, g, 0x1010;"
-            " add.s32 d, d, 15360; prmt.b32 d, d, d, 0x1010;"
-            " cvt.rn.f16x2.e4m3x2 wp, lo;"
-            " cvt.rn.f16x2.e4m3x2 wq, hi;"
-            " mul.rn.f16x2 wp, wp, f;"
-            " mul.rn.f16x2 wq, wq, f;"
-            " mul.rn.f16x2 sp, wp, d;"
-            " mul.rn.f16x2 sq, wq, d;"
-            " cvt.rn.satfinite.e4m3x2.f16x2 lo, sp;"
-            " cvt.rn.satfinite.e4m3x2.f16x2 hi, sq;"
-            " mov.b32 $0, {lo, hi};"
-            " cvt.rn.f16x2.e4m3x2 sp, lo;"
-            " cvt.rn.f16x2.e4m3x2 sq, hi;"
-            " mul.rn.f16x2 sp, sp, g;"
-            " mul.rn.f16x2 sq, sq, g;"
-            " set.ne.f16x2.f16x2 sp, sp, wp;"
-            " set.ne.f16x2.f16x2 sq, sq, wq;"
-            " add.rn.f16x2 sp, sp, sq;"
-            " add.rn.f16x2 $1, sp, $1;"
-            " DONE: }",
-            "=&r,=&r,f,f,f,f,f,r,r,1",
-            [x0, x1, x2, x3, wide_factor, byte, wide, lost],
-            dtype=(tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        f = inverse_power(byte)
-        shift = tl.minimum(byte - wide, 0)
-        c0, n0 = shift_codes(encode(x0 * f, x0, FORMAT, False, False), shift, FORMAT, False)
-        c1, n1 = shift_codes(encode(x1 * f, x1, FORMAT, False, False), shift, FORMAT, False)
-        c2, n2 = shift_codes(encode(x2 * f, x2, FORMAT, False, False), shift, FORMAT, False)
-        c3, n3 = shift_codes(encode(x3 * f, x3, FORMAT, False, False), shift, FORMAT, False)
-        lost += n0.to(tl.int32) + n1.to(tl.int32) + n2.to(tl.int32) + n3.to(tl.int32)
-        return c0 | (c1 << 8) | (c2 << 16) | (c3 << 24), lost
-
-
-@triton.jit
-def total_lost(lost, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
-    """Sum of the counts of `pack4_merged`, int32."""
-    if HARDWARE and FORMAT == 0:
-        low = lost.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        high = (lost >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        return tl.sum(low + high).to(tl.int32)
-    else:
-        return tl.sum(lost)
-
-
-@triton.jit
-def spread_last(v, R8: tl.constexpr, G: tl.constexpr, W: tl.constexpr):
-    """`[R8, G]` as `[R8, G * W]`, every value W times."""
-    return tl.reshape(tl.broadcast_to(v[:, :, None], [R8, G, W]), [R8, G * W])
-
-
-@triton.jit
-def spread_first(v, G: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
-    """`[G, C]` as `[G * W, C]`, every row W times."""
-    return tl.reshape(tl.broadcast_to(v[:, None, :], [G, W, C]), [G * W, C])
-
-
-@triton.jit
-def row_words(
-    x,
-    lost,
-    R8: tl.constexpr,
-    C: tl.constexpr,
-    B: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MODE: tl.constexpr,
-    REGROUP: tl.constexpr,
-    PACKED: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """Words `[R8, C4]`, scale bytes `[R8, C / width]` and the count, of one row of every eight, in blocks along it."""
-    G: tl.constexpr = C // B
-    B4: tl.constexpr = B // 4
-    if PACKED:
-        m = maximum_of_halves(x[0] & 0x7FFF7FFF, x[1] & 0x7FFF7FFF, HARDWARE)
-        m = tl.maximum(m & 0xFFFF, m >> 16)
-    else:
-        m = tl.maximum(tl.maximum(magnitude(x[0]), magnitude(x[1])), tl.maximum(magnitude(x[2]), magnitude(x[3])))
-    amax = tl.max(tl.reshape(m, [R8, G, B4]), axis=2)
-    if PACKED:
-        amax = amax << 16
-    byte = scale_byte(amax, FORMAT, MODE, 0 if B == 32 else 1)
-    x0 = value(x, 0, PACKED, False, HARDWARE)
-    x1 = value(x, 1, PACKED, False, HARDWARE)
-    x2 = value(x, 2, PACKED, False, HARDWARE)
-    x3 = value(x, 3, PACKED, False, HARDWARE)
-    if REGROUP:
-        merged = tl.max(tl.reshape(byte, [R8, G // 4, 4]), axis=2)
-        merged = tl.where(merged == 255, 255, tl.maximum(merged, 1))
-        four = spread_last(merged, R8, G // 4, 4)
-        wide = spread_last(four, R8, G, B4)
-        f = spread_last(inverse_power(four), R8, G, B4)
-        own = spread_last(byte, R8, G, B4)
-        word, counted = pack4_merged(x0, x1, x2, x3, f, own, wide, lost, FORMAT, MODE, HARDWARE)
-        poisoned = wide == 255
-        lost = tl.where(poisoned, lost, counted)
-        byte = merged
-    else:
-        f = spread_last(inverse_power(byte), R8, G, B4)
-        poisoned = spread_last(byte, R8, G, B4) == 255
-        word = pack4(x0 * f, x1 * f, x2 * f, x3 * f, FORMAT, HARDWARE)
-    return tl.where(poisoned, nan_word_of(FORMAT), word), byte, lost
-
-
-@triton.jit
-def wide_word(low, high):
-    """int64 of two int32, low in the lower half."""
-    return (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
-
-
-@triton.jit
-def largest(xs, j: tl.constexpr):
-    """Largest magnitude of the eight rows, column j modulo 4."""
-    m = magnitude(xs[0][j])
-    for i in tl.static_range(1, 8):
-        m = tl.maximum(m, magnitude(xs[i][j]))
-    return m
-
-
-@triton.jit
-def largest_halves(xs, j: tl.constexpr, HARDWARE: tl.constexpr):
-    """Largest magnitudes of the eight rows, columns 2j and 2j + 1 modulo 4, as halves of an int32."""
-    m = xs[0][j] & 0x7FFF7FFF
-    for i in tl.static_range(1, 8):
-        m = maximum_of_halves(m, xs[i][j] & 0x7FFF7FFF, HARDWARE)
-    return m
-
-
-@triton.jit
-def column_amax(xs, R8: tl.constexpr, C: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr, HARDWARE: tl.constexpr):
-    """fp32 bits `[G, C]` of the largest magnitudes of G equal groups of rows."""
-    if PACKED:
-        m = tl.reshape(tl.join(largest_halves(xs, 0, HARDWARE), largest_halves(xs, 1, HARDWARE)), [R8, C // 2])
-        if HARDWARE:
-            m = tl.reduce(tl.reshape(m, [G, R8 // G, C // 2]), 1, larger_halves)
-            return tl.reshape(tl.join(m << 16, m & -65536), [G, C])
-        else:
-            m = tl.reshape(tl.join(m << 16, m & -65536), [G, R8 // G, C])
-            return tl.max(m, axis=1)
-    else:
-        m = unquads(largest(xs, 0), largest(xs, 1), largest(xs, 2), largest(xs, 3), R8, C)
-        return tl.max(tl.reshape(m, [G, R8 // G, C]), axis=1)
-
-
-@triton.jit
-def column_words(
-    xs,
-    lost,
-    R8: tl.constexpr,
-    C: tl.constexpr,
-    B: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MODE: tl.constexpr,
-    REGROUP: tl.constexpr,
-    PACKED: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """int64 words `[R8, C]` of eight rows each, scale bytes `[R / width, C]` and the count, in blocks along the
-    rows."""
-    G: tl.constexpr = R8 * 8 // B
-    B8: tl.constexpr = B // 8
-    byte = scale_byte(column_amax(xs, R8, C, G, PACKED, HARDWARE), FORMAT, MODE, 0 if B == 32 else 1)
-    if REGROUP:
-        # The scale of 128 is that of the largest of its four blocks: scale bytes grow with amax.
-        merged = scale_byte(column_amax(xs, R8, C, G // 4, PACKED, HARDWARE), FORMAT, MODE, 1)
-        wide = spread_first(merged, G // 4, 16, C)
-        f = quads(spread_first(inverse_power(merged), G // 4, 16, C), R8, C)
-        own = quads(spread_first(byte, G, B8, C), R8, C)
-        bad = quads(wide, R8, C)
-        poison = wide == 255
-        byte = merged
-    else:
-        f = quads(spread_first(inverse_power(byte), G, B8, C), R8, C)
-        own = f
-        bad = f
-        poison = spread_first(byte, G, B8, C) == 255
-    words = ()
-    for j in tl.static_range(4):
-        v = ()
-        for i in tl.static_range(8):
-            x = value(xs[i], j, PACKED, True, HARDWARE)
-            v = v + (x if REGROUP else x * f[j],)  # noqa: RUF005
-        if REGROUP:
-            low, counted = pack4_merged(v[0], v[1], v[2], v[3], f[j], own[j], bad[j], lost, FORMAT, MODE, HARDWARE)
-            high, counted = pack4_merged(v[4], v[5], v[6], v[7], f[j], own[j], bad[j], counted, FORMAT, MODE, HARDWARE)
-            lost = tl.where(bad[j] == 255, lost, counted)
-        else:
-            low = pack4(v[0], v[1], v[2], v[3], FORMAT, HARDWARE)
-            high = pack4(v[4], v[5], v[6], v[7], FORMAT, HARDWARE)
-        words = words + (wide_word(low, high),)  # noqa: RUF005
-    word = unquads(words[0], words[1], words[2], words[3], R8, C)
-    return tl.where(poison, nan_word_of(FORMAT) * 0x100000001, word), byte, lost
+def wide_value(byte):
+    """fp32 2^(byte - 127) of bytes 1 to 254, NaN of 255."""
+    return tl.where(byte == 255, 0x7FC00000, byte << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -370,8 +27,10 @@ def store_tile(
     first_column,
     codes_ptr,
     scales_ptr,
+    wide_ptr,
     codes_t_ptr,
     scales_t_ptr,
+    wide_t_ptr,
     inexact_ptr,
     num_rows,
     num_columns,
@@ -387,8 +46,9 @@ def store_tile(
 ):
     """Quantise a tile (zero outside) along its rows (DIRECTIONS & 1) and its columns (DIRECTIONS & 2), and store it.
 
-    codes as int32 `[M, K / 4]`, scales `[M, K / width]`, transposed codes as int64 `[K, M / 8]`, transposed scales
-    `[K, M / width]`. M and K are multiples of 16; offsets inside a tile fit 32 bits (the launcher checks).
+    codes as int32 `[M, K / 4]`, transposed codes as int64 `[K, M / 8]`. Scales lie block by block, so that a tile
+    writes whole lines: `[K / width, M]` and `[M / width, K]`, as bytes and, where blocks are 128 wide, also as the fp32
+    that cuBLAS takes. M and K are multiples of 16; offsets inside a tile fit 32 bits (the launcher checks).
     """
     WIDTH: tl.constexpr = 128 if REGROUP else B
     C4: tl.constexpr = C // 4
@@ -402,10 +62,8 @@ def store_tile(
     if DIRECTIONS & 1:
         num_groups = (num_columns + WIDTH - 1) // WIDTH
         quad = first_column // 4 + tl.arange(0, C4)
-        group = first_column // WIDTH + tl.arange(0, C // WIDTH)
         inside = (octet < left_octets)[:, None] & (quad < num_quads)[None, :]
         codes_ptr += first_row * num_quads
-        scales_ptr += first_row * num_groups
         b = ()
         for i in tl.static_range(8):
             word, byte, lost = row_words(xs[i], lost, R8, C, B, FORMAT, MODE, REGROUP, PACKED, HARDWARE)
@@ -414,10 +72,10 @@ def store_tile(
         # One store of all scales: eight stores would each cross shared memory.
         even, odd = tl.join(tl.join(b[0], b[4]), tl.join(b[2], b[6])), tl.join(tl.join(b[1], b[5]), tl.join(b[3], b[7]))
         bytes_ = tl.reshape(tl.join(even, odd), [R8, C // WIDTH, 8])
-        bytes_ = tl.reshape(tl.permute(bytes_, [0, 2, 1]), [R, C // WIDTH]).to(tl.uint8)
-        row = tl.arange(0, R)
-        inside_group = (row < num_rows - first_row)[:, None] & (group < num_groups)[None, :]
-        tl.store(scales_ptr + (row * num_groups)[:, None] + group[None, :], bytes_, mask=inside_group)
+        bytes_ = tl.reshape(tl.permute(bytes_, [0, 2, 1]), [R, C // WIDTH])
+        store_scales(
+            tl.trans(bytes_), scales_ptr, wide_ptr, first_column // WIDTH, first_row, num_groups, num_rows, WIDTH
+        )
     if DIRECTIONS & 2:
         word, byte, lost = column_words(xs, lost, R8, C, B, FORMAT, MODE, REGROUP, PACKED, HARDWARE)
         num_groups_t = (num_rows + WIDTH - 1) // WIDTH
@@ -426,16 +84,24 @@ def store_tile(
         inside = (column < left_columns)[:, None] & (octet < left_octets)[None, :]
         target = codes_t_ptr + num_octets.to(tl.int64) * first_column + first_row // 8
         tl.store(target + (column * num_octets)[:, None] + octet[None, :], tl.trans(word), mask=inside)
-        group = tl.arange(0, R // WIDTH)
-        inside_group = (column < left_columns)[:, None] & (group < num_groups_t - first_row // WIDTH)[None, :]
-        target = scales_t_ptr + num_groups_t.to(tl.int64) * first_column + first_row // WIDTH
-        tl.store(
-            target + (column * num_groups_t)[:, None] + group[None, :], tl.trans(byte).to(tl.uint8), mask=inside_group
-        )
+        store_scales(byte, scales_t_ptr, wide_t_ptr, first_row // WIDTH, first_column, num_groups_t, num_columns, WIDTH)
     if REGROUP:
         count = total_lost(lost, FORMAT, HARDWARE)
         if count > 0:
             tl.atomic_add(inexact_ptr, count.to(tl.int64))
+
+
+@triton.jit
+def store_scales(byte, scales_ptr, wide_ptr, first_group, first, num_groups, num_lines, WIDTH: tl.constexpr):
+    """Bytes `[groups, lines]` of a tile into `[num_groups, num_lines]`, and as fp32 where blocks are wide."""
+    group = tl.arange(0, byte.shape[0])
+    line = tl.arange(0, byte.shape[1])
+    inside = (group < num_groups - first_group)[:, None] & (line < num_lines - first)[None, :]
+    start = num_lines.to(tl.int64) * first_group + first
+    at = group[:, None] * num_lines + line[None, :]
+    tl.store(scales_ptr + start + at, byte.to(tl.uint8), mask=inside)
+    if WIDTH == 128:
+        tl.store(wide_ptr + start + at, wide_value(byte), mask=inside)
 
 
 @triton.jit
@@ -469,13 +135,15 @@ def load_row(
         return quads(x, R8, C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_column_tiles"])  # else widths of 16 tiles are another kernel
 def cast_tile_kernel(
     x_ptr,
     codes_ptr,
     scales_ptr,
+    wide_ptr,
     codes_t_ptr,
     scales_t_ptr,
+    wide_t_ptr,
     inexact_ptr,
     num_rows,
     num_columns,
@@ -506,8 +174,10 @@ def cast_tile_kernel(
         first_column,
         codes_ptr,
         scales_ptr,
+        wide_ptr,
         codes_t_ptr,
         scales_t_ptr,
+        wide_t_ptr,
         inexact_ptr,
         num_rows,
         num_columns,

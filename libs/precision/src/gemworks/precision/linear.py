@@ -42,12 +42,11 @@ def weight_is_square(gemm_recipe: GemmRecipe, chosen: Recipe) -> bool:
 def weight_plane(weight: Tensor, gemm_recipe: GemmRecipe, chosen: Recipe, transposed: bool) -> tuple[MXTensor, Tensor]:
     """The weight as the second operand: `[N, K]` along K for forward, its transpose along N for dgrad; and the
     count."""
+    spec = _spec(gemm_recipe, chosen, gemm_recipe.right)
     if weight_is_square(gemm_recipe, chosen):
-        plane, inexact = cast(weight, None, _spec(gemm_recipe, chosen, gemm_recipe.right), chosen.backend)
-    else:
-        plane, inexact = cast(
-            weight, 0 if transposed else 1, _spec(gemm_recipe, chosen, gemm_recipe.right), chosen.backend
-        )
+        # The transpose is quantised, not the plane transposed: the same bits, and codes in the order of the product.
+        return cast(weight.t() if transposed else weight, None, spec, chosen.backend)
+    plane, inexact = cast(weight, 0 if transposed else 1, spec, chosen.backend)
     return (plane.t() if transposed else plane), inexact
 
 
@@ -88,7 +87,9 @@ def linear_forward(
         y = y.add_(bias)
     if kept is None:
         return y, empty, empty.clone(), counts
-    return y, kept.codes, kept.scales, counts
+    # Block by block in memory, whatever the backend: the compiler is told strides.
+    scales = kept.scales.contiguous() if kept.dim == 0 else kept.scales.t().contiguous().t()
+    return y, kept.codes, scales, counts
 
 
 def _kept_plane(codes: Tensor, scales: Tensor, shape: tuple[int, int], chosen: Recipe) -> MXTensor:
@@ -180,8 +181,8 @@ def _(x, weight, bias, recipe_text, step, save, out_dtype):
     m, k = x.shape
     if chosen.save is Save.BOTH:
         codes = x.new_empty((k, m), dtype=torch.uint8).t()
-        return y, codes, x.new_empty((k, -(-m // block)), dtype=torch.uint8).t(), counts
-    return y, x.new_empty((m, k), dtype=torch.uint8), x.new_empty((m, -(-k // block)), dtype=torch.uint8), counts
+        return y, codes, x.new_empty((-(-m // block), k), dtype=torch.uint8), counts
+    return y, x.new_empty((m, k), dtype=torch.uint8), x.new_empty((-(-k // block), m), dtype=torch.uint8).t(), counts
 
 
 @torch.library.custom_op("gemworks_precision::linear_backward", mutates_args=())

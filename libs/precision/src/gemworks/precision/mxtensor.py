@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class MXTensor:
         dim: the dim that blocks run along, counted from the front; None for square blocks (over the last two dims).
         block: elements per scale: 32 is OCP MX, 128 the Hopper form, others serve attention heads.
         hadamard: the transform that was applied before quantisation (None: none); it pads `dim`.
+        wide: the scales once more as fp32, in the shape and memory order of Hopper's products (`scaled_mm`), where the
+            cast kernel wrote them on the way; otherwise made when needed.
     """
 
     codes: Tensor
@@ -39,6 +41,7 @@ class MXTensor:
     format: Format
     scale_mode: ScaleMode
     hadamard: Hadamard | None = None
+    wide: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         expected = scale_shape(self.padded_shape, self.dim, self.block)
@@ -137,6 +140,8 @@ class MXTensor:
             scales=self.scales.t(),
             shape=(self.shape[1], self.shape[0]),
             dim=None if self.dim is None else 1 - self.dim,
+            # Squares are padded along their contraction, which is now the other dim.
+            wide=None if self.dim is None or self.wide is None else self.wide.t(),
         )
 
 
@@ -149,6 +154,7 @@ def _unflatten_mx(tensors: Iterable[Any], context: Any) -> MXTensor:
     fields = ("codes", "scales", "shape", "dim", "block", "format", "scale_mode", "hadamard")
     for name, value in zip(fields, (*tensors, *context), strict=True):
         object.__setattr__(mx, name, value)
+    object.__setattr__(mx, "wide", None)
     return mx
 
 

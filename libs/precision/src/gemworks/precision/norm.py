@@ -19,7 +19,7 @@ from gemworks.precision.gemms import gemm
 from gemworks.precision.linear import linear_backward, weight_plane
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.recipe import GemmKind, Recipe, Save, recipe
-from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, norm_sum_width, norm_tile_config
+from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, fused_tile_config, norm_sum_width
 from torch import Tensor
 
 NORMS = ("rms", "layer")
@@ -59,7 +59,7 @@ def norm_cast(
     return_y: bool = False,
     backend: str = "auto",
 ) -> NormCast:
-    """Residual addition, norm and cast, one kernel on a GPU: reads x (and residual), writes planes (and the sum).
+    """Residual addition, norm and cast: two kernels on a GPU, the first of which writes the sum.
 
     Args:
         x: `[M, K]`.
@@ -123,31 +123,49 @@ def _triton_norm_cast(
     columns: bool,
     return_y: bool,
 ) -> NormCast:
-    import triton
-    from gemworks.precision.kernel_norm import norm_cast_kernel
-    from gemworks.precision.triton_casts import cast_flags, empty_planes, fits_tiles, packs, seed_and_step
+    from gemworks.precision.triton_casts import fits_tiles, packs
 
     x = x.contiguous()
+    hidden = torch.empty_like(x) if residual is not None else x
+    y = torch.empty_like(x) if return_y else None
+    mean = torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
+    rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    residual = residual.contiguous() if residual is not None else None
+    run = _norm_general
+    if fits_tiles(x, spec, spec.block) and packs(x) and (residual is None or packs(residual)):
+        run = _norm_tiles
+    planes, inexact = run(x, weight, bias, residual, hidden, y, mean, rstd, spec, norm, eps, columns)
+    return NormCast(planes[0], planes[1] if columns else None, hidden, mean, rstd, y, inexact)
+
+
+def _norm_general(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    hidden: Tensor,
+    y: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    spec: CastSpec,
+    norm: str,
+    eps: float,
+    columns: bool,
+) -> tuple[tuple[MXTensor, MXTensor], Tensor]:
+    """Any size, dtype and rounding, in one kernel that reads x for the statistics and again for the result."""
+    from gemworks.precision.kernel_norm import norm_cast_kernel
+    from gemworks.precision.triton_casts import cast_flags, empty_planes, seed_and_step
+
     num_rows, num_columns = x.shape
     planes, tensors, inexact = empty_planes(x, spec)
-    hidden = torch.empty_like(x) if residual is not None else x
-    y = torch.empty_like(x) if return_y else x
-    mean = torch.zeros(num_rows, dtype=torch.float32, device=x.device)
-    rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    residual = residual.contiguous() if residual is not None else None
-    result = NormCast(planes[0], planes[1] if columns else None, hidden, mean, rstd, y if return_y else None, inexact)
-    if fits_tiles(x, spec, spec.block) and packs(x) and (residual is None or packs(residual)):
-        _norm_tiles(x, weight, bias, residual, result, y, tensors, spec, norm, eps)
-        return result
     rows_tile, columns_tile, num_warps = norm_config(num_columns, spec.block == 128 or spec.regroups)
-    seed, step = seed_and_step(spec)
-    norm_cast_kernel[(triton.cdiv(num_rows, rows_tile),)](
+    norm_cast_kernel[(-(-num_rows // rows_tile),)](
         x,
         residual if residual is not None else x,
         weight,
         bias if bias is not None else weight,
         hidden,
-        y,
+        y if y is not None else x,
         mean,
         rstd,
         *tensors,
@@ -155,12 +173,11 @@ def _triton_norm_cast(
         num_rows,
         num_columns,
         eps,
-        seed,
-        step,
+        *seed_and_step(spec),
         HAS_RESIDUAL=residual is not None,
         HAS_BIAS=bias is not None,
         SUBTRACT_MEAN=norm == "layer",
-        WRITE_Y=return_y,
+        WRITE_Y=y is not None,
         DIRECTIONS=3 if columns else 1,
         ROWS=rows_tile,
         COLUMNS=columns_tile,
@@ -168,7 +185,7 @@ def _triton_norm_cast(
         num_warps=num_warps,
         **cast_flags(spec),
     )
-    return result
+    return planes, inexact
 
 
 def _norm_tiles(
@@ -176,90 +193,79 @@ def _norm_tiles(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    result: NormCast,
-    y: Tensor,
-    tensors: tuple[Tensor, ...],
+    hidden: Tensor,
+    y: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
     spec: CastSpec,
     norm: str,
     eps: float,
-) -> None:
-    """Fill `result` (and y, if it is asked for) by the tile kernel; `x` and `residual` are contiguous bf16."""
-    import triton
-    from gemworks.precision.kernel_norm_tile import norm_apply_kernel, norm_sum_kernel, norm_tile_kernel
-    from gemworks.precision.triton_casts import cast_flags
+    columns: bool,
+) -> tuple[tuple[MXTensor, MXTensor], Tensor]:
+    """Contiguous bf16 in two passes: the sum with each row's statistics, then tiles of the sum."""
+    from gemworks.precision.kernel_norm_tile import norm_apply_kernel, norm_sum_kernel
+    from gemworks.precision.launch import launch
+    from gemworks.precision.triton_casts import planes_of, tile_flags, tile_planes
 
     num_rows, num_columns = x.shape
-    codes, scales, codes_t, scales_t = tensors
-    config = norm_tile_config(num_columns, spec.block == 128 or spec.regroups)
-    directions = ALONG_ROWS | ALONG_COLUMNS if result.columns is not None else ALONG_ROWS
-    flags = cast_flags(spec)
-    del flags["STOCHASTIC"]
-    planes = codes.view(torch.int32), scales, codes_t.view(torch.int64), scales_t, result.inexact
-    source, hidden = x.view(torch.int32), result.hidden.view(torch.int32)
-    added = residual.view(torch.int32) if residual is not None else source
-    norms = {"HAS_BIAS": bias is not None, "SUBTRACT_MEAN": norm == "layer", "WRITE_Y": result.y is not None}
-    tile = {"DIRECTIONS": directions, "R8": config.rows // 8, "C": config.columns, "B": spec.block}
-    bias = bias if bias is not None else weight
-    limit = {} if config.max_registers is None else {"maxnreg": config.max_registers}
-    if config.two_passes:
-        width = norm_sum_width(num_columns)
-        rows = max(1, 4096 // width)
-        norm_sum_kernel[(triton.cdiv(num_rows, rows),)](
-            source,
-            added,
-            hidden,
-            result.mean,
-            result.rstd,
+    directions = ALONG_ROWS | ALONG_COLUMNS if columns else ALONG_ROWS
+    config = fused_tile_config(spec.block, spec.regroups, directions)
+    flags = tile_flags(spec)
+    total = hidden.view(torch.int32)
+    width = norm_sum_width(num_columns)
+    rows = max(1, 4096 // width)
+    launch(
+        norm_sum_kernel,
+        (-(-num_rows // rows), 1, 1),
+        (
+            x.view(torch.int32),
+            residual.view(torch.int32) if residual is not None else total,
+            total,
+            mean,
+            rstd,
             num_rows,
             num_columns,
             eps,
-            HAS_RESIDUAL=residual is not None,
-            SUBTRACT_MEAN=norm == "layer",
-            ROWS=rows,
-            C=width,
-            HARDWARE=flags["HARDWARE"],
-            num_warps=4,
-        )
-        column_tiles = triton.cdiv(num_columns, config.columns)
-        norm_apply_kernel[(triton.cdiv(num_rows, config.rows) * column_tiles,)](
-            hidden,
+        ),
+        {
+            "HAS_RESIDUAL": residual is not None,
+            "SUBTRACT_MEAN": norm == "layer",
+            "ROWS": rows,
+            "C": width,
+            "HARDWARE": flags["HARDWARE"],
+        },
+        num_warps=4,
+    )
+    written = tile_planes(x, spec, spec.block, directions)
+    column_tiles = -(-num_columns // config.columns)
+    launch(
+        norm_apply_kernel,
+        (-(-num_rows // config.rows) * column_tiles, 1, 1),
+        (
+            total,
             weight,
-            bias,
-            y.view(torch.int32),
-            result.mean,
-            result.rstd,
-            *planes,
+            bias if bias is not None else weight,
+            y.view(torch.int32) if y is not None else total,
+            mean,
+            rstd,
+            *written.arguments(directions),
             num_rows,
             num_columns,
             column_tiles,
-            num_warps=config.num_warps,
-            **norms,
-            **tile,
-            **limit,
+        ),
+        {
+            "HAS_BIAS": bias is not None,
+            "SUBTRACT_MEAN": norm == "layer",
+            "WRITE_Y": y is not None,
+            "DIRECTIONS": directions,
+            "R8": config.rows // 8,
+            "C": config.columns,
+            "B": spec.block,
             **flags,
-        )
-        return
-    norm_tile_kernel[(triton.cdiv(num_rows, config.rows),)](
-        source,
-        added,
-        weight,
-        bias,
-        hidden,
-        y.view(torch.int32),
-        result.mean,
-        result.rstd,
-        *planes,
-        num_rows,
-        num_columns,
-        eps,
-        HAS_RESIDUAL=residual is not None,
-        ONCE=num_columns <= config.columns,
-        num_warps=config.num_warps,
-        **norms,
-        **tile,
-        **limit,
-        **flags,
+        },
+        **config.options,
     )
+    return planes_of(x, spec, spec.block, written, directions), written.inexact
 
 
 def norm_backward(

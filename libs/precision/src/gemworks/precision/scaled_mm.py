@@ -23,6 +23,8 @@ from torch import Tensor
 
 def wide_scales(plane: MXTensor, num_rows: int, num_blocks: int) -> Tensor:
     """fp32 scales of a 1x128 plane, `[num_rows, num_blocks]` with the rows contiguous; padding is 1."""
+    if plane.wide is not None and plane.wide.shape == (num_rows, num_blocks):
+        return plane.wide
     if plane.scales.is_cuda:
         from gemworks.precision.triton_casts import triton_wide_scales
 
@@ -35,6 +37,8 @@ def square_scales(plane: MXTensor, num_blocks: int) -> Tensor:
     """fp32 scales of a 128x128 plane `[N, K]`, as `[P, N/128]` with strides `(1, P)`, P = num_blocks rounded up to
     4."""
     padded = -(-num_blocks // 4) * 4
+    if plane.wide is not None and plane.wide.shape == (padded, plane.scales.shape[0]):
+        return plane.wide
     if plane.scales.is_cuda:
         from gemworks.precision.triton_casts import triton_wide_scales
 

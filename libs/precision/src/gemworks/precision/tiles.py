@@ -15,28 +15,39 @@ ALONG_ROWS, ALONG_COLUMNS = 1, 2
 class TileConfig:
     """Rows (a multiple of 32, and of 128 for wide column blocks), columns and warps of one program.
 
-    max_registers: a limit for the compiler. two_passes: norm + cast in two kernels, the sum and statistics first.
+    max_registers: a limit for the compiler.
     """
 
     rows: int
     columns: int
     num_warps: int
     max_registers: int | None = None
-    two_passes: bool = False
+
+    @property
+    def options(self) -> dict[str, int]:
+        """As a launch takes them."""
+        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return {"num_warps": self.num_warps, **limit}
 
 
 def tile_config(block: int, regroup: bool, directions: int) -> TileConfig:
-    """Tile of the cast along rows (1), columns (2) or both (3)."""
+    """Tile of the cast along rows (1), columns (2) or both (3). Chosen by `bench --tune` on one H200."""
     if directions == ALONG_ROWS:
         return TileConfig(32, 256, 4)
-    if directions == ALONG_COLUMNS or (block == 32 and not regroup):
+    if directions == ALONG_COLUMNS:
+        return TileConfig(256, 64, 8) if block == 32 and not regroup else TileConfig(128, 64, 4)
+    if block == 32 and not regroup:
         return TileConfig(128, 64, 4)
-    return TileConfig(128, 128, 8)
+    return TileConfig(128, 128, 8, 128) if regroup else TileConfig(128, 128, 16, 64)
 
 
-def activation_tile_config(block: int, regroup: bool, directions: int) -> TileConfig:
-    """Tile of activation + cast."""
-    return tile_config(block, regroup, directions)
+def fused_tile_config(block: int, regroup: bool, directions: int) -> TileConfig:
+    """Tile of the cast behind a norm or an activation."""
+    if directions != ALONG_ROWS | ALONG_COLUMNS:
+        return tile_config(block, regroup, directions)
+    if block == 32 and not regroup:
+        return TileConfig(128, 64, 4, 96)
+    return TileConfig(128, 128, 8, 128 if regroup else None)
 
 
 Shape = tuple[int, int, int, int | None]
@@ -62,34 +73,3 @@ def tile_candidates(block: int, regroup: bool, directions: int) -> list[TileConf
 def norm_sum_width(num_columns: int) -> int:
     """Columns that the first of two passes over a norm reads at a time."""
     return min(4096, max(16, 1 << (num_columns - 1).bit_length()))
-
-
-def norm_tile_config(num_columns: int, wide: bool) -> TileConfig:
-    """Tile of norm + cast: whole rows in registers where blocks are 32 rows high and a row has at most 1024 columns,
-    otherwise two passes.
-    """
-    if wide:
-        return TileConfig(128, 128, 8, None, True)
-    if num_columns > 1024:
-        return TileConfig(128, 64, 4, None, True)
-    columns = min(1024, max(128, 1 << (num_columns - 1).bit_length()))
-    return TileConfig(32, columns, max(2, columns // 64), 128 if columns == 1024 else None)
-
-
-def norm_tile_candidates(num_columns: int, wide: bool) -> list[TileConfig]:
-    """What the benchmark's `--tune` tries for norm + cast: in one pass, then in two."""
-    once: list[Shape]
-    two: list[Shape]
-    if wide:
-        once = [(128, 128, 8, 128)]
-        two = [(128, 128, 8, None), (128, 128, 8, 80), (128, 128, 16, None), (128, 128, 16, 64)]
-        two += [(128, 256, 16, None), (256, 128, 16, None)]
-    else:
-        once = [(32, 1024, 16, 128)]
-        if num_columns <= 512:
-            once = [(32, 512, 8, None), (32, 512, 8, 96), (32, 512, 8, 80), (32, 512, 16, 64), (64, 512, 16, None)]
-        elif num_columns <= 1024:
-            once = [(32, 1024, 16, None), (32, 1024, 16, 64), (32, 1024, 32, 64), (32, 512, 8, 96)]
-        two = [(128, 128, 8, None), (128, 64, 4, None), (128, 64, 8, None), (128, 128, 16, None)]
-        two += [(64, 128, 4, None), (256, 64, 8, None)]
-    return [TileConfig(*shape) for shape in once] + [TileConfig(*shape, True) for shape in two]

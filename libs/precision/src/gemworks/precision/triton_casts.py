@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
-import triton
 from gemworks.precision.backends import interpreting
 from gemworks.precision.casts import CastSpec
 from gemworks.precision.formats import Format
@@ -22,6 +22,7 @@ from gemworks.precision.kernel_cast import (
 )
 from gemworks.precision.kernel_common import FORMATS, MODES
 from gemworks.precision.kernel_tile import cast_tile_kernel
+from gemworks.precision.launch import launch
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.quantization import ROW_BLOCK_SIZES, SQUARE_BLOCK_SIZES, check_input
 from gemworks.precision.rng import STREAM_COLUMNS, STREAM_ROWS
@@ -109,34 +110,118 @@ def fits_tiles(x: Tensor, spec: CastSpec, block: int) -> bool:
     )
 
 
-def cast_tiles(x: Tensor, spec: CastSpec, block: int, tensors: tuple[Tensor, ...], directions: int) -> None:
-    """Run the tile kernel: `tensors` are codes, scales, transposed codes, transposed scales, the count of inexact
-    codes; a direction that is not asked for may have any tensor."""
-    codes, scales, codes_t, scales_t, inexact = tensors
-    num_rows, num_columns = x.shape
-    config = tile_config(block, spec.regroups, directions)
+@lru_cache(maxsize=256)
+def tile_flags(spec: CastSpec) -> dict[str, int | bool]:
+    """`cast_flags` without noise, which the tile kernels do not take. Not to be changed by the caller."""
     flags = cast_flags(spec)
     del flags["STOCHASTIC"]
+    return flags
+
+
+@dataclass(frozen=True)
+class TilePlanes:
+    """What a tile kernel writes, as it takes it. A direction that is not asked for may repeat the other's tensors.
+
+    codes uint8 `[M, K]` and `[K, M]`, scales uint8 `[K / width, M]` and `[M / width, K]`, wide: the latter as fp32
+    where blocks are 128 wide, otherwise the scales; inexact: int64 count.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    wide: Tensor
+    codes_t: Tensor
+    scales_t: Tensor
+    wide_t: Tensor
+    inexact: Tensor
+
+    def arguments(self, directions: int) -> tuple[Tensor, ...]:
+        """In the order of the kernels, codes as the words that they store."""
+        codes = self.codes.view(torch.int32) if directions & ALONG_ROWS else self.codes
+        codes_t = self.codes_t.view(torch.int64) if directions & ALONG_COLUMNS else self.codes_t
+        return codes, self.scales, self.wide, codes_t, self.scales_t, self.wide_t, self.inexact
+
+
+def tile_planes(x: Tensor, spec: CastSpec, block: int, directions: int) -> TilePlanes:
+    """Uninitialised planes of `x [M, K]`."""
+    width = _width(spec, block)
+    num_rows, num_columns = x.shape
+    sides = []
+    for rows, columns, wanted in (
+        (num_rows, num_columns, directions & ALONG_ROWS),
+        (num_columns, num_rows, directions & ALONG_COLUMNS),
+    ):
+        if wanted:
+            codes = torch.empty(rows, columns, dtype=torch.uint8, device=x.device)
+            scales = torch.empty(-(-columns // width), rows, dtype=torch.uint8, device=x.device)
+            wide = scales
+            if width == 128:
+                wide = torch.empty(scales.shape, dtype=torch.float32, device=x.device)
+            sides.append((codes, scales, wide))
+    first, last = sides[0], sides[-1]
+    return TilePlanes(*first, *last, new_count(x, spec))
+
+
+def new_count(x: Tensor, spec: CastSpec) -> Tensor:
+    """A zero that the kernel adds to; one for all casts that add nothing."""
+    if spec.regroups:
+        return torch.zeros((), dtype=torch.int64, device=x.device)
+    return no_count(x.device)
+
+
+@lru_cache(maxsize=64)
+def no_count(device: torch.device) -> Tensor:
+    """An int64 zero, never written."""
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def plane_of(
+    codes: Tensor, scales: Tensor, wide: Tensor, dim: int, shape: tuple[int, int], width: int, spec: CastSpec
+) -> MXTensor:
+    """The plane along `dim` that a tile kernel wrote: codes `[lines, length]`, scales `[blocks, lines]`."""
+    factors = wide.t() if width == 128 else None
+    if dim == 1:
+        return MXTensor(codes, scales.t(), shape, 1, width, spec.format, spec.scale_mode, wide=factors)
+    factors = wide if width == 128 else None
+    return MXTensor(codes.t(), scales, shape, 0, width, spec.format, spec.scale_mode, wide=factors)
+
+
+def planes_of(
+    x: Tensor, spec: CastSpec, block: int, written: TilePlanes, directions: int = ALONG_ROWS | ALONG_COLUMNS
+) -> tuple[MXTensor, MXTensor]:
+    """Both planes; where only rows were asked for, that plane twice."""
+    shape, width = (x.shape[0], x.shape[1]), _width(spec, block)
+    rows = plane_of(written.codes, written.scales, written.wide, 1, shape, width, spec)
+    if not directions & ALONG_COLUMNS:
+        return rows, rows
+    return rows, plane_of(written.codes_t, written.scales_t, written.wide_t, 0, shape, width, spec)
+
+
+def cast_tiles(x: Tensor, spec: CastSpec, block: int, written: TilePlanes, directions: int) -> None:
+    """Run the tile kernel."""
+    num_rows, num_columns = x.shape
+    config = tile_config(block, spec.regroups, directions)
     packed = packs(x)
-    column_tiles = triton.cdiv(num_columns, config.columns)
-    cast_tile_kernel[(triton.cdiv(num_rows, config.rows) * column_tiles,)](
-        x.view(torch.int32) if packed else x,
-        codes.view(torch.int32) if directions & ALONG_ROWS else codes,
-        scales,
-        codes_t.view(torch.int64) if directions & ALONG_COLUMNS else codes_t,
-        scales_t,
-        inexact,
-        num_rows,
-        num_columns,
-        x.stride(0) // 2 if packed else x.stride(0),
-        column_tiles,
-        R8=config.rows // 8,
-        C=config.columns,
-        B=block,
-        DIRECTIONS=directions,
-        PACKED=packed,
-        num_warps=config.num_warps,
-        **flags,
+    column_tiles = -(-num_columns // config.columns)
+    launch(
+        cast_tile_kernel,
+        (-(-num_rows // config.rows) * column_tiles, 1, 1),
+        (
+            x.view(torch.int32) if packed else x,
+            *written.arguments(directions),
+            num_rows,
+            num_columns,
+            x.stride(0) // 2 if packed else x.stride(0),
+            column_tiles,
+        ),
+        {
+            "R8": config.rows // 8,
+            "C": config.columns,
+            "B": block,
+            "DIRECTIONS": directions,
+            "PACKED": packed,
+            **tile_flags(spec),
+        },
+        **config.options,
     )
 
 
@@ -157,23 +242,27 @@ def triton_cast(x: Tensor, dim: int | None, spec: CastSpec, block: int | None = 
     if dim is None:
         return _cast_square(x, spec, block)
     front = check_input(x, dim, block, ROW_BLOCK_SIZES)
+    assert front is not None, "dim was given"
     if x.dim() != 2:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected 2 dims; flatten the leading dims first")
-    inexact = torch.zeros((), dtype=torch.int64, device=x.device)
     rows = x if front == 1 else x.t()
     num_rows, num_columns = rows.shape
+    width = _width(spec, block)
+    straight, across = fits_tiles(rows, spec, block), fits_tiles(rows.t(), spec, block)
+    if rows.numel() and (straight or across):
+        tiles, directions = (rows, ALONG_ROWS) if straight else (rows.t(), ALONG_COLUMNS)
+        written = tile_planes(tiles, spec, block, directions)
+        cast_tiles(tiles, spec, block, written, directions)
+        shape = (x.shape[0], x.shape[1])
+        plane = plane_of(written.codes, written.scales, written.wide, front, shape, width, spec)
+        return plane, written.inexact
+    inexact = torch.zeros((), dtype=torch.int64, device=x.device)
     size = spec.hadamard.size if spec.hadamard is not None else 0
     padded = -(-num_columns // size) * size if size else num_columns
-    width = _width(spec, block)
     packed = -(-padded // 2) if spec.format is Format.E2M1 else padded
     codes = torch.empty(num_rows, packed, dtype=torch.uint8, device=x.device)
     scales = torch.empty(num_rows, -(-padded // width), dtype=torch.uint8, device=x.device)
-    straight, across = fits_tiles(rows, spec, block), fits_tiles(rows.t(), spec, block)
-    if codes.numel() and straight:
-        cast_tiles(rows, spec, block, (codes, scales, codes, scales, inexact), ALONG_ROWS)
-    elif codes.numel() and across:
-        cast_tiles(rows.t(), spec, block, (codes, scales, codes, scales, inexact), ALONG_COLUMNS)
-    elif codes.numel():
+    if codes.numel():
         config = rows_config(block, spec.regroups, size, rows.stride(1) != 1, spec.stochastic is not None)
         signs = hadamard_signs(spec.hadamard, x.device) if spec.hadamard is not None else inexact
         seed, step = seed_and_step(spec)
@@ -217,13 +306,15 @@ def triton_cast_both(x: Tensor, spec: CastSpec) -> tuple[MXTensor, MXTensor, Ten
             f"x: got shape {tuple(x.shape)}, format {spec.format.value!r}; expected 2 dims of e4m3 or e5m2"
         )
     num_rows, num_columns = x.shape
-    planes, tensors, inexact = empty_planes(x, spec)
     if x.numel() and fits_tiles(x, spec, spec.block):
-        cast_tiles(x, spec, spec.block, (*tensors, inexact), ALONG_ROWS | ALONG_COLUMNS)
-    elif x.numel():
+        written = tile_planes(x, spec, spec.block, ALONG_ROWS | ALONG_COLUMNS)
+        cast_tiles(x, spec, spec.block, written, ALONG_ROWS | ALONG_COLUMNS)
+        return (*planes_of(x, spec, spec.block, written), written.inexact)
+    planes, tensors, inexact = empty_planes(x, spec)
+    if x.numel():
         config = both_config(spec.block, spec.regroups, spec.stochastic is not None)
         seed, step = seed_and_step(spec)
-        grid = (triton.cdiv(num_rows, config.rows), triton.cdiv(num_columns, config.columns))
+        grid = (-(-num_rows // config.rows), -(-num_columns // config.columns))
         cast_both_kernel[grid](
             x,
             *tensors,
@@ -267,31 +358,42 @@ def _cast_square(x: Tensor, spec: CastSpec, block: int) -> tuple[MXTensor, Tenso
         raise ValueError(
             f"x: got shape {tuple(x.shape)}, format {spec.format.value!r}; expected 2 dims of e4m3 or e5m2"
         )
-    inexact = torch.zeros((), dtype=torch.int64, device=x.device)
+    inexact = new_count(x, spec)
     num_rows, num_columns = x.shape
     width = _width(spec, block)
     codes = torch.empty(num_rows, num_columns, dtype=torch.uint8, device=x.device)
     scales = torch.empty(-(-num_rows // width), -(-num_columns // width), dtype=torch.uint8, device=x.device)
+    # As cuBLAS takes them: blocks of the contraction contiguous, padded to four with ones.
+    padded = -(-scales.shape[1] // 4) * 4
+    wide = scales
+    if width == 128:
+        wide = torch.empty(scales.shape[0], padded, dtype=torch.float32, device=x.device)
     if x.numel():
         seed, step = seed_and_step(spec)
         tile = 128 if width == 128 else 64
-        cast_square_kernel[(triton.cdiv(num_rows, tile), triton.cdiv(num_columns, tile))](
-            x,
-            codes,
-            scales,
-            inexact,
-            num_rows,
-            num_columns,
-            x.stride(0),
-            x.stride(1),
-            seed,
-            step,
-            TILE=tile,
-            BLOCK=block,
+        launch(
+            cast_square_kernel,
+            (-(-num_rows // tile), -(-num_columns // tile), 1),
+            (
+                x,
+                codes,
+                scales,
+                wide,
+                inexact,
+                num_rows,
+                num_columns,
+                x.stride(0),
+                x.stride(1),
+                seed,
+                step,
+                padded,
+            ),
+            {"TILE": tile, "BLOCK": block, **cast_flags(spec)},
             num_warps=8 if tile == 128 else 4,
-            **cast_flags(spec),
         )
-    return MXTensor(codes, scales, tuple(x.shape), None, width, spec.format, spec.scale_mode), inexact
+    factors = wide.t() if width == 128 else None
+    plane = MXTensor(codes, scales, (num_rows, num_columns), None, width, spec.format, spec.scale_mode, wide=factors)
+    return plane, inexact
 
 
 def triton_dequantize(plane: MXTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -326,8 +428,11 @@ def triton_dequantize(plane: MXTensor, dtype: torch.dtype = torch.bfloat16) -> T
 def triton_wide_scales(scales: Tensor, num_rows: int, num_columns: int) -> Tensor:
     """fp32 scales `[num_rows, num_columns]` with strides `(1, num_rows)` from E8M0 bytes, padded with 1; one kernel."""
     out = torch.empty(num_columns, num_rows, dtype=torch.float32, device=scales.device)
-    grid = (triton.cdiv(num_rows, 256), triton.cdiv(num_columns, 8))
-    wide_scales_kernel[grid](
-        scales, out, *scales.shape, *scales.stride(), num_rows, num_columns, ROWS=256, COLUMNS=8, num_warps=4
+    launch(
+        wide_scales_kernel,
+        (-(-num_rows // 256), -(-num_columns // 8), 1),
+        (scales, out, *scales.shape, *scales.stride(), num_rows, num_columns),
+        {"ROWS": 256, "COLUMNS": 8},
+        num_warps=4,
     )
     return out.t()

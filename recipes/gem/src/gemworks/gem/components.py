@@ -1,6 +1,7 @@
 """torchx components: how training, evaluation and benchmarks are launched, on this machine or on a cluster.
 
     torchx run -s local_cwd gem.train --preset small -- --set train.seed=1 data.seed=1
+    torchx run -s local_cwd gem.train --preset tiny -j 1x2
     torchx run -s slurm -cfg partition=gpu,time=08:00:00 gem.train --replicas 4 --gpus 8 --run_dir runs/first
     torchx run -s kubernetes -cfg queue=default gem.train --replicas 4 --gpus 8 --image repo/gem:1 --run_dir /runs/first
 
@@ -10,7 +11,7 @@ installing the package, `gem.train` is `recipes/gem/src/gemworks/gem/components.
 """
 
 # torchx reads the annotations of components as objects: no `from __future__ import annotations` here
-from typing import Dict, List, Optional  # noqa: UP035  # torchx 0.7.0 knows Dict[str, str], not dict[str, str]
+from typing import Dict, List, Optional, Tuple  # noqa: UP035  # torchx 0.7.0 knows Dict[str, str], not dict[str, str]
 
 from gemworks.gem.schedulers.app import NOT_ASKED_FOR, TRAINER, make_app
 from torchx import specs
@@ -24,6 +25,7 @@ def train(
     replicas: int = 1,
     gpus: int = 0,
     processes: int = 0,
+    j: Optional[str] = None,  # noqa: UP045
     name: str = "gem",
     image: str = "",
     cpus: int = NOT_ASKED_FOR,
@@ -44,6 +46,7 @@ def train(
         gpus: GPUs of each replica to ask the scheduler for, one process each; a local run of one process sees the
             machine's GPUs anyway and takes one if there is one
         processes: processes of each replica; gpus, or 1 without GPUs, if not given
+        j: replicas x processes in one word, as torchx's dist.ddp has it: 1x2 is two processes on one machine
         name: of the job
         image: container image; without one this very Python runs the trainer
         cpus: processor cores of each replica to ask the scheduler for
@@ -52,6 +55,8 @@ def train(
         mounts: for container images, as torchx has them: type=bind,src=/a,dst=/b
         max_retries: how often the scheduler starts a failed run again; it goes on from its last checkpoint
     """
+    if j is not None:
+        replicas, processes = _shape(j)
     arguments = [*_option("--preset", preset), *_option("--config", config), *_option("--run-dir", run_dir), *args]
     if max_retries > 0 and not run_dir:
         raise ValueError("run_dir: got nothing, expected a folder: a run that is started again goes on from it")
@@ -127,6 +132,18 @@ def bench(
         name, "bench", "gemworks.cli.app", [*arguments, *(["--", *args] if args else [])], 1, gpus, 1, image, cpus,
         memory_mb, env, mounts, 0,
     )  # fmt: skip
+
+
+def _shape(j: str) -> Tuple[int, int]:  # noqa: UP006
+    """Replicas and processes of each.
+
+    >>> _shape("2x8")
+    (2, 8)
+    """
+    replicas, _, processes = j.partition("x")
+    if not (replicas.isdecimal() and processes.isdecimal() and int(replicas) > 0 and int(processes) > 0):
+        raise ValueError(f"j: got {j!r}, expected replicas x processes of each, such as 1x2")
+    return int(replicas), int(processes)
 
 
 def _option(name: str, value: Optional[str]) -> List[str]:  # noqa: UP006, UP045

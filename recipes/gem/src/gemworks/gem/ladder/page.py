@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from gemworks.gem.ladder.settings import RUNGS
+
 Row = dict[str, str]
 INTRO = """# The MFU ladder
 
@@ -45,8 +47,7 @@ def write_page(page: Path, measured: Path) -> None:
         if not rows:
             parts.append(f"Not measured yet: there is no `{file}`.\n")
         for case, group in _cases(rows).items():
-            parts.append(f"### {case}\n\n" + ladder_table(group))
-            parts.append(takeaways(group))
+            parts += [f"### {case}\n\n" + ladder_table(in_order(group)), takeaways(in_order(group))]
     layers = read(measured / "layers_h200.csv")
     parts.append("## Layer by layer\n")
     if not layers:
@@ -85,9 +86,14 @@ def _percent(text: str) -> str:
 
 
 def _is_side(name: str) -> bool:
-    from gemworks.gem.ladder.settings import RUNGS
-
     return any(rung.name == name and rung.side for rung in RUNGS)
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """The rows as the ladder has them, whatever the order in which they were measured; the last measurement counts."""
+    names = [rung.name for rung in RUNGS]
+    latest = {(row["row"], row["batch"]): row for row in rows}
+    return sorted(latest.values(), key=lambda row: names.index(row["row"]) if row["row"] in names else -1)
 
 
 def ladder_table(rows: Sequence[Row]) -> str:

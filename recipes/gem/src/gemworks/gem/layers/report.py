@@ -155,7 +155,8 @@ def rows_of(layers: Sequence[Measured], common: Mapping[str, str]) -> list[Row]:
                 "gap_ms": f"{x.split.gap_ms:.4f}",
             }  # fmt: skip
         rows.append(row)
-    for name, only in (("sequence layers", True), ("whole model", False)):
+    complete = not {x.is_sequence for x in layers if x.time is not None} < {True, False}
+    for name, only in (("sequence layers", True), ("whole model", False)) if complete else (("sequence layers", True),):
         total = total_of(layers, sequence_only=only)
         row = dict.fromkeys(COLUMNS, "") | dict(common)
         row |= {

@@ -133,8 +133,10 @@ def backward_fused(
     p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, config: FusedConfig
 ) -> None:
     """Fills dq (contiguous), dk and dv. Scratch: 512 bytes per query row and head, 4 bytes per 64 of them."""
-    sample, row, count = p.tiles(config.height)
-    q, k, v, d_out, bounds = streamable(p.q), streamable(p.k), streamable(p.v), streamable(d_out), p.schedule.bounds
+    shared = p.rule.shared_query
+    sample, row, count = p.tiles("q128" if shared else config.height)
+    num_sequences, tiles_per_unit = (p.rows_q // p.q.shape[0], triton.cdiv(p.q.shape[0], 128)) if shared else (0, 0)
+    q, k, v, d_out, bounds = aligned(p.q), aligned(p.k), aligned(p.v), aligned(d_out), p.schedule.bounds
     heads, width, num_bounds = q.shape[1], q.shape[2], bounds.shape[1]
     num_tiles = (p.rows_q // 64 + num_bounds) * heads
     # The counter that hands out key tiles, then one per query tile, on a 16-byte boundary.
@@ -143,11 +145,11 @@ def backward_fused(
     scratch = torch.empty(1 if in_one_tile else num_tiles * 64 * width, dtype=torch.float32, device=q.device)
     with _device_allocator(q.device):
         backward_fused_hopper_kernel[(_num_programs(q.device.index or 0),)](
-            q, k, v, d_out, dq, dk, dv, scratch, turn[4:], turn, lse, delta,
-            bounds[2], bounds[1], sample, row, count, p.rule.scale,
+            *(_descriptor(x) for x in (q, k, v, d_out)), q, k, v, d_out, dq, dk, dv, scratch, turn[4:], turn, lse, delta,
+            bounds[2], bounds[1], sample, row, count, tiles_per_unit, num_sequences, p.rule.scale,
             *(s for x in (q, k, v, d_out, dq, dk, dv) for s in (x.stride(0), x.stride(1))), lse.stride(0),
             ACT=p.rule.activation, HEADS=heads, H=width, STAGES=config.stages, KSTAGES=config.key_stages,
-            SHARED=p.rule.shared_query, EARLY=config.early, AHEAD=config.ahead, CONSUMER_REGS=config.registers,
+            SHARED=shared, EARLY=config.early, AHEAD=config.ahead, DIRECT=config.direct, CONSUMER_REGS=config.registers,
             num_warps=4,
         )  # fmt: skip
     q_sample, q_row, q_count = p.tiles("q128")

@@ -89,6 +89,7 @@ class FusedConfig:
         key_stages: key tiles in flight.
         early: start P^T dO before dP is there.
         ahead: compute the scores of the next query tile while dQ of this one is added.
+        direct: full tiles through descriptors of the whole tensors, the others by a warp of their own.
         registers: per thread of a consumer.
     """
 
@@ -96,6 +97,7 @@ class FusedConfig:
     key_stages: int
     early: bool
     ahead: bool
+    direct: bool = False
     registers: int = 240
 
     height: ClassVar[str] = "k128"

@@ -13,6 +13,18 @@ from gemworks.jagged.ops.attention_core.kernel_forward import find_tile, store_r
 
 
 @triton.jit
+def factors_kernel(scales, out, total, st, sn, out_sn, HEADS: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr):
+    """float32 2^(byte - 127) of bytes [T, N], laid out [N, T]."""
+    rows = tl.program_id(0) * BT + tl.arange(0, BT)
+    head = tl.arange(0, BH)
+    inside = (rows < total)[:, None] & (head < HEADS)[None, :]
+    byte = tl.load(scales + rows.to(tl.int64)[:, None] * st + head[None, :] * sn, mask=inside, other=0).to(tl.int32)
+    bits = tl.where(byte == 0, 0x400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
+    at = out + head.to(tl.int64)[None, :] * out_sn + rows[:, None]
+    tl.store(at, bits.to(tl.float32, bitcast=True), mask=inside)
+
+
+@triton.jit
 def load_values(
     codes,
     scales,
@@ -36,6 +48,19 @@ def load_values(
     bits = tl.where(byte == 0, 0x400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
     x = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * bits.to(tl.float32, bitcast=True)
     return x.to(DTYPE)
+
+
+@triton.jit
+def values_kernel(
+    codes, scales, out, total, st, sn, scale_st, scale_sn, out_st, out_sn,
+    H: tl.constexpr, R: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Codes times scales, [T, N, H]: what the backward reads."""
+    rows = tl.program_id(0) * BT + tl.arange(0, BT)
+    head = tl.program_id(1).to(tl.int64)
+    x = load_values(codes + head * sn, scales + head * scale_sn, rows, rows < total, st, scale_st, H, R, W, DTYPE)
+    at = rows.to(tl.int64)[:, None] * out_st + tl.arange(0, H)[None, :]
+    tl.store(out + head * out_sn + at, x, mask=(rows < total)[:, None])
 
 
 @triton.jit(do_not_specialize=["left", "right", "lse_sn"])  # else batches differ to the compiler

@@ -8,12 +8,16 @@ import torch
 import triton
 from gemworks.jagged.ops.attention_core import table
 from gemworks.jagged.ops.attention_core.launch import Problem
+from gemworks.jagged.ops.attention_fp8.kernel_fp8 import factors_kernel as _factors_kernel
 from gemworks.jagged.ops.attention_fp8.kernel_fp8 import fp8_kernel as _fp8_kernel
-from gemworks.jagged.ops.attention_fp8.reference import scale_block, scale_values
+from gemworks.jagged.ops.attention_fp8.kernel_fp8 import values_kernel as _values_kernel
+from gemworks.jagged.ops.attention_fp8.reference import scale_block
 from torch import Tensor
 
 # Triton's kernels are not callables to a type checker.
 fp8_kernel: Any = _fp8_kernel
+factors_kernel: Any = _factors_kernel
+values_kernel: Any = _values_kernel
 UNBOUNDED = 1 << 30
 BLOCK_N, STAGES, REGISTERS = 128, 3, 240
 PLAIN_ROWS, PLAIN_KEYS = 64, 32
@@ -73,12 +77,29 @@ def triton_forward(p: Problem, sq: Tensor, sk: Tensor, sv: Tensor | None, out: T
     )  # fmt: skip
 
 
-def key_scales(sk: Tensor) -> Tensor:
-    """float32 [M, T] as a descriptor can read it: rows on 16-byte boundaries."""
-    rows, heads = sk.shape
-    out = torch.empty(heads, -(-rows // 4) * 4, dtype=torch.float32, device=sk.device)
-    out[:, :rows] = scale_values(sk).t()
-    return out[:, :rows]
+def factors(scales: Tensor) -> Tensor:
+    """float32 [N, T] of bytes [T, N], as a descriptor can read it: lines on 16-byte boundaries."""
+    rows, heads = scales.shape
+    out = torch.empty(heads, -(-rows // 4) * 4, dtype=torch.float32, device=scales.device)[:, :rows]
+    factors_kernel[(-(-rows // 256),)](
+        scales, out, rows, *scales.stride(), out.stride(0),
+        HEADS=heads, BH=triton.next_power_of_2(heads), BT=256, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def values(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`dequantize_rows` in one pass."""
+    block_rows, block_width = scale_block("codes", codes, scales)
+    codes, scales = codes.view(torch.uint8).contiguous(), scales.contiguous()
+    total, heads, width = codes.shape
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    if out.numel():
+        values_kernel[(-(-total // 64), heads)](
+            codes, scales, out, total, *codes.stride()[:2], *scales.stride()[:2], *out.stride()[:2],
+            H=width, R=block_rows, W=block_width, DTYPE=_TRITON_DTYPES[dtype], BT=64, num_warps=4,
+        )  # fmt: skip
+    return out
 
 
 def hopper_forward(
@@ -97,7 +118,7 @@ def hopper_forward(
     q_desc = TensorDescriptor(
         q.view(total, heads * width), [total, heads * width], [heads * width, 1], [64, width], layout
     )
-    factors_q, factors_k = scale_values(sq).t().contiguous(), key_scales(sk)
+    factors_q, factors_k = factors(sq), factors(sk)
     flat: Any = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     sk_desc = TensorDescriptor(factors_k, list(factors_k.shape), [factors_k.stride(0), 1], [1, block_n], flat)
     launch: Any = kernel

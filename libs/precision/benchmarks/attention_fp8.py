@@ -1,0 +1,125 @@
+"""FP8 attention on planes of this library against bf16 attention: rows `op=attention_fp8` of precision_h200.csv.
+
+    python libs/precision/benchmarks/attention_fp8.py --out DIR
+
+Needs gemworks.jagged beside gemworks.precision. Checks first: attention of the dequantised values. Lengths uniform on
+[1, max], normal q, k and v, four heads of 128.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gemworks.jagged import TileSchedule, flash_attention, flash_attention_fp8
+from gemworks.precision.attention import HeadPlane, head_plane
+from gemworks.precision.bench import ceilings
+from gemworks.precision.bench_run import COMMON, LEADING, SEED, Bench
+from gemworks.precision.probe import sqnr_db
+from torch import Tensor
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run; 1 if the check failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/precision_bench"))
+    parser.add_argument("--smoke", action="store_true", help="a small batch")
+    chosen = parser.parse_args(arguments)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bench = Bench(device, chosen.smoke or device.type == "cpu")
+    ceilings(bench)
+    batch, longest, heads, width = (3, 400, 4, 128) if bench.smoke else (128, 2048, 4, 128)
+    lengths = torch.randint(1, longest + 1, (batch,), generator=torch.Generator().manual_seed(SEED + 1))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(device)
+    total = int(lengths.sum())
+    q, k, v = (bench.randn(total + i, heads, width)[:total].clone() for i in range(3))
+    schedule = TileSchedule.build(offsets, total_q=total)
+    options: dict[str, Any] = {"max_length_q": longest, "schedule": schedule}
+    planes = head_plane(q, square=False), head_plane(k, square=False)
+    squares = head_plane(q, square=True), head_plane(k, square=True), head_plane(v, square=True)
+
+    def fp8(q: HeadPlane, k: HeadPlane, v: Tensor, origins: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
+        return flash_attention_fp8(q.codes, k.codes, v, q.scales, k.scales, None, offsets, origins=origins, **options)
+
+    def by_squares() -> Tensor:
+        a, b, c = squares
+        return flash_attention_fp8(a.codes, b.codes, c.codes, a.scales, b.scales, c.scales, offsets, **options)
+
+    plain = flash_attention(q, k, v, offsets, **options)
+    q_values, k_values = (p.dequantize(torch.bfloat16) for p in planes)
+    agreement = sqnr_db(flash_attention(q_values, k_values, v, offsets, **options), fp8(*planes, v))
+    print(f"check: {agreement:.1f} dB to attention of the dequantised values", flush=True)
+    if not agreement > 30:
+        print("CHECK FAILED attention_fp8: not timed", flush=True)
+        return 1
+    noise = {"head-wide q, k": sqnr_db(plain, fp8(*planes, v)), "squares q, k, v": sqnr_db(plain, by_squares())}
+    flops = 4.0 * float((lengths.double() ** 2).sum()) * heads * width
+    d_out = bench.randn(total + 3, heads, width)[:total].clone()
+    leaves = (q.clone().requires_grad_(), k.clone().requires_grad_(), v.clone().requires_grad_())
+
+    def trained(run: Callable[[], Tensor]) -> Callable[[], None]:
+        def step() -> None:
+            for leaf in leaves:
+                leaf.grad = None
+            run().backward(d_out)
+
+        return step
+
+    forward: dict[tuple[str, str], Callable[[], object]] = {
+        ("bf16", "gemworks_bf16"): lambda: flash_attention(q, k, v, offsets, **options),
+        ("head-wide q, k", "gemworks"): lambda: fp8(*planes, v),
+        ("head-wide q, k", "gemworks_with_casts"): lambda: fp8(
+            head_plane(q, square=False), head_plane(k, square=False), v
+        ),
+        ("squares q, k, v", "gemworks"): by_squares,
+    }
+    both: dict[tuple[str, str], Callable[[], object]] = {
+        ("bf16", "gemworks_bf16"): trained(lambda: flash_attention(*leaves, offsets, **options)),
+        ("head-wide q, k", "gemworks_with_casts"): trained(
+            lambda: fp8(
+                head_plane(leaves[0].detach(), square=False),
+                head_plane(leaves[1].detach(), square=False),
+                leaves[2],
+                (leaves[0], leaves[1], leaves[2].detach()),
+            )
+        ),
+    }
+    for direction, runs, factor in (("fwd", forward, 1.0), ("fwd_bwd", both, 3.5)):
+        base = 0.0
+        for (format, impl), run in runs.items():
+            ms, p20, p80 = bench.time_graph(run)
+            base = base or ms
+            bench.add(
+                op="attention_fp8",
+                shape=f"B{batch} max{longest}",
+                format=format,
+                direction=direction,
+                impl=impl,
+                ratio_to_bf16=round(base / ms, 4),
+                sqnr_db=round(noise[format], 2) if format in noise else "",
+                law="uniform",
+                mean_len=round(total / batch, 1),
+                max_len=int(lengths.max()),
+                ms=round(ms, 4),
+                ms_p20=round(p20, 4),
+                ms_p80=round(p80, 4),
+                tflops=round(factor * flops / ms / 1e9, 2),
+                bwd_factor=2.5,
+                best_peer="gemworks_bf16:bf16",
+                ratio_to_best_peer=round(base / ms, 4),
+            )
+    with (chosen.out / "attention_fp8.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=[*LEADING, *COMMON], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(bench.rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Remembered launches: one compiled kernel for each thing that Triton compiles differently for."""
+
+import pytest
+import torch
+from gemworks.precision import launch
+
+pytestmark = pytest.mark.reference
+
+
+class Compiled:
+    packed_metadata = ()
+
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.log.append((self.name, grid, arguments))
+
+
+class Kernel:
+    """Stands for a jitted function of `x_ptr, size, SCALE, FLAG`."""
+
+    arg_names = ("x_ptr", "size", "SCALE", "FLAG")
+
+    def __init__(self):
+        self.log = []
+
+    def __getitem__(self, grid):
+        def run(*arguments, **keywords):
+            self.log.append(("looked up", grid, arguments, keywords))
+            return Compiled(self.log, keywords["SCALE"])
+
+        return run
+
+
+class OnDevice:
+    """A tensor that says it is on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "device", lambda _: __import__("contextlib").nullcontext())
+    return OnDevice()
+
+
+def test_the_second_launch_takes_constants_in_the_kernels_order(on_device):
+    kernel = Kernel()
+    for size in (32, 64):
+        launch.launch(kernel, (4, 1, 1), (on_device, size), {"FLAG": True, "SCALE": 7}, num_warps=4)
+    (how, *_), (again, grid, arguments) = kernel.log
+    assert (how, again) == ("looked up", 7)
+    assert grid == (4, 1, 1)
+    assert arguments == (on_device, 64, 7, True)
+
+
+@pytest.mark.parametrize(
+    ("size", "scale", "warps"), [(1, 7, 4), (33, 7, 4), (2**40, 7, 4), (32, 8, 4), (32, 7, 8)], ids=str
+)
+def test_what_compiles_to_another_kernel_is_looked_up(on_device, size, scale, warps):
+    kernel = Kernel()
+    launch.launch(kernel, (4, 1, 1), (on_device, 32), {"FLAG": True, "SCALE": 7}, num_warps=4)
+    launch.launch(kernel, (4, 1, 1), (on_device, size), {"FLAG": True, "SCALE": scale}, num_warps=warps)
+    assert [entry[0] for entry in kernel.log] == ["looked up", "looked up"]
+
+
+def test_dtype_and_alignment_of_tensors():
+    x = torch.empty(64, dtype=torch.uint8)
+    assert launch.specialisation(x) == launch.specialisation(x[16:])
+    assert launch.specialisation(x) != launch.specialisation(x[1:])
+    assert launch.specialisation(x) != launch.specialisation(x.view(torch.int32))
