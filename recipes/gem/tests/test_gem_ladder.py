@@ -53,6 +53,7 @@ def test_every_row_adds_one_thing():
         "fast_gelu": {"model.pffn_activation"},
         "fp8_linears": {"kernels.linears"},
         "batch_x2": {"data.batch_size"},
+        "bbs": {"data.balance_window"},
     }
     for name, keys in sets.items():
         assert changed[name] == keys, name
@@ -117,16 +118,18 @@ def test_fp8_flops_are_those_of_the_converted_linears():
 
 
 def test_command_appends_resumes_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    rows = [part for name in ("norms", "padded_eager", "bbs", "jagged_varlen_eager") for part in ("--rows", name)]
+    rows = [
+        part for name in ("norms", "padded_eager", "fp8_attention", "jagged_varlen_eager") for part in ("--rows", name)
+    ]
     command = ["--smoke", "--attention", "block", "--no-local", "--out", str(tmp_path), *rows]
     assert main(command) == 0
     path = tmp_path / "ladder_h200.csv"
     with path.open(newline="") as file:
         found = list(csv.DictReader(file))
     assert tuple(found[0]) == COLUMNS
-    assert [row["row"] for row in found] == ["norms", "padded_eager", "bbs", "jagged_varlen_eager"]
+    assert [row["row"] for row in found] == ["norms", "padded_eager", "fp8_attention", "jagged_varlen_eager"]
     by_name = {row["row"]: row for row in found}
-    assert by_name["bbs"]["note"].startswith("not measured: ")
+    assert by_name["fp8_attention"]["note"].startswith("not measured: ")
     assert "Error" in by_name["jagged_varlen_eager"]["note"]  # no CPU kernel
     assert by_name["norms"]["ne"] == by_name["padded_eager"]["ne"]
     assert by_name["norms"]["step_mfu"] == ""  # a CPU has no peak

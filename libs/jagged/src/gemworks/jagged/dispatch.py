@@ -94,7 +94,6 @@ RULES: tuple[Rule, ...] = (
         "attention_core/table.py",
     ),
     Rule("triton", NORM_OPS, KERNEL_DTYPES, TILE_ARCHITECTURES, BOTH, None, "norms/launch.py"),
-    Rule("triton", ("apply_rope",), KERNEL_DTYPES, TILE_ARCHITECTURES, BOTH, None, "rope/launch.py"),
     Rule(
         "gluon",
         ("block_attention",),

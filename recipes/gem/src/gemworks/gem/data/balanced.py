@@ -11,7 +11,7 @@ Shapes: B samples of a batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,9 @@ from gemworks.gem.data.loader import Loader, Source, _ahead
 from gemworks.gem.schema import Batch, Events
 from gemworks.parallel.shuffler import BaseBatchShuffler
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 SUB_BATCHES = 8
 
@@ -157,6 +159,8 @@ def join(batches: Sequence[Batch]) -> Batch:
 
 def join_ids(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     """Samples of several tensors of the same keys one after the other (torchrec's `concat` joins keys instead)."""
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # seconds to import, and a schema needs none of it
+
     keys = parts[0].keys()
     values: list[Tensor] = []
     lengths: list[Tensor] = []

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from gemworks.gem.config import ConfigError, GemConfig
+from gemworks.gem.config import ConfigError, DataConfig, GemConfig
 from gemworks.gem.data import Source, open_source
 from gemworks.gem.device import resolve_device
 from gemworks.gem.ladder import rows
@@ -101,7 +101,7 @@ class Ladder:
             mhz=ceilings.clock_mhz,
         )  # fmt: skip
         self._source: Source | None = None
-        self._batches: dict[tuple[int, str], list[Batch]] = {}
+        self._batches: dict[DataConfig, list[Batch]] = {}
 
     def climb(self, bases: Sequence[GemConfig], deadline: float) -> None:
         """Every row that the CSV does not have; stops before a row that would begin after the deadline.
@@ -168,13 +168,13 @@ class Ladder:
 
     def _data(self, config: GemConfig, steps: int) -> tuple[Source, list[Batch]]:
         source = self._source = self._source or open_source(config.data)
-        key = (config.data.batch_size, config.data.length_law)
+        key = config.data
         if key not in self._batches:
             self._batches = {key: read_batches(config, source, steps, pin=self.device.type == "cuda")}
         return source, self._batches[key]
 
     def _mean_length(self, config: GemConfig) -> Row:
-        batches = self._batches.get((config.data.batch_size, config.data.length_law), [])
+        batches = self._batches.get(config.data, [])
         events = [e for batch in batches for e in batch.events.values()]
         if not events:
             return self.common

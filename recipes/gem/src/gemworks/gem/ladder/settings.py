@@ -103,8 +103,8 @@ RUNGS: tuple[Rung, ...] = (
         refusal=NOT_YET + "the trainer has no hook around the optimizer's step for netmem.StateStash",
     ),
     Rung(
-        "bbs", "base-batch shuffling", lambda config: config,
-        refusal=NOT_YET + "one GPU has no other rank to balance with; see the ladder of two GPUs",
+        "bbs", "base-batch shuffling: even batches, dealt from 8 steps",
+        lambda config: config.with_data(balance_window=8),
     ),
 )  # fmt: skip
 
