@@ -227,8 +227,10 @@ def test_float32_follows_the_matmul_precision() -> None:
 
 
 def layer(qkv: Tensor, offsets: Tensor, schedule: BlockSchedule | None = None) -> Tensor:
+    """Both kernels of block attention: QK-norm without rope is plain Triton's."""
     normed, stream = rms_norm(qkv, residual=qkv)
     out = block_attention_qkv(normed, offsets, num_heads=4, max_length=512, qk_norm=True, schedule=schedule)
+    out = out + block_attention_qkv(normed, offsets, num_heads=4, max_length=512, schedule=schedule)
     return layer_norm(out, add=stream[:, :4])
 
 
@@ -274,6 +276,10 @@ def test_one_binary_for_every_batch_j7_t1() -> None:
     from gemworks.jagged.ops.norms.kernel_norm import norm_bwd_kernel, norm_fwd_kernel
 
     kernels: list[Any] = [block_fwd_kernel, block_bwd_kernel, norm_fwd_kernel, norm_bwd_kernel]
+    if torch.cuda.get_device_capability() == (9, 0):
+        from gemworks.jagged.ops.block_attention.kernel_block_hopper import block_hopper_kernel
+
+        kernels.append(block_hopper_kernel)
     device = torch.cuda.current_device()
     counts = []
     for i, (qkv, offsets) in enumerate(batches(20)):
