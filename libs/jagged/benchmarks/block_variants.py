@@ -1,9 +1,9 @@
-"""Times the configurations of the BlockAttention kernels on a GPU, each compared with plain Triton first.
+"""Times the configurations of the BlockAttention kernels on a GPU, each compared with the shipped one first.
 
     python libs/jagged/benchmarks/block_variants.py --shard 3/8    # beforehand: compiles a share of them
     python libs/jagged/benchmarks/block_variants.py --out block_variants.csv
 
-What wins belongs into `block_config` of gemworks/jagged/ops/block_attention/launch.py and into launch_hopper.py.
+What wins belongs into `block_config` of gemworks/jagged/ops/block_attention/launch.py.
 """
 
 from __future__ import annotations
@@ -48,46 +48,36 @@ class Batch:
         return BlockArgs(self.table, cos, sin, self.q.shape[2] ** -0.5, 64, causal, norm, 1e-6)
 
     def runner(self, direction: str, args: BlockArgs, config: Any) -> Runner:
-        from gemworks.jagged.ops.block_attention import launch, launch_hopper
+        from gemworks.jagged.ops.block_attention import launch
 
-        gluon = isinstance(config, launch_hopper.BlockHopperConfig)
         if direction == "fwd":
 
             def forward() -> list[Tensor]:
-                if gluon:
-                    launch_hopper.block_attention_forward(self.q, self.k, self.v, args, self.out, config)
-                else:
-                    launch.block_attention_forward(self.q, self.k, self.v, args, out=self.out, config=config)
+                launch.block_attention_forward(self.q, self.k, self.v, args, out=self.out, config=config)
                 return [self.out]
 
             return forward
         grads = (self.dq, self.dk, self.dv)
 
         def backward() -> list[Tensor]:
-            if gluon:
-                launch_hopper.block_attention_backward(self.dout, self.q, self.k, self.v, *grads, args, config)
-            else:
-                launch.block_attention_backward(self.dout, self.q, self.k, self.v, *grads, args, config=config)
+            launch.block_attention_backward(self.dout, self.q, self.k, self.v, *grads, args, config=config)
             return list(grads)
 
         return backward
 
 
 def configs(direction: str, rope: bool, norm: bool) -> list[Any]:
-    """The shipped one of plain Triton first."""
+    """The shipped one first."""
     from gemworks.jagged.ops.block_attention.launch import BlockConfig, block_config
-    from gemworks.jagged.ops.block_attention.launch_hopper import BlockHopperConfig
 
     name: Any = "forward" if direction == "fwd" else "backward"
     shipped = block_config(64, name, dtype=torch.bfloat16, group=1, rope=rope, qk_norm=norm)
-    ours = [shipped, BlockHopperConfig(4 if direction == "fwd" else 3)]
-    if rope and not norm:
-        ours += [BlockConfig(8, 80), BlockHopperConfig(3)] if direction == "fwd" else [BlockConfig(4, 168)]
-    return ours
+    others = [BlockConfig(8, 80), BlockConfig(4)] if direction == "fwd" else [BlockConfig(4, 168), BlockConfig(8, 120)]
+    return list(dict.fromkeys([shipped, *others]))
 
 
 def compare(batch: Batch, direction: str, args: BlockArgs, config: Any, shipped: Any) -> float:
-    """Relative error of `config` against plain Triton, everything written."""
+    """Relative error of `config` against the shipped one, everything written."""
 
     def results(config: Any) -> list[Tensor]:
         for x in (batch.out, batch.grad):

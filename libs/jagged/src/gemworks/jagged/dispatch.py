@@ -95,16 +95,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("triton", NORM_OPS, KERNEL_DTYPES, TILE_ARCHITECTURES, BOTH, None, "norms/launch.py"),
     Rule(
-        "gluon",
-        ("block_attention",),
-        table.GLUON_DTYPES,
-        table.GLUON_ARCHITECTURES,
-        BOTH,
-        max(table.GLUON_HEAD_DIMS),
-        "block_attention/launch_hopper.py",
-        table.GLUON_HEAD_DIMS,
-    ),
-    Rule(
         "triton",
         ("block_attention",),
         KERNEL_DTYPES,
@@ -261,11 +251,6 @@ def explain(
             if fused is not None:
                 steps = {"forward": steps["forward"], "backward": fused}
             config = "; ".join(f"{step}: {choice}" for step, choice in steps.items())
-        if refusal is None and rule.backend == "gluon" and op == "block_attention":
-            if "grouped" in features:
-                refusal = "has no grouped heads"
-            elif "qk_norm" in features and "rope" not in features:
-                refusal = "takes qk_norm with rope alone"
         if refusal is None:
             name = str(dtype).removeprefix("torch.")
             reasons = [*refusals, f"takes {name} on {place}"]
