@@ -8,12 +8,14 @@ all the time: parameters, gradients, the batch and its gradient.
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,16 +156,42 @@ def _gradients(study: Study, choices: Mapping[str, str]) -> torch.Tensor:
     return torch.cat([p.grad.float().flatten() for p in study.model.parameters() if p.grad is not None])
 
 
-def _solve(study: Study, step: StepProfile, budget_bytes: float) -> Plan | None:
+def _solve(step: StepProfile, budget_bytes: float) -> tuple[Plan | None, str]:
+    """The plan, or None and why; in a process of its own or in this one."""
     start = time.perf_counter()
     try:
         plan = solve(step, budget_bytes, rel_gap=REL_GAP)
     except InfeasibleBudgetError as error:
         text = f"budget {budget_bytes / GIB:.3f} GiB: least is {error.least_feasible_bytes / GIB:.3f}"
-        study.s.rows.add("budget", shape=study.size.label, setting=f"{text}, {error.held_up_by}")
-        return None
-    _log(f"solved in {time.perf_counter() - start:.1f} s: {_shares(plan)}, gap {plan.gap_s * 1e3:.3f} ms")
-    return plan
+        return None, f"{text}, {error.held_up_by}"
+    took = time.perf_counter() - start
+    return plan, f"solved in {took:.1f} s: {_shares(plan)}, gap {plan.gap_s * 1e3:.3f} ms"
+
+
+def _ready() -> None:
+    """Makes a worker import everything, and leave cores to the others."""
+    torch.set_num_threads(2)
+
+
+class _Solves:
+    """Plans for several budgets, solved on other cores while the GPU measures."""
+
+    def __init__(self, num: int) -> None:
+        self._pool = None
+        if num > 1:
+            self._pool = ProcessPoolExecutor(num, multiprocessing.get_context("spawn"), initializer=_ready)
+            for _ in range(num):
+                self._pool.submit(_ready)
+
+    def ask(self, step: StepProfile, budget_bytes: float) -> Callable[[], tuple[Plan | None, str]]:
+        """Start; call what comes back for the answer."""
+        if self._pool is None:
+            return lambda: _solve(step, budget_bytes)
+        return self._pool.submit(_solve, step, budget_bytes).result
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def warm_compiler(size: StackSize, timeout_s: float = 90) -> None:
@@ -221,6 +249,7 @@ def _profile(study: Study, choices: Sequence[str]) -> StepProfile:
 def budgets(s: Setup, size: StackSize) -> list[tuple[str, list[Point]]]:
     """Measure, predict, and return the curves to plot: (label, points)."""
     partitioned = [f"{RECOMPUTE}@{b}" for b in GLOBAL] if s.compile else ["recompute_cheap", RECOMPUTE]
+    solves = _Solves(1 if s.smoke else 1 + len(partitioned))
     study = Study(s, size)
     lossless = [KEEP, *partitioned, OFFLOAD]
     coded = [QUANTISE, QUANTISE_OFFLOAD, *([QUANTISE_FUSED] if study.compiled else [])]
@@ -235,25 +264,30 @@ def budgets(s: Setup, size: StackSize) -> list[tuple[str, list[Point]]]:
     _log("profiled\n" + table(kinds))
     _price_rows(study, kinds)
     keep = _everywhere(step, KEEP)
+    peers = {choice: _everywhere(step, choice) for choice in partitioned}
+    target_answer = solves.ask(step, step.base_bytes + TARGET_SHARE * (keep.peak_bytes - step.base_bytes))
+    answers = {choice: solves.ask(step, plan.peak_bytes) for choice, plan in peers.items()}
     study.keep_point = study.row("keep", "keep everything", keep)
     mixed, uniform = [study.keep_point], [study.keep_point]
-    target = _solve(study, step, step.base_bytes + TARGET_SHARE * (keep.peak_bytes - step.base_bytes))
-    name = "-62 %" if target is not None else "least memory"
-    target = target or least_feasible(step)
-    mixed.append(study.row(f"{name}: {_shares(target)}", "gemworks", target, study.keep_point, "keep everything"))
     for rows in (lambda: _offload_rows(study, step, keep), lambda: _quantise_rows(study, step, coded)):
         try:
             rows()
         except _FAILURES:
             traceback.print_exc()
-    peers = {choice: _everywhere(step, choice) for choice in partitioned}
+    target, text = target_answer()
+    _log(text)
+    name = "-62 %" if target is not None else f"least memory ({text})"
+    target = target or least_feasible(step)
+    mixed.append(study.row(f"{name}: {_shares(target)}", "gemworks", target, study.keep_point, "keep everything"))
     measured = {choice: study.row(f"global {choice}", "one global budget", plan) for choice, plan in peers.items()}
     uniform += measured.values()
-    for choice, plan in peers.items():
-        mix = _solve(study, step, plan.peak_bytes)
+    for choice, answer in answers.items():
+        mix, text = answer()
+        _log(text)
         if mix is not None:
             text = f"memory of global {choice}: {_shares(mix)}"
             mixed.append(study.row(text, "gemworks", mix, measured[choice], "one global budget"))
+    solves.close()
     return [("one global budget", uniform), ("per region", mixed)]
 
 
