@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from gemworks.netmem.arena import PinnedArena
@@ -246,8 +245,8 @@ def _profile(study: Study, choices: Sequence[str]) -> StepProfile:
     )
 
 
-def budgets(s: Setup, size: StackSize) -> list[tuple[str, list[Point]]]:
-    """Measure, predict, and return the curves to plot: (label, points)."""
+def budgets(s: Setup, size: StackSize) -> None:
+    """Measure and predict."""
     partitioned = [f"{RECOMPUTE}@{b}" for b in GLOBAL] if s.compile else ["recompute_cheap", RECOMPUTE]
     solves = _Solves(1 if s.smoke else 1 + len(partitioned))
     study = Study(s, size)
@@ -268,7 +267,6 @@ def budgets(s: Setup, size: StackSize) -> list[tuple[str, list[Point]]]:
     target_answer = solves.ask(step, step.base_bytes + TARGET_SHARE * (keep.peak_bytes - step.base_bytes))
     answers = {choice: solves.ask(step, plan.peak_bytes) for choice, plan in peers.items()}
     study.keep_point = study.row("keep", "keep everything", keep)
-    mixed, uniform = [study.keep_point], [study.keep_point]
     for rows in (lambda: _offload_rows(study, step, keep), lambda: _quantise_rows(study, step, coded)):
         try:
             rows()
@@ -278,17 +276,15 @@ def budgets(s: Setup, size: StackSize) -> list[tuple[str, list[Point]]]:
     _log(text)
     name = "-62 %" if target is not None else f"least memory ({text})"
     target = target or least_feasible(step)
-    mixed.append(study.row(f"{name}: {_shares(target)}", "gemworks", target, study.keep_point, "keep everything"))
+    study.row(f"{name}: {_shares(target)}", "gemworks", target, study.keep_point, "keep everything")
     measured = {choice: study.row(f"global {choice}", "one global budget", plan) for choice, plan in peers.items()}
-    uniform += measured.values()
     for choice, answer in answers.items():
         mix, text = answer()
         _log(text)
         if mix is not None:
             text = f"memory of global {choice}: {_shares(mix)}"
-            mixed.append(study.row(text, "gemworks", mix, measured[choice], "one global budget"))
+            study.row(text, "gemworks", mix, measured[choice], "one global budget")
     solves.close()
-    return [("one global budget", uniform), ("per region", mixed)]
 
 
 def _price_rows(study: Study, kinds: StepProfile) -> None:
@@ -334,30 +330,3 @@ def _quantise_rows(study: Study, step: StepProfile, coded: Sequence[str]) -> Non
         ratio = held / sum(r.option(choice).held_bytes for r in step.regions)
         text = f"{choice} everywhere: held {ratio:.3f}x less, gradient SQNR {sqnr_db:.1f} dB"
         study.row(text, f"gemworks {choice}", plan, study.keep_point, "keep everything")
-
-
-def plot_budgets(curves: Sequence[tuple[str, list[Point]]], path: Path) -> None:
-    """Peak memory against step time, measured and predicted."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no plot: matplotlib is not installed")
-        return
-    figure = Figure(figsize=(6, 4))
-    axes = figure.add_subplot()
-    for label, points in curves:
-        points = sorted((p for p in points if p.ms == p.ms), key=lambda p: p.peak_gib)
-        (line,) = axes.plot([p.peak_gib for p in points], [p.ms for p in points], "o-", label=f"{label}, measured")
-        points = sorted(points, key=lambda p: p.plan.peak_bytes)
-        axes.plot(
-            [p.plan.peak_bytes / GIB for p in points],
-            [p.plan.step_s * 1e3 for p in points],
-            "x:",
-            color=line.get_color(),
-            label=f"{label}, predicted",
-        )
-    axes.set_xlabel("peak memory (GiB)")
-    axes.set_ylabel("step (ms)")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
