@@ -51,6 +51,9 @@ def test_bench_runs_on_a_small_table_and_writes_csv(tmp_path, capsys: pytest.Cap
     lines = (tmp_path / "parallel_balance.csv").read_text().splitlines()
     assert len(lines) == 1 + 2 * 3
     assert "predicted, not measured" in capsys.readouterr().out
+    header, *rows = (tmp_path / "plan_predictions.csv").read_text().splitlines()
+    assert header.startswith("gpus,plan,e2e_mfu,scaling_ratio,item,ms,")
+    assert sum(",step," in row for row in rows) == 7 + 2 * (1 + 5 * 2)
     assert BENCH_COLUMNS[:6] == ["op", "shape", "setting", "impl", "memory_gib", "exposed_ms"]
     with pytest.raises(SystemExit):
         main(["nonsense"])

@@ -10,7 +10,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from gemworks.parallel import presets
 from gemworks.parallel.balance_report import balance_rows
 from gemworks.parallel.balance_report import to_csv as balance_csv
 from gemworks.parallel.lengths import CostModel, LengthLaw
-from gemworks.parallel.measured_rows import BENCH_COLUMNS, stamp, write_rows
+from gemworks.parallel.measured_rows import BENCH_COLUMNS, PREDICTION_COLUMNS, stamp, write_rows
 from gemworks.parallel.placement import place
 from gemworks.parallel.plan import ParallelPlan
-from gemworks.parallel.planner import ladder_text, ladders, search
+from gemworks.parallel.planner import Rung, ladder_text, ladders, search
 from gemworks.parallel.profile import gem_like
+from gemworks.parallel.simulation import Simulation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.out:
             (args.out / "parallel_balance.csv").write_text(text)
     if "ladder" in chosen and lead:
-        print("predicted, not measured:\n" + ladder_text(ladders(gem_like(), presets.roce_cluster(4096))))
+        found = ladders(gem_like(), presets.roce_cluster(4096))
+        print("predicted, not measured:\n" + ladder_text(found))
+        if args.out:
+            same = stamp("gemworks.parallel.bench", 0)
+            predicted = [{**same, "gpu": "predicted", **row} for row in prediction_rows(found)]
+            write_rows(args.out / "plan_predictions.csv", PREDICTION_COLUMNS, predicted)
     if rows:
         _report(rows, args.out, "parallel_planner.csv", 0)
     if "gpu" in chosen:
@@ -93,6 +99,37 @@ def _timed(run: Callable[[], object], repeats: int = 3) -> dict[str, float]:
         times.append((time.perf_counter() - start) * 1e3)
     times.sort()
     return {"ms": statistics.median(times), "ms_p20": times[len(times) // 5], "ms_p80": times[-1 - len(times) // 5]}
+
+
+def prediction_rows(found: Mapping[str, Sequence[Rung]], num_gpus: int = 4096) -> list[dict[str, Any]]:
+    """Rows of plan_predictions.csv: every rung by item, then groups of tables over intervals of averaging and zones."""
+    rows: list[dict[str, Any]] = []
+
+    def add(name: str, s: Simulation, items: Mapping[str, float]) -> None:
+        for item, us in items.items():
+            rows.append(
+                {
+                    "gpus": num_gpus,
+                    "plan": f"{name}: {s.plan.text()}",
+                    "e2e_mfu": s.mfu,
+                    "scaling_ratio": s.scaling_ratio,
+                    "item": item,
+                    "ms": us / 1e3,
+                }
+            )
+
+    for kind, rungs in found.items():
+        for rung in rungs:
+            s = rung.simulation
+            add(f"{kind} {rung.name}", s, {"step": s.step_us, **dict(sorted(s.items.items()))})
+    for zone in (1024, 2048):
+        cluster = presets.roce_cluster(num_gpus, gpus_per_zone=zone)
+        for every in (1, 4, 8, 16, 32):
+            rungs = ladders(gem_like(), cluster, sync_every=every)["sparse"]
+            # The second rung has a mean in every step whatever `every` is; V1 has no replicas, so once is enough.
+            for rung in (*(rungs[:1] if every == 1 else ()), rungs[2], rungs[3]):
+                add(f"zones of {zone}, {rung.name[:2]}", rung.simulation, {"step": rung.simulation.step_us})
+    return rows
 
 
 def _plan_rows() -> list[dict[str, Any]]:

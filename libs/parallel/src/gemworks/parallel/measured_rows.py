@@ -18,6 +18,7 @@ _PEERS = ["roofline_fraction", "best_peer", "ratio_to_best_peer", "copy_gbps", "
 _RUN = ["gpu", "num_gpus", "clock_mhz", "command", "commit", "torch", "triton"]
 TRAILING = [*_MEANING, *_PEERS, *_RUN]
 BENCH_COLUMNS = ["op", "shape", "setting", "impl", "memory_gib", "exposed_ms", *TRAILING]
+PREDICTION_COLUMNS = ["gpus", "plan", "e2e_mfu", "scaling_ratio", "item", "ms", *(c for c in TRAILING if c != "ms")]
 ERROR_COLUMNS = ["config", "split", "predicted_ms", "measured_ms", "error_pct", *TRAILING]
 
 
