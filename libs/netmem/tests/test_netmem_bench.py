@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from gemworks.netmem.bench.__main__ import SUITES, main
+from gemworks.netmem.bench.plots import plot_file
 from gemworks.netmem.bench.rows import COLUMNS, Rows
 from gemworks.netmem.ledger import BandwidthLedger
 
@@ -43,6 +44,14 @@ def test_rows_are_on_disk_as_soon_as_they_are_there(tmp_path):
     assert len(read(tmp_path / "rows.csv")) == 1
     rows.add("link", setting="b")
     assert [r["setting"] for r in read(tmp_path / "rows.csv")] == ["a", "b"]
+
+
+def test_gathers_are_drawn_from_a_csv(tmp_path):
+    rows = Rows(torch.device("cpu"), 1.0, 1.0, path=tmp_path / "pair.csv")
+    for mib in (64, 128):
+        rows.add("all_gather", shape=f"{mib}MiB", impl="nccl", gbps=200.0 + mib, ms=1.0)
+    rows.add("all_gather", shape="64MiB", impl="copy engine", setting="not run: no GPU")
+    assert [p.name for p in plot_file(tmp_path / "pair.csv")] == ["pair.gathers.png"]
 
 
 def test_without_a_gpu_it_says_so(tmp_path, capsys, monkeypatch):

@@ -6,8 +6,9 @@ import pytest
 import torch
 from gemworks.netmem.arena import PinnedArena
 from gemworks.netmem.budget import Option, Pace, Region, StepProfile, evaluate
+from gemworks.netmem.handles import memory_order
 from gemworks.netmem.movers import DelayedMover
-from gemworks.netmem.offload import OffloadEngine, memory_order
+from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.policy import apply_policy
 from torch import nn
 

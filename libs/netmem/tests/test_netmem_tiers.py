@@ -36,6 +36,23 @@ for mx, block in ((True, 32), (False, 128), (False, 512), (False, 500)):
         if block != 500:
             assert ".v4.b32" in ptx, f"no 16-byte access: {kernel.fn.__name__} {block}"
         print("ok")
+
+for kernel, constants in (
+    (k.decode_sum_kernel, dict(W=2, BLOCK=512, P=512, R=8, MASK=0, MX=False, MEAN=False)),
+    (k.decode_sum_kernel, dict(W=8, BLOCK=32, P=32, R=128, MASK=1, MX=True, MEAN=True)),
+    (k.sum_kernel, dict(W=2, RANK=1, MEAN=False, TILE_=k.TILE)),
+    (k.sum_kernel, dict(W=8, RANK=3, MEAN=True, TILE_=k.TILE)),
+):
+    types = dict(codes_ptr="*u8", scales_ptr="*u8" if constants.get("MX") else "*fp32")
+    types = {n: types.get(n, "*bf16" if n.endswith("_ptr") else "i32") for n in kernel.arg_names}
+    signature = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
+    aligned = [i for i, n in enumerate(kernel.arg_names) if n not in constants and n != "num_blocks"]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": k.NUM_WARPS}).asm["ptx"]
+    assert ".local" not in ptx, kernel.fn.__name__
+    assert ".v4.b32" in ptx, f"no 16-byte access: {kernel.fn.__name__}"
+    print("ok")
 """
 
 
@@ -56,4 +73,4 @@ def test_kernels_compile_for_sm_90_with_wide_accesses():
     pytest.importorskip("triton")
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert done.stdout.count("ok") == 8
+    assert done.stdout.count("ok") == 12

@@ -1,8 +1,8 @@
 """Network and memory planned together: budgets, offload, SM-free collectives."""
 
 from gemworks.netmem.arena import PinnedArena
-from gemworks.netmem.budget import CHOICES, Option, Plan, Region, StepProfile, evaluate
-from gemworks.netmem.codec import Bf16Codec, Codec, Fp8Codec, MXFP8Codec, get_codec
+from gemworks.netmem.budget import CHOICES, Option, Pace, Plan, Region, StepProfile, evaluate
+from gemworks.netmem.codec import Bf16Codec, Codec, Fp8Codec, MXFP8Codec, explain_codec, get_codec
 from gemworks.netmem.collectives import QuantizedCollective
 from gemworks.netmem.copy_engine import (
     CopyEngineAllGather,
@@ -50,6 +50,7 @@ __all__ = [
     "OffloadEngine",
     "Option",
     "OversubscribedError",
+    "Pace",
     "ParkedStateError",
     "PinnedArena",
     "PinnedMemoryExhaustedError",
@@ -67,6 +68,7 @@ __all__ = [
     "copy_engine_reduce_scatter",
     "curve",
     "evaluate",
+    "explain_codec",
     "few_ctas_options",
     "get_codec",
     "least_feasible",

@@ -68,6 +68,8 @@ class QuantizedCollective:
             that errors don't add up over steps (Seide et al., "1-bit stochastic gradient descent", Interspeech 2014).
         check: `"always"`: compare shapes across the ranks in every call, one small all-gather and one host
             synchronisation; `"never"`: trust the caller.
+        fused_sum: in `reduce_scatter`, decode and add in one Triton kernel where the codec has one. Off by default: the
+            kernel has the definition's bits under the interpreter and has not been run on a GPU yet.
 
     Every method is a collective: all ranks of the group call it in the same order.
     """
@@ -79,12 +81,14 @@ class QuantizedCollective:
         *,
         error_feedback: bool = False,
         check: Literal["always", "never"] = "always",
+        fused_sum: bool = False,
     ) -> None:
         if check not in ("always", "never"):
             raise ValueError(f"check: expected 'always' or 'never', got {check!r}")
         self._group = group
         self._codec = get_codec(codec)
         self._check = check
+        self._fused_sum = fused_sum
         self._feedback = error_feedback
         self._residuals: dict[str, torch.Tensor] = {}
         self._rank = dist.get_rank(group)
@@ -175,7 +179,7 @@ class QuantizedCollective:
         """The messages of all ranks, decoded and added in float32 in rank order."""
         numel = torch.Size(shape).numel()
         layout = kernel_layout(self._codec, shape, dtype, received.device)
-        if layout is not None and (layout[1] or (sizes[0] % 4 == 0 and numel % 4 == 0)):
+        if self._fused_sum and layout is not None and (layout[1] or (sizes[0] % 4 == 0 and numel % 4 == 0)):
             from gemworks.netmem import kernel_codec
 
             return kernel_codec.decode_sum(received, self._world, numel, *layout, dtype, mean).view(tuple(shape))

@@ -2,9 +2,9 @@
 
 One small interface (`Mover`) with three implementations, so that the state machine above is the same everywhere:
 
-- `CudaMover`: one stream each way, ~32 MiB chunks (copy engines serve in order of arrival and ignore stream priority,
-so a bulk
-  copy must not be one piece), no host synchronisation;
+- `CudaMover`: one stream each way, ~32 MiB chunks, no host synchronisation. Copy engines serve in order of arrival and
+  ignore stream priority; all chunks of a copy are queued at once, so they bound the size of a transfer, not the wait of
+  another copy behind it (decision 0186);
 - `InlineMover`: copies at once, on the CPU;
 - `DelayedMover`: copies on the CPU *later*, after a random number of further calls, holding its device-side tensors
 weakly as a

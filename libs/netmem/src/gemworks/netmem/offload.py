@@ -7,7 +7,6 @@ changes of a saved tensor, is done here instead.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import math
 import threading
@@ -19,8 +18,22 @@ from typing import Any
 
 import torch
 from gemworks.netmem.arena import PinnedArena
-from gemworks.netmem.codec import Codec, decode_checked, get_codec
-from gemworks.netmem.errors import ModifiedAfterSaveError, PinnedMemoryExhaustedError
+from gemworks.netmem.codec import Codec, get_codec
+from gemworks.netmem.errors import PinnedMemoryExhaustedError
+from gemworks.netmem.handles import (
+    Coded,
+    Codes,
+    Filed,
+    Handle,
+    Kept,
+    Moved,
+    Probe,
+    memory_order,
+    movable,
+    own_storage,
+    row_major,
+    view_of,
+)
 from gemworks.netmem.movers import CHUNK_BYTES, Mover, mover_for
 from gemworks.netmem.parcels import Parcel, State
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -61,147 +74,6 @@ class OffloadStats:
     in_flight_bytes: int = 0
     peak_in_flight_bytes: int = 0
     host_bytes: int = 0
-
-
-class _Probe:
-    """Watches a tensor's version counter without holding its memory."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self._alias = x.detach()
-        self.version = x._version
-        # assigning .data swaps the storage for an empty one and keeps the shared version counter
-        self._alias.data = torch.empty(0, dtype=x.dtype, device=x.device)
-
-    @property
-    def now(self) -> int:
-        return self._alias._version
-
-
-class _Handle(abc.ABC):
-    """What autograd stores instead of the tensor."""
-
-    def __init__(self, engine: OffloadEngine, x: torch.Tensor, parcels: tuple[Parcel, ...]) -> None:
-        for parcel in parcels:
-            parcel.num_handles += 1
-        self.parcels, self.engine = parcels, engine
-        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
-        self.version = x._version
-
-    @abc.abstractmethod
-    def version_now(self) -> int:
-        """The tensor's version counter, read without holding its memory."""
-
-    def check(self) -> None:
-        """Raise if the tensor was changed in place since it was saved."""
-        now = self.version_now()
-        if now != self.version:
-            raise ModifiedAfterSaveError(
-                f"a {tuple(self.shape)} {self.dtype} tensor was saved for backward at version {self.version} and is at "
-                f"version {now} now: an in-place operation changed it in between; use the out-of-place form, or clone "
-                f"it"
-            )
-
-    def __del__(self) -> None:
-        # may run in any thread, inside a locked section: only leave a note
-        if self.parcels:
-            self.engine._graveyard.append(self.parcels)
-
-
-class _Kept(_Handle):
-    def __init__(self, engine: OffloadEngine, x: torch.Tensor) -> None:
-        super().__init__(engine, x, ())
-        self.x = x
-
-    def version_now(self) -> int:
-        return self.x._version
-
-
-class _Moved(_Handle):
-    """A view of a storage that travels as raw bytes."""
-
-    def __init__(self, engine: OffloadEngine, x: torch.Tensor, parcel: Parcel, compact: bool) -> None:
-        super().__init__(engine, x, (parcel,))
-        self.probe = _Probe(x)
-        self.stride = _row_major(x.shape) if compact else x.stride()
-        self.offset = 0 if compact else x.storage_offset()
-
-    def version_now(self) -> int:
-        return self.probe.now
-
-
-class _Coded(_Handle):
-    """A tensor in coded form; each code tensor is either a parcel or stays on the device.
-
-    A dense tensor is coded with its dims in the order of memory and comes back with the strides it had: compiled code
-    relies on them. Any other tensor comes back contiguous.
-    """
-
-    def __init__(self, engine: OffloadEngine, x: torch.Tensor, codec: Codec, codes: _Codes) -> None:
-        super().__init__(engine, x, tuple(c for c, _, _ in codes if isinstance(c, Parcel)))
-        self.probe = _Probe(x)
-        self.codec, self.codes = codec, codes
-        self.order = memory_order(x) or tuple(range(x.dim()))
-
-    def restore(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The tensor again."""
-        shape = [self.shape[d] for d in self.order]
-        x = decode_checked(self.codec, codes, shape, self.dtype, self.device)
-        return x.permute([self.order.index(d) for d in range(len(self.order))])
-
-    def version_now(self) -> int:
-        return self.probe.now
-
-
-# each code tensor: where it is, its shape, its dtype
-_Codes = tuple[tuple[Parcel | torch.Tensor, torch.Size, torch.dtype], ...]
-
-
-@dataclass(frozen=True)
-class _Filed:
-    """What is known about a storage that was saved before, valid while it lives and its version stays."""
-
-    content: Any  # a Parcel, or codes
-    storage: StorageWeakRef
-    probe: _Probe
-
-    def valid(self) -> bool:
-        content = [self.content] if isinstance(self.content, Parcel) else [c for c, _, _ in self.content]
-        closed = any(isinstance(c, Parcel) and c.state is State.CLOSED for c in content)
-        return not closed and not self.storage.expired() and self.probe.now == self.probe.version
-
-
-def memory_order(x: torch.Tensor) -> tuple[int, ...] | None:
-    """The dims of a dense tensor from the slowest in memory to the fastest; None where elements overlap or leave gaps.
-
-    >>> memory_order(torch.empty(2, 3, 4).transpose(0, 2)), memory_order(torch.empty(4, 4)[:, :2])
-    ((2, 1, 0), None)
-    """
-    order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
-    expected = 1
-    for d in reversed(order):
-        if x.shape[d] != 1:
-            if x.stride(d) != expected:
-                return None
-            expected *= x.shape[d]
-    return tuple(order)
-
-
-def _row_major(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
-
-
-def _view(storage: torch.UntypedStorage, dtype: torch.dtype, offset: Any, shape: Any, stride: Any) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)  # type: ignore[arg-type]
-
-
-def _own_storage(x: torch.Tensor) -> torch.UntypedStorage:
-    """The storage of a contiguous tensor, copied if it holds more than the tensor."""
-    whole = x.untyped_storage().nbytes() == x.numel() * x.element_size()
-    return (x if whole else x.clone()).untyped_storage()
-
-
-def _movable(x: torch.Tensor) -> bool:
-    return type(x) is torch.Tensor and x.layout is torch.strided and not x.is_conj() and not x.is_neg()
 
 
 class OffloadEngine:
@@ -384,7 +256,7 @@ class OffloadEngine:
             self._reap()
             self._count["saved_bytes"] += x.numel() * x.element_size()
             size_bytes = x.numel() * x.element_size()
-            if not _movable(x) or x.device != self.device or x.untyped_storage()._cdata in excluded:
+            if not movable(x) or x.device != self.device or x.untyped_storage()._cdata in excluded:
                 return self._keep(x)
             if min(size_bytes, x.untyped_storage().nbytes()) < max(1, self.min_bytes):
                 return self._keep(x)
@@ -406,9 +278,9 @@ class OffloadEngine:
             text = f"host memory for offloading is exhausted, tensors stay on the device from here on: {error}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
-    def _keep(self, x: torch.Tensor) -> _Kept:
+    def _keep(self, x: torch.Tensor) -> Kept:
         self._count["num_kept"] += 1
-        return _Kept(self, x)
+        return Kept(self, x)
 
     def _send(self, storage: torch.UntypedStorage) -> Parcel:
         parcel = Parcel(self._sequence, storage, self.arena, self._mover)
@@ -427,9 +299,9 @@ class OffloadEngine:
         return filed.content if filed is not None and filed.valid() else None
 
     def _file(self, key: tuple[Any, ...], content: Any, x: torch.Tensor) -> None:
-        self._identity[key] = _Filed(content, StorageWeakRef(x.untyped_storage()), _Probe(x))
+        self._identity[key] = Filed(content, StorageWeakRef(x.untyped_storage()), Probe(x))
 
-    def _move(self, x: torch.Tensor, exact: bool) -> _Moved:
+    def _move(self, x: torch.Tensor, exact: bool) -> Moved:
         storage = x.untyped_storage()
         compact = storage.nbytes() > MAX_STORAGE_PER_VIEW * x.numel() * x.element_size()
         compact = compact and (not exact or x.is_contiguous())
@@ -441,13 +313,13 @@ class OffloadEngine:
             source = x.clone(memory_format=torch.contiguous_format).untyped_storage() if compact else storage
             parcel = self._send(source)
             self._file(key, parcel, x)
-        handle = _Moved(self, x, parcel, compact)
+        handle = Moved(self, x, parcel, compact)
         self._drain(self.window_bytes)
         return handle
 
-    def _code(self, x: torch.Tensor, codec: Codec, move: bool) -> _Coded:
+    def _code(self, x: torch.Tensor, codec: Codec, move: bool) -> Coded:
         key = (x.untyped_storage()._cdata, x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, codec.name)
-        codes: _Codes | None = self._look_up(key) if move else None
+        codes: Codes | None = self._look_up(key) if move else None
         if codes is None:
             order = memory_order(x)
             source = x.detach() if order is None else x.detach().permute(order)
@@ -456,7 +328,7 @@ class OffloadEngine:
             placed: list[Parcel | torch.Tensor] = []
             for c in tensors:
                 try:
-                    placed.append(self._send(_own_storage(c)) if move and c.numel() else c)
+                    placed.append(self._send(own_storage(c)) if move and c.numel() else c)
                 except PinnedMemoryExhaustedError as error:
                     self._exhausted(error)
                     placed.append(c)
@@ -464,25 +336,25 @@ class OffloadEngine:
             # codes on the device aren't filed: the file would keep them alive
             if all(isinstance(where, Parcel) for where in placed):
                 self._file(key, codes, x)
-        handle = _Coded(self, x, codec, codes)
+        handle = Coded(self, x, codec, codes)
         self._drain(self.window_bytes)
         return handle
 
     # -- unpack --------------------------------------------------------------------------------------------------------
 
-    def _unpack(self, handle: _Handle) -> torch.Tensor:
+    def _unpack(self, handle: Handle) -> torch.Tensor:
         with self._lock, torch.no_grad():
             self._reap()
             handle.check()
-            if isinstance(handle, _Kept):
+            if isinstance(handle, Kept):
                 return handle.x
             storages = {id(p): self._fetch(p) for p in handle.parcels}
-            if isinstance(handle, _Moved):
-                x = _view(storages[id(handle.parcels[0])], handle.dtype, handle.offset, handle.shape, handle.stride)
+            if isinstance(handle, Moved):
+                x = view_of(storages[id(handle.parcels[0])], handle.dtype, handle.offset, handle.shape, handle.stride)
             else:
-                assert isinstance(handle, _Coded)
+                assert isinstance(handle, Coded)
                 codes = tuple(
-                    _view(storages[id(c)], dtype, 0, shape, _row_major(shape)) if isinstance(c, Parcel) else c
+                    view_of(storages[id(c)], dtype, 0, shape, row_major(shape)) if isinstance(c, Parcel) else c
                     for c, shape, dtype in handle.codes
                 )
                 x = handle.restore(codes)
@@ -551,6 +423,10 @@ class OffloadEngine:
         self._leaving_bytes -= parcel.nbytes
         if parcel.state is State.LEAVING:
             parcel.depart()
+
+    def let_go(self, parcels: tuple[Parcel, ...]) -> None:
+        """A handle died: only leave a note, this may run in any thread and inside a locked section."""
+        self._graveyard.append(parcels)
 
     def _reap(self) -> None:
         """Close the parcels whose handles have all died."""

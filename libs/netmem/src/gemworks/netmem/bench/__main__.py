@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 from gemworks.netmem.bench import pair, single
-from gemworks.netmem.bench.budgets import budgets, plot_budgets, warm_compiler
+from gemworks.netmem.bench.budgets import budgets, warm_compiler
+from gemworks.netmem.bench.plots import plot_file
 from gemworks.netmem.bench.rows import Rows
 from gemworks.netmem.bench.stack import SMOKE, StackSize
 from gemworks.netmem.ledger import HBM, BandwidthLedger
@@ -34,6 +35,13 @@ def _matmul_tflops(device: torch.device, smoke: bool) -> float:
     size = 128 if smoke else 8192
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     return 2 * size**3 / timed_ms(lambda: a @ a, device, 5)[0] / 1e9
+
+
+def _plot(out: Path) -> None:
+    try:
+        plot_file(out)
+    except ImportError:
+        print("no plots: matplotlib is not installed")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -90,6 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         rows = pair.run(make_rows, suites, args.smoke)
         if not int(os.environ.get("RANK", "0")):
             rows.write(out)
+            _plot(out)
         return 0
     if args.warm != "no" and args.compile and device.type == "cuda" and {"all", "budgets"} & set(args.suite):
         warm_compiler(size)
@@ -103,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in SUITES if "all" in args.suite else args.suite:
         try:
             if name == "budgets":
-                plot_budgets(budgets(setup, size), out.with_suffix(".budgets.png"))
+                budgets(setup, size)
             else:
                 getattr(single, name)(setup)
         except (RuntimeError, AssertionError, ValueError, MemoryError) as error:
@@ -112,6 +121,7 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
             print(f"error: suite {name}: {type(error).__name__}: {error}", file=sys.stderr)
         rows.write(out)
+    _plot(out)
     return 1 if failed else 0
 
 

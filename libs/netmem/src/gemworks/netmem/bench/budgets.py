@@ -8,14 +8,15 @@ all the time: parameters, gradients, the batch and its gradient.
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from gemworks.netmem.arena import PinnedArena
@@ -154,16 +155,42 @@ def _gradients(study: Study, choices: Mapping[str, str]) -> torch.Tensor:
     return torch.cat([p.grad.float().flatten() for p in study.model.parameters() if p.grad is not None])
 
 
-def _solve(study: Study, step: StepProfile, budget_bytes: float) -> Plan | None:
+def _solve(step: StepProfile, budget_bytes: float) -> tuple[Plan | None, str]:
+    """The plan, or None and why; in a process of its own or in this one."""
     start = time.perf_counter()
     try:
         plan = solve(step, budget_bytes, rel_gap=REL_GAP)
     except InfeasibleBudgetError as error:
         text = f"budget {budget_bytes / GIB:.3f} GiB: least is {error.least_feasible_bytes / GIB:.3f}"
-        study.s.rows.add("budget", shape=study.size.label, setting=f"{text}, {error.held_up_by}")
-        return None
-    _log(f"solved in {time.perf_counter() - start:.1f} s: {_shares(plan)}, gap {plan.gap_s * 1e3:.3f} ms")
-    return plan
+        return None, f"{text}, {error.held_up_by}"
+    took = time.perf_counter() - start
+    return plan, f"solved in {took:.1f} s: {_shares(plan)}, gap {plan.gap_s * 1e3:.3f} ms"
+
+
+def _ready() -> None:
+    """Makes a worker import everything, and leave cores to the others."""
+    torch.set_num_threads(2)
+
+
+class _Solves:
+    """Plans for several budgets, solved on other cores while the GPU measures."""
+
+    def __init__(self, num: int) -> None:
+        self._pool = None
+        if num > 1:
+            self._pool = ProcessPoolExecutor(num, multiprocessing.get_context("spawn"), initializer=_ready)
+            for _ in range(num):
+                self._pool.submit(_ready)
+
+    def ask(self, step: StepProfile, budget_bytes: float) -> Callable[[], tuple[Plan | None, str]]:
+        """Start; call what comes back for the answer."""
+        if self._pool is None:
+            return lambda: _solve(step, budget_bytes)
+        return self._pool.submit(_solve, step, budget_bytes).result
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def warm_compiler(size: StackSize, timeout_s: float = 90) -> None:
@@ -218,9 +245,10 @@ def _profile(study: Study, choices: Sequence[str]) -> StepProfile:
     )
 
 
-def budgets(s: Setup, size: StackSize) -> list[tuple[str, list[Point]]]:
-    """Measure, predict, and return the curves to plot: (label, points)."""
+def budgets(s: Setup, size: StackSize) -> None:
+    """Measure and predict."""
     partitioned = [f"{RECOMPUTE}@{b}" for b in GLOBAL] if s.compile else ["recompute_cheap", RECOMPUTE]
+    solves = _Solves(1 if s.smoke else 1 + len(partitioned))
     study = Study(s, size)
     lossless = [KEEP, *partitioned, OFFLOAD]
     coded = [QUANTISE, QUANTISE_OFFLOAD, *([QUANTISE_FUSED] if study.compiled else [])]
@@ -235,26 +263,28 @@ def budgets(s: Setup, size: StackSize) -> list[tuple[str, list[Point]]]:
     _log("profiled\n" + table(kinds))
     _price_rows(study, kinds)
     keep = _everywhere(step, KEEP)
+    peers = {choice: _everywhere(step, choice) for choice in partitioned}
+    target_answer = solves.ask(step, step.base_bytes + TARGET_SHARE * (keep.peak_bytes - step.base_bytes))
+    answers = {choice: solves.ask(step, plan.peak_bytes) for choice, plan in peers.items()}
     study.keep_point = study.row("keep", "keep everything", keep)
-    mixed, uniform = [study.keep_point], [study.keep_point]
-    target = _solve(study, step, step.base_bytes + TARGET_SHARE * (keep.peak_bytes - step.base_bytes))
-    name = "-62 %" if target is not None else "least memory"
-    target = target or least_feasible(step)
-    mixed.append(study.row(f"{name}: {_shares(target)}", "gemworks", target, study.keep_point, "keep everything"))
     for rows in (lambda: _offload_rows(study, step, keep), lambda: _quantise_rows(study, step, coded)):
         try:
             rows()
         except _FAILURES:
             traceback.print_exc()
-    peers = {choice: _everywhere(step, choice) for choice in partitioned}
+    target, text = target_answer()
+    _log(text)
+    name = "-62 %" if target is not None else f"least memory ({text})"
+    target = target or least_feasible(step)
+    study.row(f"{name}: {_shares(target)}", "gemworks", target, study.keep_point, "keep everything")
     measured = {choice: study.row(f"global {choice}", "one global budget", plan) for choice, plan in peers.items()}
-    uniform += measured.values()
-    for choice, plan in peers.items():
-        mix = _solve(study, step, plan.peak_bytes)
+    for choice, answer in answers.items():
+        mix, text = answer()
+        _log(text)
         if mix is not None:
             text = f"memory of global {choice}: {_shares(mix)}"
-            mixed.append(study.row(text, "gemworks", mix, measured[choice], "one global budget"))
-    return [("one global budget", uniform), ("per region", mixed)]
+            study.row(text, "gemworks", mix, measured[choice], "one global budget")
+    solves.close()
 
 
 def _price_rows(study: Study, kinds: StepProfile) -> None:
@@ -300,30 +330,3 @@ def _quantise_rows(study: Study, step: StepProfile, coded: Sequence[str]) -> Non
         ratio = held / sum(r.option(choice).held_bytes for r in step.regions)
         text = f"{choice} everywhere: held {ratio:.3f}x less, gradient SQNR {sqnr_db:.1f} dB"
         study.row(text, f"gemworks {choice}", plan, study.keep_point, "keep everything")
-
-
-def plot_budgets(curves: Sequence[tuple[str, list[Point]]], path: Path) -> None:
-    """Peak memory against step time, measured and predicted."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no plot: matplotlib is not installed")
-        return
-    figure = Figure(figsize=(6, 4))
-    axes = figure.add_subplot()
-    for label, points in curves:
-        points = sorted((p for p in points if p.ms == p.ms), key=lambda p: p.peak_gib)
-        (line,) = axes.plot([p.peak_gib for p in points], [p.ms for p in points], "o-", label=f"{label}, measured")
-        points = sorted(points, key=lambda p: p.plan.peak_bytes)
-        axes.plot(
-            [p.plan.peak_bytes / GIB for p in points],
-            [p.plan.step_s * 1e3 for p in points],
-            "x:",
-            color=line.get_color(),
-            label=f"{label}, predicted",
-        )
-    axes.set_xlabel("peak memory (GiB)")
-    axes.set_ylabel("step (ms)")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)

@@ -221,12 +221,22 @@ def pair_quantized(rows: Rows, device: torch.device, smoke: bool) -> None:
 
         plain_ms = add(_native(device), "plain", plain)
         expected = (out if op == "reduce_scatter" else everyone).float()
-        checks: tuple[tuple[str, Literal["always", "never"]], ...]
-        checks = (("bf16", "never"), ("fp8_row", "always"), ("fp8_row", "never"), ("mxfp8", "never"))
-        for codec, check in checks:
-            q = QuantizedCollective(codec=codec, check=check)
+        checks: tuple[tuple[str, Literal["always", "never"], bool], ...] = (
+            ("bf16", "never", False),
+            ("fp8_row", "always", False),
+            ("fp8_row", "never", False),
+            ("fp8_row", "never", True),
+            ("mxfp8", "never", True),
+        )
+        for codec, check, fused_sum in checks:
+            q = QuantizedCollective(codec=codec, check=check, fused_sum=fused_sum)
             assert (coded(q).float() - expected).norm() <= 5e-2 * expected.norm(), f"{op} {codec}: wrong result"
-            add("gemworks", f"{codec}, check {check}", lambda q=q, coded=coded: coded(q), plain_ms)
+            add(
+                "gemworks",
+                f"{codec}, check {check}, fused sum {fused_sum}",
+                lambda q=q, coded=coded: coded(q),
+                plain_ms,
+            )
 
 
 def pair_fsdp(rows: Rows, device: torch.device, smoke: bool) -> None:

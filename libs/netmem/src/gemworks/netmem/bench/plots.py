@@ -1,0 +1,95 @@
+"""Plots of a benchmark CSV: `python -m gemworks.netmem.bench.plots docs/measured/netmem_h200.csv`.
+
+Drawn from the file alone, so that a run that was cut short, or rows of several runs, can be drawn too.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+_PREDICTED = re.compile(r"predicted ([\d.]+) ms, ([\d.]+) GiB")
+_CURVES = {"one global budget": "one global budget", "gemworks": "a choice per region", "gemworks offload": "offload"}
+
+
+def _axes() -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4))
+    return figure, figure.add_subplot()
+
+
+def _save(figure: Any, axes: Any, path: Path) -> None:
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def plot_budgets(rows: Iterable[Mapping[str, str]], path: Path) -> bool:
+    """Peak memory against step time, measured and predicted; False if there is nothing to draw."""
+    found: dict[str, list[tuple[float, float, float, float]]] = {}
+    for row in rows:
+        predicted = _PREDICTED.search(row["setting"])
+        if row["op"] != "budget" or not row["ms"] or predicted is None:
+            continue
+        ms, gib = (float(g) for g in predicted.groups())
+        # a CPU has no peak counter; there the prediction stands in
+        found.setdefault(row["impl"], []).append((float(row["memory_gib"] or gib), float(row["ms"]), gib, ms))
+    if not found:
+        return False
+    figure, axes = _axes()
+    for gib, ms, *_ in found.get("keep everything", []):
+        axes.plot([gib], [ms], "k*", markersize=10, label="keep everything")
+    for impl, label in _CURVES.items():
+        points = sorted(found.get(impl, []))
+        if points:
+            (line,) = axes.plot([p[0] for p in points], [p[1] for p in points], "o-", label=label)
+            points.sort(key=lambda p: p[2])
+            axes.plot([p[2] for p in points], [p[3] for p in points], "x:", color=line.get_color(), alpha=0.6)
+    axes.set_xlabel("peak memory of the step (GiB); dotted: predicted")
+    axes.set_ylabel("step (ms)")
+    _save(figure, axes, path)
+    return True
+
+
+def plot_gathers(rows: Iterable[Mapping[str, str]], path: Path) -> bool:
+    """Bandwidth of all-gathers by size; False if there is nothing to draw."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        if row["op"] == "all_gather" and row["gbps"]:
+            found.setdefault(row["impl"], []).append((int(row["shape"].removesuffix("MiB")), float(row["gbps"])))
+    if not found:
+        return False
+    figure, axes = _axes()
+    for impl, points in found.items():
+        points.sort()
+        label = "copy engine" if impl == "gemworks" else impl
+        axes.plot([p[0] for p in points], [p[1] for p in points], "o-", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("gathered size (MiB)")
+    axes.set_ylabel("received per GPU (GB/s)")
+    _save(figure, axes, path)
+    return True
+
+
+def plot_file(path: Path) -> list[Path]:
+    """Draw what a CSV has rows for, beside it.
+
+    Returns:
+        The files that were written.
+    """
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    plots = {path.with_suffix(".budgets.png"): plot_budgets, path.with_suffix(".gathers.png"): plot_gathers}
+    return [target for target, plot in plots.items() if plot(rows, target)]
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(*plot_file(Path(name)))
