@@ -172,7 +172,7 @@ def compile_fused(activation: str, config: table.FusedConfig, dtype: str, shared
 
 
 def activations_of(backend: str, kind: str) -> list[str]:
-    if backend == "gluon":
+    if backend in ("gluon", "gluon-usual"):
         return ["softmax"] if kind == "softmax" else ["fast_gelu"]
     others = ["identity", "squared_relu", "gelu", "gelu_tanh", "silu", "fast_silu"]
     return [] if kind == "softmax" else [*others, "leaky_relu", "hardswish", "tanh", "relu"]
@@ -184,10 +184,14 @@ def main(backend: str, architecture: str, dtype: str, width: str, masked: str) -
             for activation in ("softmax", "fast_gelu"):
                 compile_triton(step, activation, architecture, dtype, int(width), masked == "1")
         return
+    # What a batch of long sequences takes; "gluon" is the whole table.
     done: set[Any] = set()
-    for (step, kind, _), config in table.GLUON.items():
+    steps = ("forward",) if backend == "gluon-usual" else table.STEPS
+    for (step, kind, lengths), config in table.GLUON.items():
+        if backend == "gluon-usual" and lengths != "long":
+            continue
         for activation in activations_of(backend, kind):
-            if (step, activation, config) not in done:
+            if step in steps and (step, activation, config) not in done:
                 done.add((step, activation, config))
                 compile_gluon(step, activation, config, dtype, int(width), SHARED=masked == "1")
     for (kind, _), fused in table.FUSED.items() if int(width) == table.FUSED_HEAD_DIM else ():
