@@ -20,7 +20,7 @@ all, and the order is that of its own loop.
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
-from gemworks.jagged._triton.hopper_common import activate_with_grad
+from gemworks.jagged._triton.hopper_common import activate_with_grad, sync_threads
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -337,7 +337,7 @@ def _hand_over(
     else:
         gl.inline_asm_elementwise(ADD_PTX, PASS_ON, [piece, dq], dtype=gl.int32, is_pure=False, pack=4)
     if not SHARED:
-        gl.thread_barrier()
+        sync_threads()
         mbarrier.arrive(done, count=1)
 
 
@@ -388,7 +388,7 @@ def _tile(
     ds16 = ds32.to(DTYPE)
     ds_smem.index(ds_slot + GROUP).store(ds16)
     fence_async_shared()
-    gl.thread_barrier()
+    sync_threads()
     mbarrier.arrive(ds_full, count=1)
     ds = gl.convert_layout(ds16, P_LAYOUT)
     if not EARLY:
@@ -497,7 +497,7 @@ def _consumer(
                 mbarrier.arrive(q_free.index(sq), count=1)
                 ds_smem.index(ds_slot + GROUP).store(zero.to(DTYPE))
                 fence_async_shared()
-                gl.thread_barrier()
+                sync_threads()
                 mbarrier.arrive(ds_full, count=1)
                 mbarrier.wait(ds_full, step & 1)
                 dq = warpgroup_mma(
