@@ -161,7 +161,7 @@ def _load_rows(lse_ptr, delta_ptr, at, inside, row_smem, full, s):
 def _whole_tiles(
     q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row, total,
     tiles_per_unit, num_sequences, lse_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full,
-    k_free, ticket_full, counter_ptr, ticket_smem,
+    k_free, ticket_full, partial_turn, counter_ptr, ticket_smem,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
     SHARED: gl.constexpr,
 ):  # fmt: skip
@@ -170,6 +170,7 @@ def _whole_tiles(
     column = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
     fill = 0
     ki = 0
+    partial = 0
     counter = counter_ptr.to(gl.int64, bitcast=True)
     t = total - total
     while t < total:
@@ -210,6 +211,11 @@ def _whole_tiles(
                     mbarrier.expect(q_full.index(s), 2 * 64 * H * 2)
                     tma.async_copy_global_to_shared(q_desc, [q_from + m, head * H], q_full.index(s), q_smem.index(s))
                     tma.async_copy_global_to_shared(do_desc, [q_begin + m, head * H], q_full.index(s), do_smem.index(s))
+                if q_len % 64 > 0:  # the other warp's, once its place is free
+                    at_fill = fill + q_len // 64
+                    mbarrier.wait(q_free.index(at_fill % STAGES), ((at_fill // STAGES) & 1) ^ 1)
+                    mbarrier.arrive(partial_turn.index(partial % STAGES), count=1)
+                    partial += 1
                 fill += (q_len + 63) // 64
                 ki += 1
     ks = ki % KSTAGES
@@ -223,7 +229,8 @@ def _whole_tiles(
 def _partial_tiles(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, total, tiles_per_unit,
     num_sequences, q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t, do_stride_n,
-    lse_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full, k_free, ticket_full, ticket_smem,
+    lse_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, q_full, k_full, k_free, ticket_full, partial_turn,
+    ticket_smem,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
     SHARED: gl.constexpr,
 ):  # fmt: skip
@@ -235,6 +242,7 @@ def _partial_tiles(
     column = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
     fill = 0
     ki = 0
+    partial = 0
     mbarrier.wait(ticket_full.index(0), 0)
     t, row = _read_ticket(ticket_smem, 0)
     while t < total:
@@ -263,7 +271,8 @@ def _partial_tiles(
             do_desc = tma.make_tensor_descriptor(do_base, [q_len, H], [do_stride_t, 1], [64, H], do_smem.layout)
             at_fill = fill + whole
             s = at_fill % STAGES
-            mbarrier.wait(q_free.index(s), ((at_fill // STAGES) & 1) ^ 1)
+            mbarrier.wait(partial_turn.index(partial % STAGES), (partial // STAGES) & 1)
+            partial += 1
             if ACT == "softmax":
                 at = head64 * lse_stride_n + q_begin + whole * 64 + column
                 inside = column < q_len - whole * 64
@@ -558,12 +567,14 @@ def backward_fused_hopper_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [KSTAGES, 1], BAR)
     ticket_smem = gl.allocate_shared_memory(gl.int32, [2 * KSTAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ticket_full = gl.allocate_shared_memory(gl.int64, [KSTAGES, 1], BAR)
+    partial_turn = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     ds_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     gate = gl.allocate_shared_memory(gl.int64, [1], BAR)
     done = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for s in gl.static_range(STAGES):
         mbarrier.init(q_full.index(s), count=1)
         mbarrier.init(q_free.index(s), count=2)
+        mbarrier.init(partial_turn.index(s), count=1)
     for s in gl.static_range(KSTAGES):
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(k_free.index(s), count=2 + (not SHARED) + DIRECT)
@@ -588,12 +599,14 @@ def backward_fused_hopper_kernel(
                              ticket_smem, ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED)),
                 (_whole_tiles, (q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample,
                                 tile_row, total, tiles_per_unit, num_sequences, lse_stride_n, q_smem, do_smem, k_smem,
-                                v_smem, row_smem, q_full, q_free, k_full, k_free, ticket_full, counter_ptr, ticket_smem,
+                                v_smem, row_smem, q_full, q_free, k_full, k_free, ticket_full, partial_turn,
+                                counter_ptr, ticket_smem,
                                 ACT, HEADS, H, STAGES, KSTAGES, SHARED)),
                 (_partial_tiles, (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample,
                                   total, tiles_per_unit, num_sequences, q_stride_t, q_stride_n, k_stride_t, k_stride_n,
                                   v_stride_t, v_stride_n, do_stride_t, do_stride_n, lse_stride_n, q_smem, do_smem,
-                                  k_smem, v_smem, row_smem, q_full, q_free, k_full, k_free, ticket_full, ticket_smem,
+                                  k_smem, v_smem, row_smem, q_full, k_full, k_free, ticket_full, partial_turn,
+                                  ticket_smem,
                                   ACT, HEADS, H, STAGES, KSTAGES, SHARED)),
                 (_gatekeeper, (turn_ptr, bounds_k, bounds_q, tile_sample, total, gate, done, k_full, k_free,
                                ticket_smem, tiles_per_unit, num_sequences, HEADS, KSTAGES, SHARED)),

@@ -81,7 +81,7 @@ def _producer(
 @gluon.jit
 def _whole_tiles(
     q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
-    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, partial_turn,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
     RESIDENT: gl.constexpr,
@@ -91,6 +91,7 @@ def _whole_tiles(
     programs = gl.num_programs(0)
     fill = 0
     qi = 0
+    partial = 0
     fresh = pid >= 0
     rounds = (total + programs - 1) // programs
     for i in range(rounds):
@@ -121,13 +122,20 @@ def _whole_tiles(
                 mbarrier.wait(v_free.index(s), phase)
                 mbarrier.expect(v_full.index(s), BN * HV * 2)
                 tma.async_copy_global_to_shared(v_desc, [k_begin + j, head_k * HV], v_full.index(s), v_smem.index(s))
+            if to_load % BN > 0:  # the other warp's, once its place is free
+                at_fill = fill + to_load // BN
+                s = at_fill % STAGES
+                mbarrier.wait(k_free.index(s), ((at_fill // STAGES) & 1) ^ 1)
+                mbarrier.wait(v_free.index(s), ((at_fill // STAGES) & 1) ^ 1)
+                mbarrier.arrive(partial_turn.index(partial % STAGES), count=1)
+                partial += 1
             fill += (to_load + BN - 1) // BN
 
 
 @gluon.jit
 def _partial_tiles(
     k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
-    k_smem, v_smem, k_full, k_free, v_full, v_free,
+    k_smem, v_smem, k_full, v_full, partial_turn,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, RESIDENT: gl.constexpr,
 ):  # fmt: skip
@@ -139,6 +147,7 @@ def _partial_tiles(
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     fill = 0
+    partial = 0
     fresh = pid >= 0
     rounds = (total + programs - 1) // programs
     for i in range(rounds):
@@ -159,14 +168,13 @@ def _partial_tiles(
                 at_fill = fill + whole
                 s = at_fill % STAGES
                 phase = (at_fill // STAGES) & 1
-                mbarrier.wait(k_free.index(s), phase ^ 1)
+                mbarrier.wait(partial_turn.index(partial % STAGES), (partial // STAGES) & 1)
+                partial += 1
                 mbarrier.expect(k_full.index(s), BN * H * 2)
                 tma.async_copy_global_to_shared(k_desc, [whole * BN, 0], k_full.index(s), k_smem.index(s))
-                mbarrier.wait(v_free.index(s), phase ^ 1)
                 mbarrier.expect(v_full.index(s), BN * HV * 2)
                 tma.async_copy_global_to_shared(v_desc, [whole * BN, 0], v_full.index(s), v_smem.index(s))
-                mbarrier.wait(k_full.index(s), phase)  # then the descriptors may be written over
-                mbarrier.wait(v_full.index(s), phase)
+                mbarrier.wait(k_full.index(s), phase)  # then the descriptors may be written over, K's first
             fill += (to_load + BN - 1) // BN
 
 
@@ -322,6 +330,7 @@ def forward_hopper_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    partial_turn = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     for s in gl.static_range(QSTAGES):
         mbarrier.init(q_full.index(s), count=1)
         mbarrier.init(q_free.index(s), count=GROUPS)
@@ -330,6 +339,7 @@ def forward_hopper_kernel(
         mbarrier.init(k_free.index(s), count=GROUPS)
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(v_free.index(s), count=GROUPS)
+        mbarrier.init(partial_turn.index(s), count=1)
     fence_async_shared()
     total = gl.load(num_tiles) * HEADS
     if DIRECT and GROUPS == 1:
@@ -341,10 +351,11 @@ def forward_hopper_kernel(
                              ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
                 (_whole_tiles, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
                                 q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                                partial_turn,
                                 HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
                 (_partial_tiles, (k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
                                   k_stride_t, k_stride_n, v_stride_t, v_stride_n,
-                                  k_smem, v_smem, k_full, k_free, v_full, v_free,
+                                  k_smem, v_smem, k_full, v_full, partial_turn,
                                   HEADS, GROUP_HEADS, H, HV, BN, STAGES, RESIDENT)),
             ],
             [1, 1], [24, 24],
@@ -376,10 +387,11 @@ def forward_hopper_kernel(
                              ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
                 (_whole_tiles, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
                                 q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                                partial_turn,
                                 HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
                 (_partial_tiles, (k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
                                   k_stride_t, k_stride_n, v_stride_t, v_stride_n,
-                                  k_smem, v_smem, k_full, k_free, v_full, v_free,
+                                  k_smem, v_smem, k_full, v_full, partial_turn,
                                   HEADS, GROUP_HEADS, H, HV, BN, STAGES, RESIDENT)),
             ],
             [4, 1, 1], [CONSUMER_REGS, 24, 24],
@@ -419,10 +431,11 @@ def forward_hopper_kernel(
                              ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
                 (_whole_tiles, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
                                 q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                                partial_turn,
                                 HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
                 (_partial_tiles, (k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
                                   k_stride_t, k_stride_n, v_stride_t, v_stride_n,
-                                  k_smem, v_smem, k_full, k_free, v_full, v_free,
+                                  k_smem, v_smem, k_full, v_full, partial_turn,
                                   HEADS, GROUP_HEADS, H, HV, BN, STAGES, RESIDENT)),
             ],
             [4, 4, 1, 1], [CONSUMER_REGS, CONSUMER_REGS, 24, 24],
