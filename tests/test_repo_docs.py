@@ -12,7 +12,9 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -144,12 +146,43 @@ def build_site(config: Path, out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
+class Links(HTMLParser):
+    """The links and the anchors of a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.anchors.add(values.get("id") or "")
+        self.links += [link for name in ("href", "src") if (link := values.get(name))]
+
+
+def broken_links(site: Path) -> list[str]:
+    """Links of a built site that lead nowhere. Links to other hosts are not followed."""
+    pages = {path.resolve(): Links(path) for path in site.rglob("*.html") if path.name != "404.html"}
+    found = []
+    for path, page in pages.items():
+        for link in page.links:
+            target, _, anchor = unquote(link).partition("#")
+            if "://" in link or link.startswith(("mailto:", "data:")):
+                continue
+            file = (path.parent / target.partition("?")[0]).resolve() if target else path
+            if not file.is_file() or (anchor and file in pages and anchor not in pages[file].anchors):
+                found.append(f"{path.relative_to(site.resolve())}: {link}")
+    return found
+
+
 @pytest.mark.slow
 def test_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     done = build_site(ROOT / "mkdocs.yml", tmp_path / "site")
     assert done.returncode == 0, done.stderr
     for page in ("index", "support", "measured", "howto/launch", "libraries/jagged", "decisions/index"):
         assert (tmp_path / "site" / f"{page}.html").is_file(), page
+    assert broken_links(tmp_path / "site") == []
     support = (tmp_path / "site/support.html").read_text(encoding="utf-8")
     assert "<td>block_attention</td>" in support
     assert "mxfp8" in support

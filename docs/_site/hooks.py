@@ -97,6 +97,9 @@ def _navigate(files: Files, config: MkDocsConfig) -> None:
     changes = [page for page in left if page.startswith("changes/")]
     rest = [page for page in left if page not in {*details, *chosen, *changes, "decisions/index.md"}]
     assert config.nav is not None
+    if "ladder.md" in rest:  # the page comes with the first measured rows
+        rest.remove("ladder.md")
+        next(entry for entry in config.nav if "Measured" in entry)["Measured"].insert(0, {"The ladder": "ladder.md"})
     config.nav = [
         *config.nav,
         *([{"In depth": details}] if details else []),

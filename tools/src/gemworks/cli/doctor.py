@@ -130,13 +130,16 @@ def _devices() -> list[dict[str, Any]]:
             "description": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads in use",
         }
     ]
-    for index in range(torch.cuda.device_count()):
+    num_gpus = torch.cuda.device_count()
+    for index in range(num_gpus):
+        peers = [f"cuda:{j}" for j in range(num_gpus) if j != index and torch.cuda.can_device_access_peer(index, j)]
+        links = f", reaches {', '.join(peers)} directly" if peers else ", reaches other GPUs through the host only"
         properties = torch.cuda.get_device_properties(index)
         devices.append(
             {
                 "name": f"cuda:{index}",
                 "description": f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
-                f"sm_{properties.major}{properties.minor}",
+                f"sm_{properties.major}{properties.minor}{links if num_gpus > 1 else ''}",
             }
         )
     return devices

@@ -115,7 +115,7 @@ def bench(
 
     Args:
         args: arguments of the benchmark program itself, after `--`
-        suite: jagged, precision, parallel or netmem
+        suite: jagged, precision, parallel, netmem, layers or ladder
         out: new folder for CSV, plots and log, as the job sees it
         compare: CSV of an earlier run to compare with
         gpus: GPUs to ask the scheduler for; suites that use several get a process for each
