@@ -42,7 +42,7 @@ def test_tuned_triton_kernels_for_hopper(masked: str) -> None:
     ],
 )
 def test_gluon_kernels_for_hopper(backend: str, shared_query: str, steps: set[str]) -> None:
-    """Next to nothing spills, but for the dK/dV kernel: its two accumulators and two score tiles fill the 240 registers."""
+    """Next to nothing spills, except in the dK/dV kernel: accumulators and score tiles fill the 240 registers."""
     rows = compiled(backend, "sm_90", "bf16", "128", shared_query)
     assert {label.split()[0] for label in rows} == steps
     for label, row in rows.items():
