@@ -98,7 +98,8 @@ class FusedConfig:
 
 Config = TritonConfig | GluonConfig
 
-# (step, softmax or activation, class of lengths); 128-wide heads. Narrower heads use the same. Not measured yet: "few".
+# (step, softmax or activation, class of lengths); 128-wide heads. Narrower heads use the same. The backward's entries
+# serve what FUSED does not.
 GLUON: dict[tuple[Step, str, str], GluonConfig] = {
     ("forward", "softmax", "long"): GluonConfig(128, 2),
     ("forward", "softmax", "short"): GluonConfig(64, 3, groups=3, registers=160, resident_stages=2),
