@@ -64,11 +64,6 @@ def two_groups(block: int, stages: int, resident: int, keep: bool = False) -> Gl
     return GluonConfig(block, stages, 2, 232, resident, resident_keys=keep)
 
 
-def direct(block: int, stages: int, groups: int, resident: int, *, keep: bool = False) -> GluonConfig:
-    registers = 160 if groups == 3 else 232
-    return GluonConfig(block, stages, groups, registers, resident, resident_keys=keep, direct=True)
-
-
 def three_groups(block: int, stages: int, resident: int, registers: int = 160, keep: bool = False) -> GluonConfig:
     return GluonConfig(block, stages, 3, registers, resident, resident_keys=keep)
 
@@ -95,32 +90,25 @@ GROUPS: dict[str, list[Variant]] = {
     # The two directions with the torch peer beside them; first on purpose: what a run short of time should measure.
     "both": [
         ("forward", PEER, None),
-        ("forward", direct(64, 3, 3, 2), True),
         ("forward", three_groups(64, 3, 2), True),
-        ("forward", direct(128, 2, 2, 1), True),
-        ("forward", direct(128, 2, 2, 2), True),
         ("forward", two_groups(128, 2, 1), True),
-        ("forward", direct(64, 4, 3, 1), True),
-        ("forward", direct(64, 4, 2, 2), True),
-        ("forward", direct(128, 2, 2, 2, keep=True), True),
-        ("forward", direct(64, 4, 2, 2, keep=True), True),
+        ("forward", two_groups(128, 2, 2), True),
         ("forward", two_groups(128, 2, 2, keep=True), True),
         ("backward", PEER, None),
-        ("backward", FusedConfig(2, 2, early=True, ahead=True, direct=True), None),
-        ("backward", FusedConfig(2, 2, early=True, ahead=True), None),
         ("backward", None, None),  # the pair of kernels that the table names
-        ("backward", FusedConfig(2, 2, early=False, ahead=True, direct=True), None),
-        ("backward", FusedConfig(2, 2, early=False, ahead=False, direct=True), None),
+        ("backward", FusedConfig(2, 2, early=True, ahead=True), None),
+        ("backward", FusedConfig(2, 2, early=False, ahead=True), None),
     ],
     "backward": [
         ("backward", None, None),  # the pair of kernels that the table names
         *(
-            ("backward", FusedConfig(2, 2, early, ahead, direct), None)
-            for early, ahead, direct in (
-                (True, True, False),
-                (False, True, True),
-                (True, True, True),
-                (False, False, True),
+            ("backward", FusedConfig(stages, key_stages, early, ahead), None)
+            for stages, key_stages, early, ahead in (
+                (2, 2, False, False),
+                (2, 2, True, False),
+                (2, 2, False, True),
+                (2, 2, True, True),
+                (3, 1, True, True),
             )
         ),
     ],

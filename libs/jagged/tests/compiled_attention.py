@@ -94,28 +94,11 @@ def compile_triton(step: table.Step, activation: str, architecture: str, dtype: 
     report(f"{step} {activation} {config}", triton.compile(source, target=target, options=options))
 
 
-def describe(
-    kernel: Any,
-    signature: dict[str, str],
-    attributes: dict[Any, Any],
-    names: tuple[str, ...],
-    dtype: str,
-    width: int,
-    rows: int = 64,
-) -> None:
-    """Makes descriptors of those parameters, for boxes of so many rows, `width` wide."""
-    from triton.experimental.gluon import language as gl
-
-    layout = gl.NVMMASharedLayout.get_default_for([rows, width], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])
-    for name in names:
-        signature[name] = f"tensordesc<{dtype}[{rows},{width}],{layout!r}>"
-        attributes.pop((kernel.arg_names.index(name),), None)
-
-
 def compile_gluon(
     step: table.Step, activation: str, config: table.GluonConfig, dtype: str, width: int, **options: Any
 ) -> None:
     from gemworks.jagged.ops.attention_core import kernel_backward_hopper, kernel_forward_hopper
+    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
     constants: dict[str, Any] = {
@@ -131,7 +114,6 @@ def compile_gluon(
     if step == "forward":
         kernel, described = kernel_forward_hopper.forward_hopper_kernel, ("q_desc",)
         constants |= {"GROUP_HEADS": 1, "HV": width, "BN": config.block, "QSTAGES": config.resident_stages}
-        constants |= {"DIRECT": config.direct}
         constants |= {"GROUPS": config.groups, "FOLD": activation == "fast_gelu" and dtype == "bf16"}
     else:
         kernel, described = kernel_backward_hopper.backward_hopper_kernel, ("a_desc", "b_desc")
@@ -145,9 +127,10 @@ def compile_gluon(
         }
     constants |= options
     signature, constexprs, attributes = arguments(kernel, constants, dtype)
-    describe(kernel, signature, attributes, described, dtype, width)
-    if step == "forward":
-        describe(kernel, signature, attributes, ("k_desc", "v_desc"), dtype, width, config.block)
+    layout = gl.NVMMASharedLayout.get_default_for([64, width], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])
+    for name in described:
+        signature[name] = f"tensordesc<{dtype}[64,{width}],{layout!r}>"
+        attributes.pop((kernel.arg_names.index(name),), None)
     source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
     compiled = triton.compile(
         source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": config.max_registers}
@@ -162,17 +145,16 @@ def compile_fused(activation: str, config: table.FusedConfig, dtype: str, shared
     constants: dict[str, Any] = {
         "ACT": activation, "HEADS": HEADS, "H": table.FUSED_HEAD_DIM, "STAGES": config.stages,
         "KSTAGES": config.key_stages, "SHARED": shared, "EARLY": config.early, "AHEAD": config.ahead,
-        "DIRECT": config.direct, "CONSUMER_REGS": config.registers,
+        "CONSUMER_REGS": config.registers,
     }  # fmt: skip
     signature, constexprs, attributes = arguments(kernel, constants, dtype)
-    describe(kernel, signature, attributes, ("q_desc", "k_desc", "v_desc", "do_desc"), dtype, table.FUSED_HEAD_DIM)
     source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     report(f"backward {activation} {config}", compiled)
 
 
 def activations_of(backend: str, kind: str) -> list[str]:
-    if backend == "gluon":
+    if backend in ("gluon", "gluon-usual"):
         return ["softmax"] if kind == "softmax" else ["fast_gelu"]
     others = ["identity", "squared_relu", "gelu", "gelu_tanh", "silu", "fast_silu"]
     return [] if kind == "softmax" else [*others, "leaky_relu", "hardswish", "tanh", "relu"]
@@ -184,10 +166,14 @@ def main(backend: str, architecture: str, dtype: str, width: str, masked: str) -
             for activation in ("softmax", "fast_gelu"):
                 compile_triton(step, activation, architecture, dtype, int(width), masked == "1")
         return
+    # What a batch of long sequences takes; "gluon" is the whole table.
     done: set[Any] = set()
-    for (step, kind, _), config in table.GLUON.items():
+    steps = ("forward",) if backend == "gluon-usual" else table.STEPS
+    for (step, kind, lengths), config in table.GLUON.items():
+        if backend == "gluon-usual" and lengths != "long":
+            continue
         for activation in activations_of(backend, kind):
-            if (step, activation, config) not in done:
+            if step in steps and (step, activation, config) not in done:
                 done.add((step, activation, config))
                 compile_gluon(step, activation, config, dtype, int(width), SHARED=masked == "1")
     for (kind, _), fused in table.FUSED.items() if int(width) == table.FUSED_HEAD_DIM else ():

@@ -173,3 +173,24 @@ def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "compute_delta", lambda out, d_out: out.float().sum(-1).t().contiguous())
     with pytest.raises(AssertionError, match="q: "):
         check(monkeypatch)
+
+
+def test_queries_without_keys_get_zeros() -> None:
+    """The fused backward's helper writes dq of sequences without keys and of rows past the end, and nothing else."""
+    from gemworks.jagged.ops.attention_core.kernel_backward import zero_queries_without_keys_kernel
+    from gemworks.jagged.schedule import TileSchedule
+
+    kernel: Any = zero_queries_without_keys_kernel
+    lengths_q, lengths_k = torch.tensor([5, 130, 0, 257, 64]), torch.tensor([3, 0, 4, 0, 1])
+    offsets_q, offsets_k = offsets_from_lengths(lengths_q), offsets_from_lengths(lengths_k)
+    total, width = int(offsets_q[-1]) + 3, 2 * 24
+    schedule = TileSchedule.build(offsets_q, offsets_k, total_q=total, total_k=int(offsets_k[-1]), heights="q128")
+    sample, row, count = schedule.tensors[-1]
+    dq = torch.empty(total, 2, 24)
+    kernel[(sample.shape[0],)](
+        dq, schedule.bounds[0], schedule.bounds[3], sample, row, count, dq.stride(0), WIDTH=width, BW=64, ROWS=128, BR=8
+    )
+    without = torch.repeat_interleave(lengths_k == 0, lengths_q)
+    expected = torch.cat([without, torch.ones(3, dtype=torch.bool)])
+    assert dq.flatten(1).eq(0).all(1).equal(expected)
+    assert dq.flatten(1).isnan().all(1).equal(~expected)

@@ -230,6 +230,7 @@ def explain(
     for rule in [r for r in RULES if op in r.ops]:
         refusal = rule.refusal(op, dtype, place, head_dim)
         config = rule.config
+        shape: table.Shape | None = None
         if refusal is None and rule.backend != "reference" and op in KERNEL_OPS:
             width = head_dim or 128
             shape = table.Shape(
@@ -254,6 +255,9 @@ def explain(
         if refusal is None:
             name = str(dtype).removeprefix("torch.")
             reasons = [*refusals, f"takes {name} on {place}"]
+            if rule.backend != "reference" and op in KERNEL_OPS and shape is not None:
+                why = table.fused_refusal(shape, place)
+                reasons += [] if why is None else [f"backward in two kernels: {why}"]
             front = [f for f in ("qk_norm", "rope") if f in features]
             if front and rule.backend != "reference" and op in KERNEL_OPS:  # block attention has them inside
                 reasons.append(f"{' and '.join(front)} run before it, in PyTorch")

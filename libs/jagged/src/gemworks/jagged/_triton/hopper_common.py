@@ -7,6 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 _GELU = _definition.FAST_GELU_COEFFICIENTS
+# All threads of one partition; Triton 3.7 has another name for it.
+sync_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _hex(x: float) -> str:

@@ -20,7 +20,7 @@ all, and the order is that of its own loop.
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
-from gemworks.jagged._triton.hopper_common import activate_with_grad
+from gemworks.jagged._triton.hopper_common import activate_with_grad, sync_threads
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -150,136 +150,6 @@ def _producer(
 
 
 @gluon.jit
-def _load_rows(lse_ptr, delta_ptr, at, inside, row_smem, full, s):
-    """Log-sum-exp and delta of one query tile; zeros past the end: P = 1 there, times rows of zeros."""
-    async_copy.async_copy_global_to_shared(row_smem.index(2 * s), lse_ptr + at, mask=inside)
-    async_copy.async_copy_global_to_shared(row_smem.index(2 * s + 1), delta_ptr + at, mask=inside)
-    async_copy.mbarrier_arrive(full)  # counts itself in: before `expect` arrives
-
-
-@gluon.jit
-def _whole_tiles(
-    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row, total,
-    tiles_per_unit, num_sequences, lse_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full,
-    k_free, ticket_full, counter_ptr, ticket_smem,
-    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
-    SHARED: gl.constexpr,
-):  # fmt: skip
-    """Draws work and loads the tiles that are full. With SHARED a unit is a sequence and head, all its key tiles."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    column = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
-    fill = 0
-    ki = 0
-    counter = counter_ptr.to(gl.int64, bitcast=True)
-    t = total - total
-    while t < total:
-        ks = ki % KSTAGES
-        mbarrier.wait(k_free.index(ks), ((ki // KSTAGES) & 1) ^ 1)
-        t = gl.inline_asm_elementwise(TICKET_PTX, "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1)
-        if t < total:
-            head, _sample, k_begin, k_len, q_begin, q_len = _item(
-                t, tile_sample, bounds_k, bounds_q, tiles_per_unit, num_sequences, HEADS, SHARED
-            )
-            first = 0
-            end = k_len
-            if not SHARED:
-                first = gl.load(tile_row + t // HEADS)
-                end = first + 1
-            head64 = head.to(gl.int64)
-            q_from = 0 if SHARED else q_begin  # a shared query is the same rows for every sequence
-            for row in range(first, end, 128):
-                ks = ki % KSTAGES
-                mbarrier.wait(k_free.index(ks), ((ki // KSTAGES) & 1) ^ 1)
-                ticket_smem.index(2 * ks).store(gl.full([1], t, gl.int32, ONE))
-                ticket_smem.index(2 * ks + 1).store(gl.full([1], row, gl.int32, ONE))
-                mbarrier.arrive(ticket_full.index(ks), count=1)
-                if row + 128 <= k_len:
-                    full = k_full.index(ks)
-                    mbarrier.expect(full, 4 * 64 * H * 2)
-                    for g in gl.static_range(2):
-                        at_k = k_begin + row + g * 64
-                        tma.async_copy_global_to_shared(k_desc, [at_k, head * H], full, k_smem.index(2 * ks + g))
-                        tma.async_copy_global_to_shared(v_desc, [at_k, head * H], full, v_smem.index(2 * ks + g))
-                for m in range(0, q_len // 64 * 64, 64):
-                    at_fill = fill + m // 64
-                    s = at_fill % STAGES
-                    mbarrier.wait(q_free.index(s), ((at_fill // STAGES) & 1) ^ 1)
-                    if ACT == "softmax":
-                        at = head64 * lse_stride_n + q_begin + m + column
-                        _load_rows(lse_ptr, delta_ptr, at, column < 64, row_smem, q_full.index(s), s)
-                    mbarrier.expect(q_full.index(s), 2 * 64 * H * 2)
-                    tma.async_copy_global_to_shared(q_desc, [q_from + m, head * H], q_full.index(s), q_smem.index(s))
-                    tma.async_copy_global_to_shared(do_desc, [q_begin + m, head * H], q_full.index(s), do_smem.index(s))
-                fill += (q_len + 63) // 64
-                ki += 1
-    ks = ki % KSTAGES
-    mbarrier.wait(k_free.index(ks), ((ki // KSTAGES) & 1) ^ 1)
-    ticket_smem.index(2 * ks).store(gl.full([1], t, gl.int32, ONE))
-    mbarrier.arrive(ticket_full.index(ks), count=1)
-    mbarrier.arrive(k_full.index(ks), count=1)
-
-
-@gluon.jit
-def _partial_tiles(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, total, tiles_per_unit,
-    num_sequences, q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t, do_stride_n,
-    lse_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full, k_free, ticket_full, ticket_smem,
-    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
-    SHARED: gl.constexpr,
-):  # fmt: skip
-    """Loads the last key tile and the last query tile of a sequence where they are not full.
-
-    What lies past the end has to arrive as zeros, which takes a descriptor of its own for each sequence and head. To
-    make one takes as long as a query tile's products, hence a warp beside the one that loads all the others.
-    """
-    column = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
-    fill = 0
-    ki = 0
-    mbarrier.wait(ticket_full.index(0), 0)
-    t, row = _read_ticket(ticket_smem, 0)
-    while t < total:
-        ks = ki % KSTAGES
-        head, _sample, k_begin, k_len, q_begin, q_len = _item(
-            t, tile_sample, bounds_k, bounds_q, tiles_per_unit, num_sequences, HEADS, SHARED
-        )
-        head64 = head.to(gl.int64)
-        if row + 128 > k_len:
-            k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head64 * k_stride_n
-            v_base = v_ptr + k_begin.to(gl.int64) * v_stride_t + head64 * v_stride_n
-            k_desc = tma.make_tensor_descriptor(k_base, [k_len, H], [k_stride_t, 1], [64, H], k_smem.layout)
-            v_desc = tma.make_tensor_descriptor(v_base, [k_len, H], [v_stride_t, 1], [64, H], v_smem.layout)
-            full = k_full.index(ks)
-            mbarrier.expect(full, 4 * 64 * H * 2)
-            for g in gl.static_range(2):
-                tma.async_copy_global_to_shared(k_desc, [row + g * 64, 0], full, k_smem.index(2 * ks + g))
-                tma.async_copy_global_to_shared(v_desc, [row + g * 64, 0], full, v_smem.index(2 * ks + g))
-            mbarrier.wait(full, (ki // KSTAGES) & 1)  # then the descriptors may be written over
-        whole = q_len // 64
-        if whole * 64 < q_len:
-            q_from = 0 if SHARED else q_begin
-            q_base = q_ptr + q_from.to(gl.int64) * q_stride_t + head64 * q_stride_n
-            do_base = do_ptr + q_begin.to(gl.int64) * do_stride_t + head64 * do_stride_n
-            q_desc = tma.make_tensor_descriptor(q_base, [q_len, H], [q_stride_t, 1], [64, H], q_smem.layout)
-            do_desc = tma.make_tensor_descriptor(do_base, [q_len, H], [do_stride_t, 1], [64, H], do_smem.layout)
-            at_fill = fill + whole
-            s = at_fill % STAGES
-            mbarrier.wait(q_free.index(s), ((at_fill // STAGES) & 1) ^ 1)
-            if ACT == "softmax":
-                at = head64 * lse_stride_n + q_begin + whole * 64 + column
-                inside = column < q_len - whole * 64
-                _load_rows(lse_ptr, delta_ptr, at, inside, row_smem, q_full.index(s), s)
-            mbarrier.expect(q_full.index(s), 2 * 64 * H * 2)
-            tma.async_copy_global_to_shared(q_desc, [whole * 64, 0], q_full.index(s), q_smem.index(s))
-            tma.async_copy_global_to_shared(do_desc, [whole * 64, 0], q_full.index(s), do_smem.index(s))
-            mbarrier.wait(q_full.index(s), (at_fill // STAGES) & 1)
-        fill += (q_len + 63) // 64
-        mbarrier.arrive(k_free.index(ks), count=1)
-        ki += 1
-        mbarrier.wait(ticket_full.index(ki % KSTAGES), (ki // KSTAGES) & 1)
-        t, row = _read_ticket(ticket_smem, ki % KSTAGES)
-
-
-@gluon.jit
 def _gatekeeper(
     turn_ptr, bounds_k, bounds_q, tile_sample, total, gate, done, k_full, k_free, ticket_smem,
     tiles_per_unit, num_sequences, HEADS: gl.constexpr, KSTAGES: gl.constexpr, SHARED: gl.constexpr,
@@ -337,7 +207,7 @@ def _hand_over(
     else:
         gl.inline_asm_elementwise(ADD_PTX, PASS_ON, [piece, dq], dtype=gl.int32, is_pure=False, pack=4)
     if not SHARED:
-        gl.thread_barrier()
+        sync_threads()
         mbarrier.arrive(done, count=1)
 
 
@@ -388,7 +258,7 @@ def _tile(
     ds16 = ds32.to(DTYPE)
     ds_smem.index(ds_slot + GROUP).store(ds16)
     fence_async_shared()
-    gl.thread_barrier()
+    sync_threads()
     mbarrier.arrive(ds_full, count=1)
     ds = gl.convert_layout(ds16, P_LAYOUT)
     if not EARLY:
@@ -497,7 +367,7 @@ def _consumer(
                 mbarrier.arrive(q_free.index(sq), count=1)
                 ds_smem.index(ds_slot + GROUP).store(zero.to(DTYPE))
                 fence_async_shared()
-                gl.thread_barrier()
+                sync_threads()
                 mbarrier.arrive(ds_full, count=1)
                 mbarrier.wait(ds_full, step & 1)
                 dq = warpgroup_mma(
@@ -532,14 +402,14 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["lse_stride_n", "num_sequences"])  # other in every batch
 def backward_fused_hopper_kernel(
-    q_desc, k_desc, v_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr,
     scratch_ptr, turn_ptr, counter_ptr, lse_ptr, delta_ptr,
     bounds_k, bounds_q, tile_sample, tile_row, num_tiles, tiles_per_unit, num_sequences,
     scale,
     q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t, do_stride_n,
     dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, lse_stride_n,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
-    SHARED: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, DIRECT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    SHARED: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, H], DTYPE)
@@ -557,7 +427,6 @@ def backward_fused_hopper_kernel(
     k_full = gl.allocate_shared_memory(gl.int64, [KSTAGES, 1], BAR)
     k_free = gl.allocate_shared_memory(gl.int64, [KSTAGES, 1], BAR)
     ticket_smem = gl.allocate_shared_memory(gl.int32, [2 * KSTAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ticket_full = gl.allocate_shared_memory(gl.int64, [KSTAGES, 1], BAR)
     ds_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     gate = gl.allocate_shared_memory(gl.int64, [1], BAR)
     done = gl.allocate_shared_memory(gl.int64, [1], BAR)
@@ -566,60 +435,31 @@ def backward_fused_hopper_kernel(
         mbarrier.init(q_free.index(s), count=2)
     for s in gl.static_range(KSTAGES):
         mbarrier.init(k_full.index(s), count=1)
-        mbarrier.init(k_free.index(s), count=2 + (not SHARED) + DIRECT)
-        mbarrier.init(ticket_full.index(s), count=1)
+        mbarrier.init(k_free.index(s), count=2 if SHARED else 3)
     mbarrier.init(ds_full, count=2)
     mbarrier.init(gate, count=1)
     mbarrier.init(done, count=2)
     fence_async_shared()
     total = (num_sequences + 1) * HEADS if SHARED else gl.load(num_tiles) * HEADS
-    if DIRECT:
-        gl.warp_specialize(
-            [
-                (_consumer, (G(0), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
-                             tile_sample, total, tiles_per_unit, num_sequences, scale, dq_stride_t, dq_stride_n,
-                             dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, q_smem, do_smem,
-                             k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free, ds_full, gate, done,
-                             ticket_smem, ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED)),
-                (_consumer, (G(1), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
-                             tile_sample, total, tiles_per_unit, num_sequences, scale, dq_stride_t, dq_stride_n,
-                             dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, q_smem, do_smem,
-                             k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free, ds_full, gate, done,
-                             ticket_smem, ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED)),
-                (_whole_tiles, (q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample,
-                                tile_row, total, tiles_per_unit, num_sequences, lse_stride_n, q_smem, do_smem, k_smem,
-                                v_smem, row_smem, q_full, q_free, k_full, k_free, ticket_full, counter_ptr, ticket_smem,
-                                ACT, HEADS, H, STAGES, KSTAGES, SHARED)),
-                (_partial_tiles, (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample,
-                                  total, tiles_per_unit, num_sequences, q_stride_t, q_stride_n, k_stride_t, k_stride_n,
-                                  v_stride_t, v_stride_n, do_stride_t, do_stride_n, lse_stride_n, q_smem, do_smem,
-                                  k_smem, v_smem, row_smem, q_full, q_free, k_full, k_free, ticket_full, ticket_smem,
-                                  ACT, HEADS, H, STAGES, KSTAGES, SHARED)),
-                (_gatekeeper, (turn_ptr, bounds_k, bounds_q, tile_sample, total, gate, done, k_full, k_free,
-                               ticket_smem, tiles_per_unit, num_sequences, HEADS, KSTAGES, SHARED)),
-            ],
-            [4, 1, 1, 1], [CONSUMER_REGS, 24, 24, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (G(0), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
-                             tile_sample, total, tiles_per_unit, num_sequences, scale, dq_stride_t, dq_stride_n,
-                             dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, q_smem, do_smem,
-                             k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free, ds_full, gate, done,
-                             ticket_smem, ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED)),
-                (_consumer, (G(1), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
-                             tile_sample, total, tiles_per_unit, num_sequences, scale, dq_stride_t, dq_stride_n,
-                             dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, q_smem, do_smem,
-                             k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free, ds_full, gate, done,
-                             ticket_smem, ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED)),
-                (_producer, (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row,
-                             total, tiles_per_unit, num_sequences, q_stride_t, q_stride_n, k_stride_t, k_stride_n,
-                             v_stride_t, v_stride_n, do_stride_t, do_stride_n, lse_stride_n, q_smem, do_smem, k_smem,
-                             v_smem, row_smem, q_full, q_free, k_full, k_free, counter_ptr, ticket_smem,
-                             ACT, HEADS, H, STAGES, KSTAGES, SHARED)),
-                (_gatekeeper, (turn_ptr, bounds_k, bounds_q, tile_sample, total, gate, done, k_full, k_free,
-                               ticket_smem, tiles_per_unit, num_sequences, HEADS, KSTAGES, SHARED)),
-            ],
-            [4, 1, 1], [CONSUMER_REGS, 24, 24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consumer, (G(0), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
+                         tile_sample, total, tiles_per_unit, num_sequences, scale, dq_stride_t, dq_stride_n,
+                         dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, q_smem, do_smem,
+                         k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free, ds_full, gate, done,
+                         ticket_smem, ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED)),
+            (_consumer, (G(1), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
+                         tile_sample, total, tiles_per_unit, num_sequences, scale, dq_stride_t, dq_stride_n,
+                         dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, q_smem, do_smem,
+                         k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free, ds_full, gate, done,
+                         ticket_smem, ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED)),
+            (_producer, (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row,
+                         total, tiles_per_unit, num_sequences, q_stride_t, q_stride_n, k_stride_t, k_stride_n,
+                         v_stride_t, v_stride_n, do_stride_t, do_stride_n, lse_stride_n, q_smem, do_smem, k_smem,
+                         v_smem, row_smem, q_full, q_free, k_full, k_free, counter_ptr, ticket_smem,
+                         ACT, HEADS, H, STAGES, KSTAGES, SHARED)),
+            (_gatekeeper, (turn_ptr, bounds_k, bounds_q, tile_sample, total, gate, done, k_full, k_free,
+                           ticket_smem, tiles_per_unit, num_sequences, HEADS, KSTAGES, SHARED)),
+        ],
+        [4, 1, 1], [CONSUMER_REGS, 24, 24],
+    )  # fmt: skip

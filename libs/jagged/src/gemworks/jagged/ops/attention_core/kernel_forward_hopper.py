@@ -79,98 +79,6 @@ def _producer(
 
 
 @gluon.jit
-def _whole_tiles(
-    q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
-    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-    HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
-    RESIDENT: gl.constexpr,
-):  # fmt: skip
-    """Loads Q, and K and V where a tile of them is full."""
-    pid = gl.program_id(0)
-    programs = gl.num_programs(0)
-    fill = 0
-    qi = 0
-    fresh = pid >= 0
-    rounds = (total + programs - 1) // programs
-    for i in range(rounds):
-        t, tile, head = pick(i, pid, programs, rounds, total, HEADS, RESIDENT)
-        if t < total:
-            row, q_begin, _q_end, k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
-            head_k = head // GROUP_HEADS
-            q_row = row if SHARED else q_begin + row
-            qs = qi % QSTAGES
-            mbarrier.wait(q_free.index(qs), ((qi // QSTAGES) & 1) ^ 1)
-            mbarrier.expect(q_full.index(qs), GROUPS * 64 * H * 2)
-            for g in gl.static_range(GROUPS):
-                tma.async_copy_global_to_shared(
-                    q_desc, [q_row + g * 64, head * H], q_full.index(qs), q_smem.index(GROUPS * qs + g)
-                )
-            qi += 1
-            to_load = k_len
-            if RESIDENT:  # K and V of this sequence and head may still be there
-                to_load = gl.where(fresh, k_len, 0)
-                fresh = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
-            for j in range(0, to_load // BN * BN, BN):
-                at_fill = fill + j // BN
-                s = at_fill % STAGES
-                phase = ((at_fill // STAGES) & 1) ^ 1
-                mbarrier.wait(k_free.index(s), phase)
-                mbarrier.expect(k_full.index(s), BN * H * 2)
-                tma.async_copy_global_to_shared(k_desc, [k_begin + j, head_k * H], k_full.index(s), k_smem.index(s))
-                mbarrier.wait(v_free.index(s), phase)
-                mbarrier.expect(v_full.index(s), BN * HV * 2)
-                tma.async_copy_global_to_shared(v_desc, [k_begin + j, head_k * HV], v_full.index(s), v_smem.index(s))
-            fill += (to_load + BN - 1) // BN
-
-
-@gluon.jit
-def _partial_tiles(
-    k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
-    k_smem, v_smem, k_full, k_free, v_full, v_free,
-    HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, RESIDENT: gl.constexpr,
-):  # fmt: skip
-    """Loads the last tile of K and V where it is not full.
-
-    What lies past the end has to arrive as zeros, which takes a descriptor of its own for each sequence and head. To
-    make one takes as long as the products of a few tiles, hence a warp beside the one that loads all the others.
-    """
-    pid = gl.program_id(0)
-    programs = gl.num_programs(0)
-    fill = 0
-    fresh = pid >= 0
-    rounds = (total + programs - 1) // programs
-    for i in range(rounds):
-        t, tile, head = pick(i, pid, programs, rounds, total, HEADS, RESIDENT)
-        if t < total:
-            _row, _q_begin, _q_end, k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
-            to_load = k_len
-            if RESIDENT:
-                to_load = gl.where(fresh, k_len, 0)
-                fresh = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
-            whole = to_load // BN
-            if whole * BN < to_load:
-                head_k = (head // GROUP_HEADS).to(gl.int64)
-                k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head_k * k_stride_n
-                v_base = v_ptr + k_begin.to(gl.int64) * v_stride_t + head_k * v_stride_n
-                k_desc = tma.make_tensor_descriptor(k_base, [k_len, H], [k_stride_t, 1], [BN, H], k_smem.layout)
-                v_desc = tma.make_tensor_descriptor(v_base, [k_len, HV], [v_stride_t, 1], [BN, HV], v_smem.layout)
-                at_fill = fill + whole
-                s = at_fill % STAGES
-                phase = (at_fill // STAGES) & 1
-                mbarrier.wait(k_free.index(s), phase ^ 1)
-                mbarrier.expect(k_full.index(s), BN * H * 2)
-                tma.async_copy_global_to_shared(k_desc, [whole * BN, 0], k_full.index(s), k_smem.index(s))
-                mbarrier.wait(v_free.index(s), phase ^ 1)
-                mbarrier.expect(v_full.index(s), BN * HV * 2)
-                tma.async_copy_global_to_shared(v_desc, [whole * BN, 0], v_full.index(s), v_smem.index(s))
-                mbarrier.wait(k_full.index(s), phase)  # then the descriptors may be written over
-                mbarrier.wait(v_full.index(s), phase)
-            fill += (to_load + BN - 1) // BN
-
-
-@gluon.jit
 def _consumer(
     GROUP: gl.constexpr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
     out_stride_t, out_stride_n, lse_stride_n,
@@ -303,7 +211,7 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["lse_stride_n"])  # it is the number of rows, other in every batch
 def forward_hopper_kernel(
-    q_desc, k_desc, v_desc, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale,
+    q_desc, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale,
     k_stride_t, k_stride_n, v_stride_t, v_stride_n, out_stride_t, out_stride_n, lse_stride_n,
     ACT: gl.constexpr, HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
@@ -332,24 +240,7 @@ def forward_hopper_kernel(
         mbarrier.init(v_free.index(s), count=GROUPS)
     fence_async_shared()
     total = gl.load(num_tiles) * HEADS
-    if DIRECT and GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             out_stride_t, out_stride_n, lse_stride_n,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
-                (_whole_tiles, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
-                                q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                                HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
-                (_partial_tiles, (k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
-                                  k_stride_t, k_stride_n, v_stride_t, v_stride_n,
-                                  k_smem, v_smem, k_full, k_free, v_full, v_free,
-                                  HEADS, GROUP_HEADS, H, HV, BN, STAGES, RESIDENT)),
-            ],
-            [1, 1], [24, 24],
-        )  # fmt: skip
-    elif GROUPS == 1:
+    if GROUPS == 1:
         gl.warp_specialize(
             [
                 (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
@@ -362,27 +253,6 @@ def forward_hopper_kernel(
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
             ],
             [1], [24],
-        )  # fmt: skip
-    elif DIRECT and GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             out_stride_t, out_stride_n, lse_stride_n,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
-                (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             out_stride_t, out_stride_n, lse_stride_n,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
-                (_whole_tiles, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
-                                q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                                HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
-                (_partial_tiles, (k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
-                                  k_stride_t, k_stride_n, v_stride_t, v_stride_n,
-                                  k_smem, v_smem, k_full, k_free, v_full, v_free,
-                                  HEADS, GROUP_HEADS, H, HV, BN, STAGES, RESIDENT)),
-            ],
-            [4, 1, 1], [CONSUMER_REGS, 24, 24],
         )  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize(
@@ -401,31 +271,6 @@ def forward_hopper_kernel(
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
             ],
             [4, 1], [CONSUMER_REGS, 24],
-        )  # fmt: skip
-    elif DIRECT:
-        gl.warp_specialize(
-            [
-                (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             out_stride_t, out_stride_n, lse_stride_n,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
-                (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             out_stride_t, out_stride_n, lse_stride_n,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
-                (_consumer, (G(2), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             out_stride_t, out_stride_n, lse_stride_n,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
-                (_whole_tiles, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
-                                q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                                HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
-                (_partial_tiles, (k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
-                                  k_stride_t, k_stride_n, v_stride_t, v_stride_n,
-                                  k_smem, v_smem, k_full, k_free, v_full, v_free,
-                                  HEADS, GROUP_HEADS, H, HV, BN, STAGES, RESIDENT)),
-            ],
-            [4, 4, 1, 1], [CONSUMER_REGS, CONSUMER_REGS, 24, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
