@@ -67,6 +67,7 @@ def report(label: str, compiled: Any) -> None:
         name: len(re.findall(rf"\b{name}\b", sass))
         for name in ("HGMMA", "HMMA", "UTCHMMA", "STL", "LDL", "FFMA", "FMUL")
     }
+    counts["waits"] = len(re.findall(r"WARPGROUP\.DEPBAR", sass))
     row = {"label": label, "registers": int(found[1]), "stack": int(found[2]), "shared": compiled.metadata.shared}
     print(json.dumps(row | counts), flush=True)
 
@@ -94,14 +95,20 @@ def compile_triton(step: table.Step, activation: str, architecture: str, dtype: 
 
 
 def describe(
-    kernel: Any, signature: dict[str, str], attributes: dict[Any, Any], names: tuple[str, ...], dtype: str, width: int
+    kernel: Any,
+    signature: dict[str, str],
+    attributes: dict[Any, Any],
+    names: tuple[str, ...],
+    dtype: str,
+    width: int,
+    rows: int = 64,
 ) -> None:
-    """Makes descriptors of those parameters: boxes of 64 rows, `width` wide."""
+    """Makes descriptors of those parameters, for boxes of so many rows, `width` wide."""
     from triton.experimental.gluon import language as gl
 
-    layout = gl.NVMMASharedLayout.get_default_for([64, width], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])
+    layout = gl.NVMMASharedLayout.get_default_for([rows, width], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])
     for name in names:
-        signature[name] = f"tensordesc<{dtype}[64,{width}],{layout!r}>"
+        signature[name] = f"tensordesc<{dtype}[{rows},{width}],{layout!r}>"
         attributes.pop((kernel.arg_names.index(name),), None)
 
 
@@ -124,7 +131,7 @@ def compile_gluon(
     if step == "forward":
         kernel, described = kernel_forward_hopper.forward_hopper_kernel, ("q_desc",)
         constants |= {"GROUP_HEADS": 1, "HV": width, "BN": config.block, "QSTAGES": config.resident_stages}
-        constants |= {"CHAINED": config.chained, "QREG": config.query_registers}
+        constants |= {"DIRECT": config.direct}
         constants |= {"GROUPS": config.groups, "FOLD": activation == "fast_gelu" and dtype == "bf16"}
     else:
         kernel, described = kernel_backward_hopper.backward_hopper_kernel, ("a_desc", "b_desc")
@@ -139,6 +146,8 @@ def compile_gluon(
     constants |= options
     signature, constexprs, attributes = arguments(kernel, constants, dtype)
     describe(kernel, signature, attributes, described, dtype, width)
+    if step == "forward":
+        describe(kernel, signature, attributes, ("k_desc", "v_desc"), dtype, width, config.block)
     source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
     compiled = triton.compile(
         source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": config.max_registers}

@@ -67,6 +67,8 @@ def test_candidates_begin_with_what_is_shipped() -> None:
         candidates = list(tune.attention_candidates(shipped))
         assert candidates[0] == shipped
         assert all(c.stages >= 2 for c in candidates)  # one stage waits for itself
+    for fused in tune.SHIPPED_FUSED.values():
+        assert next(tune.fused_candidates(fused)) == fused
     for width in tune.NORM_WIDTHS:
         for sums in (False, True):
             candidates = list(tune.norm_candidates(width, sums=sums))

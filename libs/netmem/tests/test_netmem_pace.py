@@ -50,11 +50,12 @@ def test_a_granule_is_counted_once_per_queue_that_is_not_empty():
         make_step(rate=4, moved_bytes=1, granule_bytes=-1)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_only_the_first_region_moves_and_is_back_before_its_backward(seed):
+# with a million calls of delay nothing is done before somebody waits for it, as when the host is far ahead of a GPU
+@pytest.mark.parametrize(("seed", "max_delay"), [(0, 3), (1, 3), (2, 10**6)])
+def test_only_the_first_region_moves_and_is_back_before_its_backward(seed, max_delay):
     model = make_model()
     expected = gradients(model, X)
-    mover = DelayedMover(seed, max_delay=3)
+    mover = DelayedMover(seed, max_delay=max_delay)
     engine = OffloadEngine(
         PinnedArena(1 << 20, pin=False), device="cpu", window_bytes=1 << 20, min_bytes=64, mover=mover
     )

@@ -130,6 +130,17 @@ def test_sm_contention_stretches_only_what_overlaps() -> None:
     assert items["SM contention"] == pytest.approx(50 - 50 / 1.1)
 
 
+def test_a_wait_is_charged_to_what_ran_not_to_what_stood_in_line() -> None:
+    ops = [
+        Op("a", "compute", 10.0, [], "compute"),
+        Op("publish", "nvlink", 30.0, [0], "publish"),
+        Op("average", "network", 5.0, [1], "average"),
+        Op("b", "compute", 1.0, [2], "compute"),
+    ]
+    items = run_ops(ops, 0.0)
+    assert items == pytest.approx({"compute": 11.0, "publish": 30.0, "average": 5.0})
+
+
 worlds = st.sampled_from([8, 64, 1024, 4096])
 
 

@@ -50,7 +50,7 @@ def check_wide(plane, expected):
         lines, length = left.shape
         made = wide_scales(expected if plane.dim == 1 else expected.t(), lines, -(-length // 128))
         assert torch.equal(left.wide.nan_to_num(-1.0), made.nan_to_num(-1.0))
-        assert left.wide.stride() == made.stride()
+        assert left.wide.stride(0) == made.stride(0) == 1
         assert wide_scales(left, lines, -(-length // 128)) is left.wide
 
 
@@ -64,11 +64,13 @@ def check(x, spec, single=False):
         assert a.codes.stride() == b.codes.stride()
         check_wide(a, b)
         if single:
-            alone, count = cast(x, 1 - dim, spec, "triton")
-            assert torch.equal(alone.scales, b.scales)
-            assert torch.equal(alone.codes, b.codes)
-            check_wide(alone, b)
-            assert count == cast(x, 1 - dim, spec, "reference")[1]
+            part = x[:, -48:] if dim else x[-48:]  # fewer tiles, the last ones
+            alone, count = cast(part, 1 - dim, spec, "triton")
+            c, count_expected = cast(part, 1 - dim, spec, "reference")
+            assert torch.equal(alone.scales, c.scales)
+            assert torch.equal(alone.codes, c.codes)
+            check_wide(alone, c)
+            assert count == count_expected
     assert lost == lost_expected
     return lost
 

@@ -164,3 +164,17 @@ def test_page_takes_the_last_measurement_in_the_ladders_order():
         {"row": name, "batch": "8", "ms": ms} for name, ms in (("norms", "1"), ("padded_eager", "2"), ("norms", "3"))
     ]
     assert [(row["row"], row["ms"]) for row in in_order(rows)] == [("padded_eager", "2"), ("norms", "3")]
+
+
+def test_the_largest_batch_stops_where_memory_does(monkeypatch: pytest.MonkeyPatch):
+    """Running out of memory at 5 samples or more: the last size of the search that fits is 4."""
+    from gemworks.gem.ladder import __main__ as ladder
+
+    def steps(config: GemConfig, *args: object, **options: object) -> None:
+        assert config.kernels.layout == "padded"
+        if config.data.batch_size > 4:
+            raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(ladder, "run_steps", steps)
+    assert ladder.largest_batch(tiny(), CPU, limit=64) == 4
+    assert ladder.largest_batch(tiny(), CPU, limit=3) == 3

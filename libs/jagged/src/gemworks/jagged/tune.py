@@ -30,6 +30,7 @@ from gemworks.jagged.ops.attention_core import table
 from torch import Tensor
 
 SHIPPED_ATTENTION = dict(table.GLUON)
+SHIPPED_FUSED = dict(table.FUSED)
 NORM_WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 CASES = {"long": ("self", 256, 1024, 0), "short": ("pffn", 256, 2048, 256), "few": ("pool", 128, 2048, 64)}
 TOLERANCE = 2e-2
@@ -52,8 +53,9 @@ def default_path(gpu: str) -> Path:
 
 
 def keys() -> list[str]:
-    """What can be tuned: "attention STEP KIND LENGTHS" and "norm forward|sums D"."""
+    """What can be tuned: "attention STEP KIND LENGTHS", "fused KIND LENGTHS" and "norm forward|sums D"."""
     attention = [f"attention {' '.join(key)}" for key in SHIPPED_ATTENTION]
+    attention += [f"fused {' '.join(key)}" for key in SHIPPED_FUSED]
     return attention + [f"norm {what} {width}" for what in ("forward", "sums") for width in NORM_WIDTHS]
 
 
@@ -66,6 +68,7 @@ def use_table(path: str | Path | None) -> None:
         ValueError: no such file, not a table, or one with a line that this version does not know.
     """
     attention: dict[Any, table.GluonConfig] = dict(SHIPPED_ATTENTION)
+    fused: dict[Any, table.FusedConfig] = dict(SHIPPED_FUSED)
     norms: dict[tuple[int, bool], dict[str, Any]] = {}
     if path is not None:
         try:
@@ -79,6 +82,8 @@ def use_table(path: str | Path | None) -> None:
             try:
                 if suite == "attention" and tuple(rest) in SHIPPED_ATTENTION:
                     attention[tuple(rest)] = table.GluonConfig(**line["config"])
+                elif suite == "fused" and tuple(rest) in SHIPPED_FUSED:
+                    fused[tuple(rest)] = table.FusedConfig(**line["config"])
                 elif suite == "norm":
                     norms[int(rest[1]), rest[0] == "sums"] = line["config"]
                 else:
@@ -87,6 +92,8 @@ def use_table(path: str | Path | None) -> None:
                 raise ValueError(f"table: {path} has {line['key']!r}: {error}; tune again with this version") from None
     table.GLUON.clear()
     table.GLUON.update(attention)
+    table.FUSED.clear()
+    table.FUSED.update(fused)
     from gemworks.jagged.ops.norms import configs
 
     configs.TUNED.clear()
@@ -101,6 +108,12 @@ def attention_candidates(shipped: table.GluonConfig) -> Iterator[table.GluonConf
         (32, 64, 128), (2, 3, 4), dict.fromkeys(groups), (1, 2)
     ):
         yield replace(shipped, block=block, stages=stages, groups=group, registers=registers, resident_stages=resident)
+
+
+def fused_candidates(shipped: table.FusedConfig) -> Iterator[table.FusedConfig]:
+    yield shipped
+    for stages, key_stages, early, ahead in itertools.product((2, 3), (1, 2), (False, True), (False, True)):
+        yield replace(shipped, stages=stages, key_stages=key_stages, early=early, ahead=ahead)
 
 
 def norm_candidates(width: int, *, sums: bool) -> Iterator[Any]:
@@ -118,23 +131,26 @@ def attention_runner(key: str) -> tuple[Iterator[Any], Callable[[Any], Callable[
     from gemworks.jagged.bench.cases import Case, make_inputs
     from gemworks.jagged.bench.peers import ours
 
-    step, kind, lengths = key.split()[1:]
+    step, kind, lengths = key.replace("fused", "attention fused").split()[1:]
     shape, batch, maximum, rows = CASES[lengths]
     op = "flash_attention" if kind == "softmax" else "gdpa"
     case = Case(op, shape, batch, maximum, "full" if shape == "pffn" else "uniform", rows=rows)
     x = make_inputs(case, torch.device("cuda"), torch.bfloat16)
     attend = ours(x).attend
-
-    entry: Any = (step, kind, lengths)
+    entries: Any = table.FUSED if step == "fused" else table.GLUON
+    entry: Any = (kind, lengths) if step == "fused" else (step, kind, lengths)
+    if step != "fused":
+        table.FUSED.clear()  # it would take the place of both backward steps
 
     def runner(config: Any) -> Callable[[], list[Tensor]]:
-        table.GLUON[entry] = config
+        entries[entry] = config
         out = attend(*x.leaves)
         if step == "forward":
             return lambda: [attend(*(t.detach() for t in x.leaves))]
         return lambda: list(torch.autograd.grad(out, x.leaves, x.d_out, retain_graph=True))
 
-    return attention_candidates(SHIPPED_ATTENTION[entry]), runner
+    candidates = fused_candidates(SHIPPED_FUSED[entry]) if step == "fused" else None
+    return candidates or attention_candidates(SHIPPED_ATTENTION[entry]), runner
 
 
 def norm_runner(key: str) -> tuple[Iterator[Any], Callable[[Any], Callable[[], list[Tensor]]]]:
@@ -156,7 +172,7 @@ def tune(key: str) -> Entry:
     """The fastest candidate of one key, on this process's GPU."""
     from gemworks.jagged.bench.timing import Clock, Time
 
-    candidates, runner = (attention_runner if key.startswith("attention") else norm_runner)(key)
+    candidates, runner = (norm_runner if key.startswith("norm") else attention_runner)(key)
     clock = Clock(torch.device("cuda"))
     expected: list[Tensor] = []
     shipped_ms, best, best_ms = float("inf"), None, float("inf")

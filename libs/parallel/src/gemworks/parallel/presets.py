@@ -53,9 +53,9 @@ _H200_LINKS = {
 _H200_NVLINK: dict[Collective, Rate] = {
     "all_gather": Rate(bytes_per_s=256e9, latency_us=3.4),
     "reduce_scatter": Rate(bytes_per_s=229e9, latency_us=3.4),
-    "all_reduce": Rate(bytes_per_s=229e9, latency_us=3.4),
+    "all_reduce": Rate(bytes_per_s=285e9, latency_us=3.4),
     "all_to_all": Rate(bytes_per_s=279e9, latency_us=3.4),
-    "broadcast": Rate(bytes_per_s=256e9, latency_us=3.4),
+    "broadcast": Rate(bytes_per_s=305e9, latency_us=3.4),
 }
 _H200_SOURCES = {
     "gpu": "NVIDIA H200 SXM datasheet, dense peaks",
@@ -71,8 +71,8 @@ _H200_SOURCES = {
     "links.nvlink.copy_engines_up": "estimate: one push at a time was measured",
     "links.nvlink.copy_engines_down": "estimate: one push at a time was measured",
     "tiers.nvlink": _MEASURED + ": two GPUs, 256 MiB messages, rate per rank taken as bus bandwidth",
-    "tiers.nvlink.all_reduce": "estimate: as reduce-scatter",
-    "tiers.nvlink.broadcast": "estimate: as all-gather",
+    "tiers.nvlink.all_reduce": _MEASURED + ": two GPUs, fitted to 1 and 128 MiB",
+    "tiers.nvlink.broadcast": _MEASURED + ": two GPUs, fitted to 1 and 128 MiB",
     **{f"tiers.nvlink.{c}.latency_us": _NCCL_LATENCY for c in COLLECTIVES},
 }
 _NIC_EFFICIENCY = 0.9

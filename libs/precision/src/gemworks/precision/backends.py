@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from gemworks.precision import te_backend
 from gemworks.precision.recipe import GemmKind, Recipe, recipe
 
 Shape = tuple[int, int, int]
@@ -140,10 +141,20 @@ def _scaled_mm_kernel(op: str, kind: GemmKind, device: DeviceSpec) -> str:
     return "cuBLAS FP8 1x128 x 128x128 (forward, dgrad), 1x128 x 1x128 (wgrad)"
 
 
+def _te_rule(op: str, kind: GemmKind, shape: Shape, device: DeviceSpec) -> str | None:
+    return te_backend.refusal(kind, device.type, device.capability)
+
+
+def _te_kernel(op: str, kind: GemmKind, device: DeviceSpec) -> str:
+    return f"Transformer Engine's Linear, {te_backend.RECIPES[kind]} (its own casts; not run on our machines)"
+
+
 REGISTRY: dict[str, Backend] = {
     "reference": Backend("reference", _reference_rule, _reference_kernel),
     "triton": Backend("triton", _triton_rule, _triton_kernel),
     "scaled_mm": Backend("scaled_mm", _scaled_mm_rule, _scaled_mm_kernel),
+    # Of whole layers, and only by name: its codes are its own.
+    te_backend.NAME: Backend(te_backend.NAME, _te_rule, _te_kernel),
 }
 ORDER = ("scaled_mm", "triton", "reference")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from gemworks.precision.activation import activation_cast
+from gemworks.precision.attention import head_plane
 from gemworks.precision.backends import PrecisionCostWarning, device_spec
 from gemworks.precision.bench_checks import run_checks
 from gemworks.precision.bench_linear import bench_linear, bench_norm_linear, bench_parts
@@ -32,10 +33,11 @@ from gemworks.precision.bench_run import (
 )
 from gemworks.precision.casts import CastSpec, cast, cast_both
 from gemworks.precision.norm import norm_cast
+from gemworks.precision.projection import project_heads
 from gemworks.precision.recipe import GemmKind
 from torch import Tensor, nn
 
-PARTS = ("checks", "casts", "norms", "activations", "linear", "parts", "norm_linear")
+PARTS = ("checks", "casts", "norms", "activations", "projection", "linear", "parts", "norm_linear")
 
 
 def ceilings(bench: Bench) -> None:
@@ -106,6 +108,38 @@ def bench_activations(bench: Bench) -> None:
         parts = lambda x=x, s=spec: cast_both(nn.functional.gelu(x, approximate="tanh"), s)  # noqa: E731
         time_bytes(bench, "gelu_cast", (m, k), kind.value, "gemworks", fused, num_bytes)
         time_bytes(bench, "gelu_cast", (m, k), kind.value, "unfused", parts, num_bytes)
+
+
+def bench_projection(bench: Bench) -> None:
+    """q, k, v of four heads of 128 with the cast of q and k in the epilogue, against cuBLAS and a cast behind it."""
+    m, k, heads, width = (64, 64, 6, 32) if bench.smoke else (262144, 512, 12, 128)
+    coded = heads * 2 // 3
+    x, w = bench.randn(m, k), bench.randn(heads * width, k) / k**0.5
+
+    def parts() -> object:
+        y = nn.functional.linear(x, w).view(m, heads, width)
+        return head_plane(y[:, :coded].contiguous(), square=False)
+
+    rows: list[tuple[str, Callable[[], object]]] = [
+        ("gemworks", lambda: project_heads(x, w, width, coded)), ("unfused", parts)
+    ]  # fmt: skip
+    times = {impl: bench.time_graph(run) for impl, run in rows}
+    for impl, (ms, p20, p80) in times.items():
+        tflops = 2.0 * m * k * heads * width / ms / 1e9
+        bench.add(
+            op="project_heads",
+            shape=f"{m}x{k}x{heads * width}",
+            format="head-wide",
+            direction="fwd",
+            impl=impl,
+            ms=round(ms, 4),
+            ms_p20=round(p20, 4),
+            ms_p80=round(p80, 4),
+            tflops=round(tflops, 2),
+            roofline_fraction=round(tflops / bench.bf16_tflops, 4),
+            best_peer="unfused",
+            ratio_to_best_peer=round(times["unfused"][0] / ms, 4),
+        )
 
 
 def tune(bench: Bench, out: Path, which: str, warm: bool) -> None:
@@ -239,6 +273,7 @@ def main(arguments: list[str] | None = None) -> int:
         "casts": (bench_casts, ("cast",)),
         "norms": (bench_norms, ("cast", "norm")),
         "activations": (bench_activations, ("cast", "activation")),
+        "projection": (bench_projection, ("cast", "projection")),
         "linear": (bench_linear, ("cast", "gemm", "linear")),
         "parts": (bench_parts, ("cast", "gemm")),
         "norm_linear": (bench_norm_linear, ("cast", "norm", "gemm", "linear")),

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 from gemworks.precision.activation import ACTIVATIONS, activation_cast
+from gemworks.precision.attention import head_plane
 from gemworks.precision.backends import PrecisionCostWarning
 from gemworks.precision.bounds import fp32_bound, hopper_fp8_bound
 from gemworks.precision.casts import CastSpec, cast, cast_both
@@ -25,6 +26,7 @@ from gemworks.precision.linear import mx_linear
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.norm import norm_cast
 from gemworks.precision.probe import sqnr_db
+from gemworks.precision.projection import project_heads
 from gemworks.precision.recipe import GemmKind, recipe
 from gemworks.precision.rng import Stochastic
 from gemworks.precision.scales import ScaleMode
@@ -192,6 +194,22 @@ def check_activation(device: torch.device) -> None:
         _different(f"{activation} {kind.value} columns", out.columns, cast(out.y, 0, spec, "reference")[0])
 
 
+def check_projection(device: torch.device) -> None:
+    """Planes of the projection's epilogue are those of the y it computed, and y is that of cuBLAS to bf16 rounding."""
+    generator = torch.Generator(device).manual_seed(4)
+    for rows, features, width in ((300, 520, 64), (1000, 512, 128)):
+        x = torch.randn(rows, features, device=device, generator=generator).bfloat16()
+        w = (torch.randn(6 * width, features, device=device, generator=generator) / features**0.5).bfloat16()
+        y = project_heads(x, w, width, 0).values
+        torch.testing.assert_close(y.flatten(1), x @ w.t(), rtol=2**-7, atol=2e-2)
+        out = project_heads(x, w, width, 4)
+        assert out.coded is not None
+        plane = head_plane(y[:, :4].contiguous(), square=False, backend="reference")
+        _different(f"projection {rows}x{features}, heads of {width}", out.coded.plane, plane.plane)
+        if not torch.equal(out.values, y[:, 4:]):
+            raise AssertionError("projection: values beside codes differ")
+
+
 PRODUCT_SHAPES = ((128, 256, 128), (130, 256, 384), (1000, 1024, 512), (7, 384, 128))
 
 
@@ -286,6 +304,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     "cast:formats": check_formats,
     "norm": check_norm,
     "activation": check_activation,
+    "projection": check_projection,
     "gemm": check_products,
     "gemm:exact": check_exact_products,
     "linear": check_linear,

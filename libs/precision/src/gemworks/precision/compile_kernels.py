@@ -76,6 +76,8 @@ def general_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str
     """The general kernels."""
     from gemworks.precision import kernel_cast as kc
     from gemworks.precision.kernel_common import FORMATS, MODES
+    from gemworks.precision.kernel_project import project_kernel
+    from gemworks.precision.projection import BLOCK_FEATURES, BLOCK_ROWS, GROUP
     from gemworks.precision.triton_casts import both_config, rows_config
 
     u8, count = "*u8", "*i64"
@@ -159,6 +161,11 @@ def general_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str
         pointers = {**both_pointers, **halves, "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "eps": "fp32"}
         arguments = types(norm_cast_kernel, pointers, constants)
         yield "norm_cast", kind, norm_cast_kernel, arguments, constants, num_warps
+    constants = {"HAS_BIAS": False, "D": 128, "BM": BLOCK_ROWS, "BK": BLOCK_FEATURES, "GROUP": GROUP}
+    constants |= {"FORMAT": FORMATS["e4m3"], "MODE": MODES["rceil"], "HARDWARE": True, "PRECISION": "ieee"}
+    halves = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "values_ptr"), "*bf16")
+    arguments = types(project_kernel, {**halves, "codes_ptr": u8, "scales_ptr": u8}, constants)
+    yield "project", "", project_kernel, arguments, constants, 8
     constants = {"ROWS": 256, "COLUMNS": 8}
     arguments = types(kc.wide_scales_kernel, {"scales_ptr": u8, "out_ptr": "*fp32"}, constants)
     yield "wide_scales", "", kc.wide_scales_kernel, arguments, constants, 4
@@ -208,12 +215,11 @@ def compile_one(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    aligned = ("_ptr", "num_rows", "num_columns", "stride_row", "padded_columns")
+    aligned = ("_ptr", "num_rows", "num_columns", "num_features", "stride_row", "padded_columns")
     attributes = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(function.arg_names)
-        if name in types
-        and (name.endswith(aligned) or name in ("num_rows", "num_columns", "stride_row", "padded_columns"))
+        if name in types and (name.endswith(aligned) or name in aligned)
     }
     source = ASTSource(
         fn=function,

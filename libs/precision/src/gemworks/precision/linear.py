@@ -14,7 +14,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from gemworks.precision.backends import shape_rule
+from gemworks.precision import te_backend
+from gemworks.precision.backends import choose, device_spec, shape_rule
 from gemworks.precision.casts import CastSpec, cast, cast_both
 from gemworks.precision.formats import Format
 from gemworks.precision.gemms import gemm
@@ -311,6 +312,9 @@ def linear_with_counts(
     if torch.is_autocast_enabled(x.device.type):
         out_dtype = torch.get_autocast_dtype(x.device.type)
         x = x.to(out_dtype)
+    if chosen.backend == te_backend.NAME:
+        choose("gemm", chosen.forward.kind, (0, k, n), device_spec(x.device), chosen.backend)  # raises where it can't
+        return te_backend.te_linear(x, weight, bias, chosen), torch.zeros(2, dtype=torch.int64, device=x.device)
     save = torch.is_grad_enabled() and weight.requires_grad
     with torch.autocast(x.device.type, enabled=False):
         y, _, _, counts = torch.ops.gemworks_precision.linear(

@@ -88,9 +88,9 @@ class Trainer:
         self.schema = source.schema
         torch.manual_seed(config.train.seed)
         self.model = Gem(source.schema, config, device=device)
+        implement(self.model, config)
         self.num_dense_parameters = sum(p.numel() for p in self.model.dense_parameters())
         self.num_table_parameters = sum(p.numel() for p in self.model.sparse_parameters())
-        implement(self.model, config)
         tables = None
         if not self.ranks.alone:
             from gemworks.gem.parallelize import parallelize  # seconds to import, and one process has no use for it

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +37,14 @@ from gemworks.netmem.errors import InfeasibleBudgetError
 from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.policy import apply_policy
 from gemworks.netmem.profiler import profile, table
-from gemworks.netmem.solver import solve
+from gemworks.netmem.solver import least_feasible, solve
 
 # values of one global partitioner budget, and so the memory budgets at which it is compared
 GLOBAL = (0.8, 0.6, 0.4, 0.2, 0.0)
 TARGET_SHARE = 0.38  # -62 % of the activations
 REL_GAP = 0.01
 _START = time.perf_counter()
+_FAILURES = (RuntimeError, AssertionError, ValueError)
 
 
 def _log(text: str) -> None:
@@ -199,18 +201,12 @@ def warm_compiler(size: StackSize, timeout_s: float = 90) -> None:
             _log(f"compiling {choice} takes longer than {timeout_s:.0f} s; it goes on without")
 
 
-def budgets(s: Setup, size: StackSize) -> list[tuple[str, list[Point]]]:
-    """Measure, predict, and return the curves to plot: (label, points)."""
-    partitioned = [f"{RECOMPUTE}@{b}" for b in GLOBAL] if s.compile else ["recompute_cheap", RECOMPUTE]
-    study = Study(s, size)
-    choices = [KEEP, *partitioned, QUANTISE, OFFLOAD, QUANTISE_OFFLOAD]
-    if study.compiled:
-        choices.append(QUANTISE_FUSED)
-    step = profile(
+def _profile(study: Study, choices: Sequence[str]) -> StepProfile:
+    return profile(
         study.model,
         study.batch,
         study.model.regions,
-        ledger=s.ledger,
+        ledger=study.s.ledger,
         engine=study.engine,
         choices=choices,
         repeats=3,
@@ -220,6 +216,21 @@ def budgets(s: Setup, size: StackSize) -> list[tuple[str, list[Point]]]:
         alike=lambda name: type(study.model.get_submodule(name)).__name__,
         progress=_log,
     )
+
+
+def budgets(s: Setup, size: StackSize) -> list[tuple[str, list[Point]]]:
+    """Measure, predict, and return the curves to plot: (label, points)."""
+    partitioned = [f"{RECOMPUTE}@{b}" for b in GLOBAL] if s.compile else ["recompute_cheap", RECOMPUTE]
+    study = Study(s, size)
+    lossless = [KEEP, *partitioned, OFFLOAD]
+    coded = [QUANTISE, QUANTISE_OFFLOAD, *([QUANTISE_FUSED] if study.compiled else [])]
+    try:
+        step = _profile(study, [*lossless, *coded])
+    except _FAILURES:
+        # half of the study is better than none; the traceback says what is missing
+        traceback.print_exc()
+        coded = []
+        step = _profile(study, lossless)
     kinds = StepProfile(step.regions[:2])
     _log("profiled\n" + table(kinds))
     _price_rows(study, kinds)
@@ -227,11 +238,14 @@ def budgets(s: Setup, size: StackSize) -> list[tuple[str, list[Point]]]:
     study.keep_point = study.row("keep", "keep everything", keep)
     mixed, uniform = [study.keep_point], [study.keep_point]
     target = _solve(study, step, step.base_bytes + TARGET_SHARE * (keep.peak_bytes - step.base_bytes))
-    if target is not None:
-        point = study.row(f"-62 %: {_shares(target)}", "gemworks", target, study.keep_point, "keep everything")
-        mixed.append(point)
-    _quantise_rows(study, step)
-    _offload_rows(study, step, keep)
+    name = "-62 %" if target is not None else "least memory"
+    target = target or least_feasible(step)
+    mixed.append(study.row(f"{name}: {_shares(target)}", "gemworks", target, study.keep_point, "keep everything"))
+    for rows in (lambda: _offload_rows(study, step, keep), lambda: _quantise_rows(study, step, coded)):
+        try:
+            rows()
+        except _FAILURES:
+            traceback.print_exc()
     peers = {choice: _everywhere(step, choice) for choice in partitioned}
     measured = {choice: study.row(f"global {choice}", "one global budget", plan) for choice, plan in peers.items()}
     uniform += measured.values()
@@ -275,11 +289,11 @@ def _offload_rows(study: Study, step: StepProfile, keep: Plan) -> None:
         study.row(text, "gemworks offload", plan, study.keep_point, "keep everything")
 
 
-def _quantise_rows(study: Study, step: StepProfile) -> None:
+def _quantise_rows(study: Study, step: StepProfile, coded: Sequence[str]) -> None:
     """Quantised saved activations in every region: memory, time, error of the gradients."""
     expected = _gradients(study, dict(_everywhere(step, KEEP).choices))
     held = sum(r.option(KEEP).held_bytes for r in step.regions)
-    for choice in (QUANTISE, QUANTISE_FUSED) if study.compiled else (QUANTISE,):
+    for choice in [c for c in coded if c != QUANTISE_OFFLOAD]:
         plan = _everywhere(step, choice)
         got = _gradients(study, dict(plan.choices))
         sqnr_db = 10 * torch.log10(expected.square().sum() / (got - expected).square().sum()).item()

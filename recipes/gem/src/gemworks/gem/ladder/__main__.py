@@ -44,6 +44,31 @@ class Planned:
     refusal: str
 
 
+def largest_batch(base: GemConfig, device: torch.device, *, limit: int) -> int:
+    """The largest batch, in steps of 1, 2, 3, 4, 6, 8, 12, 16, ... samples, whose padded row trains without running out
+    of memory.
+
+    Raises:
+        ValueError: not even one sample fits.
+    """
+    sizes = [n for n in sorted({m << k for m in (2, 3) for k in range(20)} | {1}) if n <= limit]
+    found = 0
+    for size in sizes:
+        config = build(base.with_data(batch_size=size))[RUNGS[0].name]
+        source = open_source(config.data)
+        try:
+            batches = read_batches(config, source, 2, pin=device.type == "cuda")
+            run_steps(config, source, batches, device, warmup=0)
+        except torch.OutOfMemoryError:
+            break
+        finally:
+            free(device)
+        found = size
+    if not found:
+        raise ValueError(f"preset: one sample of {base.preset!r} does not fit padded; choose a smaller preset")
+    return found
+
+
 def planned_rows(base: GemConfig, *, leave_one_out: bool) -> Iterator[Planned]:
     """The rows of one ladder, on a base configuration that has its kind of attention."""
     configs = build(base)
@@ -177,13 +202,18 @@ def _line(row: Row) -> str:
     return f"{row['attention']:6} {row['row']:34} {speed}  {shares}  {row['note']}"
 
 
+def _batch_size(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m gemworks.gem.ladder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", default="large")
     parser.add_argument("--attention", choices=("block", "full"), action="append")
-    parser.add_argument("--batch-size", type=int, default=128, help="the largest that the padded row fits")
+    parser.add_argument("--batch-size", type=_batch_size, default=128, help="of all rows, or auto: what padding fits")
+    parser.add_argument("--largest", type=int, default=1024, help="where --batch-size auto stops looking")
     parser.add_argument("--law", default="uniform", choices=("uniform", "uniform_0.7", "zipf"))
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
     parser.add_argument("--warmup", type=int, default=5)
@@ -212,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.smoke:
         args.preset, args.batch_size, args.steps, args.warmup = "tiny", 8, 2, 1
     device = resolve_device("auto")
-    sets = [f"data.batch_size={args.batch_size}", f"data.length_law={args.law}", *args.sets]
+    sets = [f"data.batch_size={args.batch_size or 1}", f"data.length_law={args.law}", *args.sets]
     try:
         bases = [
             load_config(args.preset, sets=[*sets, f"model.attention={kind}"])
@@ -223,6 +253,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if device.type == "cpu":
         bases = [replace(base, train=replace(base.train, dtype="float32")) for base in bases]
+    if args.batch_size is None:
+        size = min(largest_batch(base, device, limit=args.largest) for base in bases)
+        print(f"largest batch that the padded row fits: {size}")
+        bases = [base.with_data(batch_size=size) for base in bases]
     ladder = Ladder(args, device, measure_ceilings(Clock(device), device))
     ladder.climb(bases, began + args.budget_s)
     print(f"{ladder.path}: {len(rows.done(ladder.path))} rows, {time.monotonic() - began:.0f} s")

@@ -110,7 +110,7 @@ def run_steps(
     trainer = Trainer(config, source, device)
     trainer.loader = ReadyBatches(batches)  # pyright: ignore[reportAttributeAccessIssue]
     samples: list[float] = []
-    steps, mark = trainer.steps(), 0.0
+    steps, mark = trainer.steps(), time.perf_counter()
     for step in steps:
         if step == warmup:
             trainer.take_row()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -128,10 +129,9 @@ def commit() -> str:
 
 def _triton_version() -> str:
     try:
-        import triton
-    except ImportError:
+        return version("triton")
+    except PackageNotFoundError:
         return ""
-    return triton.__version__
 
 
 def rows_of(layers: Sequence[Measured], common: Mapping[str, str]) -> list[Row]:

@@ -532,7 +532,8 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["lse_stride_n", "num_sequences"])  # other in every batch
 def backward_fused_hopper_kernel(
-    q_desc, k_desc, v_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, turn_ptr, counter_ptr, lse_ptr, delta_ptr,
+    q_desc, k_desc, v_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr,
+    scratch_ptr, turn_ptr, counter_ptr, lse_ptr, delta_ptr,
     bounds_k, bounds_q, tile_sample, tile_row, num_tiles, tiles_per_unit, num_sequences,
     scale,
     q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t, do_stride_n,
@@ -589,13 +590,13 @@ def backward_fused_hopper_kernel(
                                 tile_row, total, tiles_per_unit, num_sequences, lse_stride_n, q_smem, do_smem, k_smem,
                                 v_smem, row_smem, q_full, q_free, k_full, k_free, ticket_full, counter_ptr, ticket_smem,
                                 ACT, HEADS, H, STAGES, KSTAGES, SHARED)),
-                (_partial_tiles, (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, total,
-                                  tiles_per_unit, num_sequences, q_stride_t, q_stride_n, k_stride_t, k_stride_n,
-                                  v_stride_t, v_stride_n, do_stride_t, do_stride_n, lse_stride_n, q_smem, do_smem, k_smem,
-                                  v_smem, row_smem, q_full, q_free, k_full, k_free, ticket_full, ticket_smem,
+                (_partial_tiles, (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample,
+                                  total, tiles_per_unit, num_sequences, q_stride_t, q_stride_n, k_stride_t, k_stride_n,
+                                  v_stride_t, v_stride_n, do_stride_t, do_stride_n, lse_stride_n, q_smem, do_smem,
+                                  k_smem, v_smem, row_smem, q_full, q_free, k_full, k_free, ticket_full, ticket_smem,
                                   ACT, HEADS, H, STAGES, KSTAGES, SHARED)),
-                (_gatekeeper, (turn_ptr, bounds_k, bounds_q, tile_sample, total, gate, done, k_full, k_free, ticket_smem,
-                               tiles_per_unit, num_sequences, HEADS, KSTAGES, SHARED)),
+                (_gatekeeper, (turn_ptr, bounds_k, bounds_q, tile_sample, total, gate, done, k_full, k_free,
+                               ticket_smem, tiles_per_unit, num_sequences, HEADS, KSTAGES, SHARED)),
             ],
             [4, 1, 1, 1], [CONSUMER_REGS, 24, 24, 24],
         )  # fmt: skip
@@ -617,8 +618,8 @@ def backward_fused_hopper_kernel(
                              v_stride_t, v_stride_n, do_stride_t, do_stride_n, lse_stride_n, q_smem, do_smem, k_smem,
                              v_smem, row_smem, q_full, q_free, k_full, k_free, counter_ptr, ticket_smem,
                              ACT, HEADS, H, STAGES, KSTAGES, SHARED)),
-                (_gatekeeper, (turn_ptr, bounds_k, bounds_q, tile_sample, total, gate, done, k_full, k_free, ticket_smem,
-                               tiles_per_unit, num_sequences, HEADS, KSTAGES, SHARED)),
+                (_gatekeeper, (turn_ptr, bounds_k, bounds_q, tile_sample, total, gate, done, k_full, k_free,
+                               ticket_smem, tiles_per_unit, num_sequences, HEADS, KSTAGES, SHARED)),
             ],
             [4, 1, 1], [CONSUMER_REGS, 24, 24],
         )  # fmt: skip

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 G = gl.constexpr
+_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name since Triton 3.7
 
 
 @gluon.jit
@@ -166,7 +167,7 @@ def _consumer(
                     if BACKWARD:
                         _clear_past(d, length, ROWS_V, BLOCK)
                 fence_async_shared()
-                gl.thread_barrier()
+                _barrier()
                 s_acc = warpgroup_mma(qa, ka.permute((1, 0)), zero_S, use_acc=False, is_async=True)
                 s_acc = warpgroup_mma(qb, kb.permute((1, 0)), s_acc, is_async=True)
                 if BACKWARD:
@@ -194,7 +195,7 @@ def _consumer(
                         k_part = gl.convert_layout(gl.sum(along, axis=0) / H, gl.SliceLayout(1, J_LAYOUT))
                     ds_smem.index(GROUP).store(ds.to(DTYPE))
                     fence_async_shared()
-                    gl.thread_barrier()
+                    _barrier()
                     ds_LK = ds_smem.index(GROUP)
                     ds_KL = ds_LK.permute((1, 0))
                     dv = warpgroup_mma(p_smem.index(GROUP).permute((1, 0)), d, zero_V, use_acc=False, is_async=True)
@@ -240,7 +241,7 @@ def _consumer(
                     inside = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, V_LAYOUT)) < length
                     v.store(gl.where(inside[:, None], out, 0.0).to(DTYPE))  # rows of no sequence are 0
                 fence_async_shared()
-                gl.thread_barrier()
+                _barrier()
                 if stored == BLOCK:
                     if BACKWARD:
                         tma.async_copy_shared_to_global(x_desc, [row, head * H], qa)
@@ -260,7 +261,7 @@ def _consumer(
                 else:
                     _store_rows(v, x_ptr, row, head, stored, x_st, x_sn, 0, ROWS_V, BLOCK, V)
                 fence_async_shared()  # the next load into this stage is the copy engine's
-                gl.thread_barrier()
+                _barrier()
                 mbarrier.arrive(free.index(s), count=1)
             n += 1
 

@@ -1,0 +1,84 @@
+"""Transformer Engine as a backend of whole linear layers, for who has it: `Recipe(backend="transformer_engine")`.
+
+It quantises and multiplies by itself, forward and backward, so codes and scales are its own: scales of
+`Float8BlockScaling` are rounded up to powers of two like ours, E4M3 throughout; `MXFP8BlockScaling` is OCP MX. It is
+never chosen by itself, and has not been run by this library's tests, which only check what is asked of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+from typing import Any
+
+import torch
+from gemworks.precision.recipe import GemmKind, Recipe
+from torch import Tensor, nn
+
+NAME = "transformer_engine"
+RECIPES = {GemmKind.FP8_BLOCK128: "Float8BlockScaling", GemmKind.MXFP8: "MXFP8BlockScaling"}
+
+
+def refusal(kind: GemmKind, device_type: str, capability: int) -> str | None:
+    """Why Transformer Engine does not compute a layer of this kind there; None if it does."""
+    if kind not in RECIPES:
+        return f"it has no {kind.value}"
+    if device_type != "cuda":
+        return "needs a CUDA device"
+    if kind is GemmKind.FP8_BLOCK128 and capability != 90:
+        return f"its Float8BlockScaling is Hopper's (sm_90), this is sm_{capability}"
+    if kind is GemmKind.MXFP8 and not 100 <= capability < 120:
+        return f"its MXFP8BlockScaling needs sm_100, this is sm_{capability}"
+    if importlib.util.find_spec(NAME) is None:
+        return "transformer_engine is not installed (pip install 'gemworks-precision[transformer-engine]')"
+    return None
+
+
+def check_recipe(chosen: Recipe) -> None:
+    """Raise ValueError for what its layers can't do: mixed kinds, E5M2, our own extras."""
+    if len(set(chosen.kinds)) != 1:
+        raise ValueError(
+            f"backend: {NAME!r} runs one arithmetic for all products, got {[k.value for k in chosen.kinds]}"
+        )
+    extras = {
+        "stochastic_gradients": chosen.stochastic_gradients,
+        "hadamard_size": chosen.hadamard_size,
+        "row_weights": chosen.row_weights,
+        "square_weights": chosen.square_weights,
+    }
+    asked = [name for name, value in extras.items() if value]
+    formats = {f.value for gemm in (chosen.forward, chosen.dgrad, chosen.wgrad) for f in (gemm.left, gemm.right)}
+    if asked or formats != {"e4m3"} or chosen.scale_mode.value != "rceil":
+        raise ValueError(
+            f"backend: {NAME!r} takes E4M3 with scale mode 'rceil' and none of {sorted(extras)}; got formats "
+            f"{sorted(formats)}, {chosen.scale_mode.value!r}, {asked}; use backend='auto'"
+        )
+
+
+@lru_cache(maxsize=256)
+def _layer(in_features: int, out_features: int, has_bias: bool, dtype: torch.dtype, device: torch.device) -> Any:
+    """A layer of its, whose parameters are replaced before each call."""
+    import transformer_engine.pytorch as te  # pyright: ignore[reportMissingImports]
+
+    return te.Linear(in_features, out_features, bias=has_bias, params_dtype=dtype, device=device)
+
+
+def te_linear(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Recipe) -> Tensor:
+    """`x W^T + bias` by Transformer Engine, with its gradients.
+
+    Raises:
+        ValueError: a recipe that it can't follow, or a weight that is no parameter (it registers what it trains).
+    """
+    check_recipe(chosen)
+    if not isinstance(weight, nn.Parameter) or not (bias is None or isinstance(bias, nn.Parameter)):
+        raise ValueError(f"weight: got a {type(weight).__name__}, expected an nn.Parameter for backend {NAME!r}")
+    import transformer_engine.pytorch as te  # pyright: ignore[reportMissingImports]
+    from transformer_engine.common import recipe as te_recipe  # pyright: ignore[reportMissingImports]
+
+    layer = _layer(weight.shape[1], weight.shape[0], bias is not None, weight.dtype, weight.device)
+    layer.weight = weight
+    if bias is not None:
+        layer.bias = bias
+    made = getattr(te_recipe, RECIPES[chosen.forward.kind])()
+    with te.fp8_autocast(enabled=True, fp8_recipe=made):
+        return layer(x)

@@ -1,0 +1,190 @@
+"""Trains one model per seed and recipe, evaluates all on the same held-out samples, and says how far their NE differ.
+
+    python recipes/gem/benchmarks/loss_parity.py --preset tiny --out docs/measured/loss_parity_movielens_cpu.csv \
+        --set data.source=movielens --recipes bf16 mxfp8 --seeds 0
+    python recipes/gem/benchmarks/loss_parity.py --preset base --out docs/measured/loss_parity_h200.csv \
+        --recipes bf16 mxfp8 mxfp8_regroup128 fp8_block128 mxfp8_floor --seeds 0 1 2 3 4
+
+The first recipe is the one that the others are compared with: same seed, same initial weights, same batches. A row per
+seed and recipe: NE of the primary task, its difference in per cent of the first recipe's NE with a paired 95 %
+interval over samples (bootstrap); behind them a row per recipe with the mean over seeds and its 95 % interval
+(Student's t). `mxfp8_floor` is `mxfp8` with scale mode floor, which saturates. `--curve` plots the training losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from gemworks.gem.config import GemConfig
+from gemworks.gem.data import open_source
+from gemworks.gem.device import resolve_device
+from gemworks.gem.evaluate import evaluate
+from gemworks.gem.metrics import normalized_entropy, paired_bootstrap
+from gemworks.gem.presets import load_config
+from gemworks.gem.trainer import Trainer
+from gemworks.precision import recipe
+from torch import Tensor
+
+COLUMNS = (
+    "recipe", "seed", "ne", "ne_difference_percent", "low_percent", "high_percent", "num_layers", "preset", "source",
+    "num_samples", "num_steps", "batch_size", "dtype", "device", "seconds", "command", "commit", "torch",
+)  # fmt: skip
+# Two-sided 97.5 % quantiles of Student's t with n - 1 degrees of freedom, n = 2 .. 10.
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def commit() -> str:
+    """The checkout's commit: of git, or what GEMWORKS_COMMIT says."""
+    if "GEMWORKS_COMMIT" in os.environ:
+        return os.environ["GEMWORKS_COMMIT"]
+    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return answer.stdout.strip()
+
+
+def named_recipe(name: str, folder: Path) -> str:
+    """What `kernels.linears` takes for a name of ours: a preset's name, or the path of a recipe file."""
+    if not name.endswith("_floor"):
+        return name
+    path = folder / f"{name}.toml"
+    recipe(name.removesuffix("_floor"), name=name, scale_mode="floor").save_file(path)
+    return str(path)
+
+
+def train(config: GemConfig, source: Any, device: torch.device) -> tuple[Tensor, Tensor, list[float], int]:
+    """Logits and labels of the primary task on the test part, the losses of the steps, and how many linears differ."""
+    from gemworks.precision.convert import MXLinear
+
+    trainer = Trainer(config, source, device)
+    losses: list[float] = []
+    before = 0.0
+    for _ in trainer.steps():
+        losses.append(trainer._window_loss - before)
+        before = trainer._window_loss
+    predictions = evaluate(trainer.model, source, config, "test", device)
+    logits_NK, labels_NK, _ = predictions.tensors()
+    converted = sum(isinstance(module, MXLinear) for module in trainer.model.modules())
+    return logits_NK[:, 0].cpu(), labels_NK[:, 0].cpu(), losses, converted
+
+
+def seeds_interval(differences: list[float]) -> tuple[float, float, float]:
+    """Mean and 95 % interval over seeds; the interval of one seed is unknown (NaN)."""
+    mean = statistics.fmean(differences)
+    if len(differences) < 2:
+        return mean, math.nan, math.nan
+    half = STUDENT[min(len(differences) - 2, len(STUDENT) - 1)] * statistics.stdev(differences)
+    half /= math.sqrt(len(differences))
+    return mean, mean - half, mean + half
+
+
+def draw(path: Path, curves: dict[str, list[float]]) -> None:
+    """Training losses of the first seed, averaged over 20 steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(8, 4.5))
+    for name, losses in curves.items():
+        width = min(20, len(losses))
+        smooth = torch.tensor(losses).unfold(0, width, 1).mean(1).tolist()
+        axis.plot(range(width, len(losses) + 1), smooth, label=name, linewidth=0.9)
+    axis.set_xlabel("step")
+    axis.set_ylabel("training loss, mean of 20 steps")
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run; the CSV is written again after every model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="small")
+    parser.add_argument("--recipes", nargs="+", default=["bf16", "mxfp8"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--set", nargs="*", default=[], dest="sets", metavar="A.B=C")
+    parser.add_argument("--min-features", type=int, default=128, help="narrower linears stay in bf16")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--curve", type=Path, help="a PNG of the training losses of the first seed")
+    chosen = parser.parse_args(arguments)
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    differences: dict[str, list[float]] = {}
+    curves: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in chosen.seeds:
+            first: Tensor | None = None
+            base = math.nan
+            for name in chosen.recipes:
+                kernels = [
+                    f"kernels.linears={json.dumps(named_recipe(name, Path(folder)))}",
+                    f"kernels.linears_min_features={chosen.min_features}",
+                ]
+                if name == "bf16":
+                    kernels = []
+                config = load_config(chosen.preset, sets=[*chosen.sets, f"train.seed={seed}", *kernels])
+                device = resolve_device(config.train.device)
+                source = open_source(config.data)
+                start = time.perf_counter()
+                logits, labels, losses, converted = train(config, source, device)
+                ne = normalized_entropy(logits, labels)
+                row: dict[str, Any] = {"recipe": name, "seed": seed, "ne": ne, "num_layers": converted}
+                if seed == chosen.seeds[0]:
+                    curves[name] = losses
+                if first is None:
+                    first, base = logits, ne
+                else:
+                    interval = paired_bootstrap(logits, first, labels)
+                    row["ne_difference_percent"] = 100 * interval.difference / base
+                    row["low_percent"], row["high_percent"] = 100 * interval.low / base, 100 * interval.high / base
+                    differences.setdefault(name, []).append(row["ne_difference_percent"])
+                row |= {
+                    "preset": chosen.preset,
+                    "source": config.data.source,
+                    "num_samples": labels.numel(),
+                    "num_steps": len(losses),
+                    "batch_size": config.data.batch_size,
+                    "dtype": config.train.dtype,
+                    "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+                    "seconds": round(time.perf_counter() - start, 1),
+                }
+                rows.append(row)
+                print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+                write(chosen.out, rows, differences, len(chosen.seeds))
+    if chosen.curve is not None:
+        draw(chosen.curve, curves)
+    for name, values in differences.items():
+        mean, low, high = seeds_interval(values)
+        print(f"{name}: mean NE difference {mean:+.4f} % [{low:.4f}, {high:.4f}] over {len(values)} seeds", flush=True)
+    return 0
+
+
+def write(path: Path, rows: list[dict[str, Any]], differences: dict[str, list[float]], num_seeds: int) -> None:
+    """Rows of single models, and of what is known of each recipe over seeds."""
+    shared = {"command": "python " + " ".join(sys.argv), "commit": commit(), "torch": torch.__version__}
+    means = []
+    for name, values in differences.items():
+        if len(values) == num_seeds and num_seeds > 1:
+            mean, low, high = seeds_interval(values)
+            percent = {"ne_difference_percent": mean, "low_percent": low, "high_percent": high}
+            means.append({"recipe": name, "seed": f"mean of {num_seeds}", **percent})
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=COLUMNS, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([row | shared for row in [*rows, *means]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
