@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -132,14 +133,13 @@ def bench_keys() -> tuple[str, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", ["jagged", "precision", "parallel", "netmem", "layers", "ladder"])
-def test_real_suites_smoke(suite: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_suites_smoke(
+    suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The libraries' programs at tiny sizes: rows come, with a command that names the program itself."""
     monkeypatch.undo()
-    import os
-
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    module = bench.SUITES[suite].module
-    assert run(["bench", suite, "--smoke", "--out", f"/tmp/gemworks-bench-{os.getpid()}-{suite}", "--json"]) == 0
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    assert run(["bench", suite, "--smoke", "--out", str(tmp_path / "out"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["rows"]
-    assert all(row["command"].startswith(f"python -m {module}") for row in found["rows"])
+    assert all(row["command"].startswith(f"python -m {bench.SUITES[suite].module}") for row in found["rows"])

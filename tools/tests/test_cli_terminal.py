@@ -61,16 +61,11 @@ def test_help_fits_80_columns_in_colour() -> None:
     assert max(map(len, lines)) == 80
 
 
-def test_no_color_is_honoured() -> None:
-    code, text = in_terminal("mfu", "--preset", "tiny", "--step-ms", "10", NO_COLOR="1")
+def test_tables_shrink_to_the_terminal_and_no_color_is_honoured() -> None:
+    code, text = in_terminal("mfu", "--preset", "tiny", "--step-ms", "10", columns=40, NO_COLOR="1")
     assert code == 0
     assert "MFU" in text
     assert set(COLOUR.findall(text)) <= {"\x1b[0m", "\x1b[1m", "\x1b[3m"}  # bold and italic are no colours
-
-
-def test_tables_shrink_to_the_terminal() -> None:
-    code, text = in_terminal("mfu", "--preset", "tiny", "--step-ms", "10", columns=40)
-    assert code == 0
     assert max(map(len, CONTROL.sub("", text).splitlines())) <= 46  # the last line is a sentence
 
 
@@ -81,9 +76,11 @@ def test_wrong_input_is_red_on_a_terminal() -> None:
 
 
 def test_piped_is_plain_text() -> None:
-    done = piped("mfu", "--preset", "tiny", "--step-ms", "10")
-    assert done.returncode == 0
-    assert "\x1b" not in done.stdout + done.stderr
+    for arguments in (["plan", "simulate", "--help"], ["config", "--preset", "tiny"]):
+        done = piped(*arguments)
+        assert done.returncode == 0
+        assert done.stdout
+        assert "\x1b" not in done.stdout + done.stderr
     wrong = piped("config", "--preset", "smal")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("error: preset: got 'smal'")
