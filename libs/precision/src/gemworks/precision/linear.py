@@ -244,10 +244,14 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.recipe_text, ctx.step, ctx.x_dtype, ctx.num_features = recipe_text, step, x.dtype, x.shape[1]
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(codes, scales, counts)
+    # Otherwise a zero gradient as large as the kept plane is written in each backward.
+    ctx.set_materialize_grads(False)
     del chosen, save
 
 
 def _backward(ctx, dy, *_unused):
+    if dy is None:
+        return None, None, None, None, None, None, None
     x, weight, codes, scales = ctx.saved_tensors
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
     dx, dw = torch.ops.gemworks_precision.linear_backward(
