@@ -148,12 +148,15 @@ def linear_backward(
             dw = (dy_MN.t() @ dense_x.to(dy_MN.dtype)).to(dw_dtype)
         else:
             if source is not None and source.dim == 0:
-                plane_x = source
+                plane_x_t = source.t()
             else:
                 dense_x = x_MK if source is None else source.dequantize(dy_MN.dtype)
                 spec_x = _spec(chosen.wgrad, chosen, chosen.wgrad.right, hadamard=chosen.hadamard)
-                plane_x = cast(dense_x, 0, spec_x, chosen.backend)[0]
-            dw = gemm(columns.t(), plane_x.t(), chosen.wgrad.kind, dw_dtype, chosen.backend)
+                if chosen.square_inputs:
+                    plane_x_t = cast(dense_x.t(), None, spec_x, chosen.backend)[0]
+                else:
+                    plane_x_t = cast(dense_x, 0, spec_x, chosen.backend)[0].t()
+            dw = gemm(columns.t(), plane_x_t, chosen.wgrad.kind, dw_dtype, chosen.backend)
     return dx, dw
 
 
