@@ -31,11 +31,11 @@ TRAIN = torchx run --scheduler local_cwd --wait --log recipes/gem/src/gemworks/g
 # torchx starts the trainer by name, so the environment's programs come first.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help install train test test-slow test-gpu lint clean
+.PHONY: help install train test test-slow test-gpu test-ranges lint docs release clean
 
 help: ## list the commands
 	@echo "gemworks on this machine: MACHINE=$(MACHINE) PYTHON=$(PYTHON)"
-	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r name what; do printf '  make %-10s %s\n' "$$name" "$$what"; done
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
 
 install: $(STAMP) ## make .venv with everything pinned
 
@@ -72,6 +72,18 @@ lint: $(STAMP) ## ruff (rules and format) and pyright
 	ruff format --check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 pyright
 
+docs: $(STAMP) ## the documentation site, into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+
+release: $(STAMP) ## what a release needs: pinned API, changelog entries, wheels that work alone (PYTEST_ARGS)
+	pytest tests/test_repo_release.py tests/test_repo_packages.py tests/test_repo_wheels.py $(PYTEST_ARGS)
+
+test-ranges: $(STAMP) ## both ends of Triton's range: the interpreter on the newest, kernels compiled by the oldest
+	$(PIP) install --quiet --no-deps --upgrade --target .cache/triton-newest --constraint constraints/interpret.txt triton
+	$(PIP) install --quiet --no-deps --upgrade --target .cache/triton-oldest --constraint constraints/oldest.txt triton
+	PYTHONPATH=.cache/triton-newest TRITON_INTERPRET=1 pytest -m "interpret and not slow" $(PYTEST_ARGS)
+	PYTHONPATH=.cache/triton-oldest pytest -m "compile and not slow" $(PYTEST_ARGS)
+
 clean: ## remove .venv, caches and built files; runs/ stays
-	rm -rf .venv .cache .triton38 .pytest_cache .ruff_cache .hypothesis dist build
+	rm -rf .venv .cache .triton38 site .pytest_cache .ruff_cache .hypothesis dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

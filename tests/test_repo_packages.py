@@ -19,9 +19,14 @@ MACHINES = ("cpu", "cuda")
 # A module of one distribution that needs another at run time.
 ALSO_NEEDS = {"torch.utils.tensorboard": "tensorboard"}
 # Files of the recipe that only the package of an extra ever loads; they may import it at the top.
-LOADED_BY_AN_EXTRA = {"recipes/gem/src/gemworks/gem/components.py": "torchx"}
+LOADED_BY_AN_EXTRA = {
+    "recipes/gem/src/gemworks/gem/components.py": "torchx",
+    "recipes/gem/src/gemworks/gem/schedulers/app.py": "torchx",
+    "recipes/gem/src/gemworks/gem/schedulers/slurm.py": "torchx",
+    "recipes/gem/src/gemworks/gem/schedulers/volcano.py": "torchx",
+}
 # Peers of benchmarks: imported in a function if they are there, and never installed for anybody.
-PEERS = {"flash-attn"}
+PEERS = {"flash-attn", "liger-kernel"}
 # Extras that no constraints file pins, because they need a compiler for the GPU at hand.
 NOT_PINNED = {"transformer-engine"}
 

@@ -1,10 +1,8 @@
-"""`gemworks data`: help texts, JSON and tables for synthetic and parquet data, errors in one line."""
+"""`gemworks data`: JSON and tables for synthetic and parquet data, errors in one line."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,34 +11,7 @@ from gemworks.cli.app import run
 
 pytestmark = pytest.mark.reference
 
-GOLDEN = Path(__file__).parent / "golden"
-HELP = {
-    "help_data": ["data", "--help"],
-    "help_data_fetch": ["data", "fetch", "--help"],
-    "help_data_inspect": ["data", "inspect", "--help"],
-}
 SYNTHETIC = ["--preset", "tiny", "--set", "data.num_samples=256", "--set", "data.max_length=8"]
-
-
-@pytest.fixture(autouse=True)
-def _plain_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in {"COLUMNS": "80", "TERMINAL_WIDTH": "80", "NO_COLOR": "1", "TERM": "dumb"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("GEMWORKS_TRACEBACK", raising=False)
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.parametrize("name", HELP)
-def test_help_text(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(HELP[name]) == 0
-    text = "".join(line.rstrip() + "\n" for line in capsys.readouterr().out.strip("\n").splitlines())
-    assert text == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("arguments", HELP.values())
-def test_help_imports_no_torch(arguments: list[str]) -> None:
-    code = "import sys; from gemworks.cli.app import run; run(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, check=True)
 
 
 @pytest.fixture

@@ -87,6 +87,20 @@ def test_broken_package_is_a_finding(
     assert capsys.readouterr().out == ""
 
 
+def test_gpus_with_their_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    class Properties:
+        name, total_memory, major, minor = "H200", 139 * 2**30, 9, 0
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: 2 not in (a, b))
+    found = {device["name"]: device["description"] for device in doctor._devices()}
+    assert found["cuda:0"] == "H200, 139 GiB, sm_90, reaches cuda:1 directly"
+    assert found["cuda:2"] == "H200, 139 GiB, sm_90, reaches other GPUs through the host only"
+
+
 def test_missing_packages_say_what_they_are_for() -> None:
     finding = look_at(Package("no-such-package", "no_such_package", "nothing"))
     assert (finding["state"], finding["advice"]) == ("missing", "optional, for nothing")

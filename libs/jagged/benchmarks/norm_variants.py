@@ -30,20 +30,15 @@ KERNELS = ("rms fwd residual", "rms bwd residual", "layer fwd affine residual", 
 
 
 def configs(kernel: str, width: int) -> Iterator[Any]:
-    from gemworks.jagged.ops.norms.launch import NormConfig
+    from gemworks.jagged.ops.norms.configs import NormConfig
 
     sums_columns = "bwd affine" in kernel
     per_thread = (8, 16) if sums_columns else (16, 32, 64)
     for values, warps in itertools.product((1024, 2048, 4096, 8192, 16384), (1, 2, 4, 8, 16)):
         if values < width or values // (32 * warps) not in per_thread:
             continue
-        for streams in (False, True):
-            rows = values // width
-            if not sums_columns:
-                yield NormConfig(rows, warps, streams=streams)
-            else:
-                for stages in (1, 3):
-                    yield NormConfig(rows, warps, stages, streams=streams)
+        for stages in (1, 3) if sums_columns else (1,):
+            yield NormConfig(values // width, warps, stages)
 
 
 def calls(kernel: str, width: int, num_rows: int) -> tuple[Callable[[Any], list[Tensor]], float]:
@@ -85,7 +80,7 @@ def main() -> None:
                 print(f"{kernel} {width} {config}: {type(error).__name__}", flush=True)
         torch.cuda.synchronize()
         return
-    from gemworks.jagged.ops.norms.launch import norm_config
+    from gemworks.jagged.ops.norms.configs import norm_config
 
     device = torch.device("cuda")
     clock = Clock(device)

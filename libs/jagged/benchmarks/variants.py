@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
+import shlex
 import subprocess
 import sys
 import time
@@ -21,8 +22,10 @@ from typing import Any
 
 import torch
 from gemworks.jagged._dense import Mask
-from gemworks.jagged.bench.cases import Case, Inputs, make_inputs
-from gemworks.jagged.bench.timing import Clock, Time
+from gemworks.jagged.bench import report
+from gemworks.jagged.bench.cases import BWD_FACTOR, Case, Inputs, make_inputs
+from gemworks.jagged.bench.peers import torch_varlen
+from gemworks.jagged.bench.timing import Ceilings, Clock, Time, measure_ceilings
 from gemworks.jagged.ops.attention_core import table
 from gemworks.jagged.ops.attention_core.reference import Rule
 from gemworks.jagged.ops.attention_core.table import FusedConfig, GluonConfig, TritonConfig
@@ -45,21 +48,15 @@ SMALL = {
 }
 ACTIVATIONS = ("fast_gelu", "softmax")
 COLUMNS: tuple[str, ...] = (
-    "shape",
-    "activation",
-    "step",
-    "config",
-    "fold",
-    "ms",
-    "ms_p20",
-    "ms_p80",
-    "tflops",
-    "error",
-    "note",
+    *("op", "shape", "head_dim", "direction", "impl", "setting", "error", "note"),
+    *report.COLUMNS[report.COLUMNS.index("dtype") :],
 )
-# in forwards; executed, which is what is useful except in "pair": seven products for the work of five
+# In forwards. "backward" is all of it: for softmax with the row sums of dO * O in front.
 PRODUCTS = {"forward": 1.0, "backward_kv": 2.0, "backward_q": 1.5, "backward": 2.5}
 
+SHOWN = ("op", "shape", "direction", "impl", "setting", "ms", "tflops", "ratio_to_best_peer", "error", "note")
+DIRECTIONS = {"forward": "fwd", "backward": "bwd", "backward_kv": "bwd dk dv", "backward_q": "bwd dq"}
+PEER = "torch varlen_attn"
 Variant = tuple[str, Any, bool | None]  # step, configuration, fold (forward of fast_gelu)
 
 
@@ -67,10 +64,9 @@ def two_groups(block: int, stages: int, resident: int, keep: bool = False) -> Gl
     return GluonConfig(block, stages, 2, 232, resident, resident_keys=keep)
 
 
-def chained(
-    block: int, stages: int, groups: int = 2, registers: int = 232, *, keep: bool = False, qreg: bool = False
-) -> GluonConfig:
-    return GluonConfig(block, stages, groups, registers, 2, resident_keys=keep, chained=True, query_registers=qreg)
+def direct(block: int, stages: int, groups: int, resident: int, *, keep: bool = False) -> GluonConfig:
+    registers = 160 if groups == 3 else 232
+    return GluonConfig(block, stages, groups, registers, resident, resident_keys=keep, direct=True)
 
 
 def three_groups(block: int, stages: int, resident: int, registers: int = 160, keep: bool = False) -> GluonConfig:
@@ -96,39 +92,35 @@ GROUPS: dict[str, list[Variant]] = {
             for fold in (False, True)
         ),
     ],
-    "chained forward": [
-        ("forward", two_groups(128, 2, 1), True),
+    # The two directions with the torch peer beside them; first on purpose: what a run short of time should measure.
+    "both": [
+        ("forward", PEER, None),
+        ("forward", direct(64, 3, 3, 2), True),
         ("forward", three_groups(64, 3, 2), True),
-        *(
-            ("forward", config, True)
-            for config in (
-                chained(128, 2),
-                chained(64, 4),
-                chained(64, 5),
-                chained(64, 4, qreg=True),
-                chained(128, 2, registers=240, qreg=True),
-                chained(64, 3, 3, 160),
-                chained(64, 4, 3, 160),
-            )
-        ),
-    ],
-    "chained forward, keys kept": [
-        ("forward", two_groups(128, 2, 2), True),
+        ("forward", direct(128, 2, 2, 1), True),
+        ("forward", direct(128, 2, 2, 2), True),
+        ("forward", two_groups(128, 2, 1), True),
+        ("forward", direct(64, 4, 3, 1), True),
+        ("forward", direct(64, 4, 2, 2), True),
+        ("forward", direct(128, 2, 2, 2, keep=True), True),
+        ("forward", direct(64, 4, 2, 2, keep=True), True),
         ("forward", two_groups(128, 2, 2, keep=True), True),
-        ("forward", chained(128, 2, keep=True), True),
-        ("forward", chained(64, 4, keep=True), True),
-        ("forward", chained(64, 4, qreg=True, keep=True), True),
+        ("backward", PEER, None),
+        ("backward", FusedConfig(2, 2, early=True, ahead=True, direct=True), None),
+        ("backward", FusedConfig(2, 2, early=True, ahead=True), None),
+        ("backward", None, None),  # the pair of kernels that the table names
+        ("backward", FusedConfig(2, 2, early=False, ahead=True, direct=True), None),
+        ("backward", FusedConfig(2, 2, early=False, ahead=False, direct=True), None),
     ],
     "backward": [
         ("backward", None, None),  # the pair of kernels that the table names
         *(
-            ("backward", FusedConfig(stages, key_stages, early, ahead), None)
-            for stages, key_stages, early, ahead in (
-                (2, 2, False, False),
-                (2, 2, True, False),
-                (2, 2, False, True),
-                (2, 2, True, True),
-                (3, 1, False, True),
+            ("backward", FusedConfig(2, 2, early, ahead, direct), None)
+            for early, ahead, direct in (
+                (True, True, False),
+                (False, True, True),
+                (True, True, True),
+                (False, False, True),
             )
         ),
     ],
@@ -172,7 +164,7 @@ GROUPS: dict[str, list[Variant]] = {
 
 
 def run_step(
-    p: Any, variant: Variant, d_out: Tensor, lse: Tensor, delta: Tensor
+    p: Any, variant: Variant, out: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor
 ) -> tuple[Callable[[], None], list[Tensor]]:
     """A closure that runs the variant, and the tensors that it fills."""
     from gemworks.jagged.ops.attention_core import launch, launch_hopper
@@ -180,18 +172,22 @@ def run_step(
     step, config, fold = variant
     gluon = isinstance(config, GluonConfig)
     if step == "forward":
-        out, fresh = torch.empty_like(d_out), torch.empty_like(lse)
+        mine, fresh = torch.empty_like(d_out), torch.empty_like(lse)
         if gluon:
-            return lambda: launch_hopper.forward(p, out, fresh, config, fold=bool(fold)), [out]
-        return lambda: launch.triton_forward(p, out, fresh, config), [out]
+            return lambda: launch_hopper.forward(p, mine, fresh, config, fold=bool(fold)), [mine]
+        return lambda: launch.triton_forward(p, mine, fresh, config), [mine]
     if step == "backward":
         dtype = torch.float32 if p.rule.shared_query else p.q.dtype
         dq = torch.empty(p.rows_q, *p.q.shape[1:], dtype=dtype, device=p.q.device)
         dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.k, p.v))
+
+        def sums() -> Tensor:
+            return launch.compute_delta(out, d_out) if p.rule.is_softmax else delta
+
         if config is None:
-            return lambda: launch._backward_in_two(p, d_out, lse, delta, dq, dk, dv), [dq, dk, dv]
+            return lambda: launch._backward_in_two(p, d_out, lse, sums(), dq, dk, dv), [dq, dk, dv]
         if isinstance(config, FusedConfig):
-            return lambda: launch_hopper.backward_fused(p, d_out, lse, delta, dq, dk, dv, config), [dq, dk, dv]
+            return lambda: launch_hopper.backward_fused(p, d_out, lse, sums(), dq, dk, dv, config), [dq, dk, dv]
 
         def pair() -> None:
             launch.triton_backward_kv(p, d_out, lse, delta, dk, dv, table.triton_config("backward_kv", p.shape))
@@ -208,6 +204,26 @@ def run_step(
     if gluon:
         return lambda: launch_hopper.backward_q(p, d_out, lse, delta, dq, config), [dq]
     return lambda: launch.triton_backward_q(p, d_out, lse, delta, dq, config), [dq]
+
+
+def run_peer(x: Inputs, step: str) -> Callable[[], object]:
+    attend = torch_varlen(x).attend
+    if step == "forward":
+        q, k, v = (t.detach() for t in x.leaves)
+        return lambda: attend(q, k, v)
+    out = attend(*x.leaves)
+    return lambda: torch.autograd.grad(out, x.leaves, x.d_out, retain_graph=True)
+
+
+def numbers(x: Inputs, step: str, t: Time, ceilings: Ceilings, peer_ms: float | None) -> dict[str, str]:
+    flops = PRODUCTS[step] * x.flops
+    moved = x.bytes_moved("fwd" if step == "forward" else "bwd")
+    roof_ms = max(flops / ceilings.bf16_tflops / 1e9, moved / ceilings.copy_gbps / 1e6)
+    row = {"ms": f"{t.ms:.4f}", "ms_p20": f"{t.ms_p20:.4f}", "ms_p80": f"{t.ms_p80:.4f}"}
+    row |= {"tflops": f"{flops / t.ms / 1e9:.4g}", "gbps": f"{moved / t.ms / 1e6:.4g}"}
+    if peer_ms is not None:
+        row |= {"best_peer": PEER, "ratio_to_best_peer": f"{peer_ms / t.ms:.3f}"}
+    return row | {"roofline_fraction": f"{roof_ms / t.ms:.3f}"}
 
 
 def problem(x: Inputs, activation: str) -> Any:
@@ -228,8 +244,12 @@ def problem(x: Inputs, activation: str) -> Any:
 def measure(group: str, shapes: list[str], only: int | None, check: bool) -> Iterator[dict[str, str]]:
     from gemworks.jagged.ops.attention_core import launch
 
+    peers: dict[tuple[str, str], float] = {}
     device = torch.device("cuda")
     clock = Clock(device)
+    ceilings = Ceilings(1.0, 1.0, None) if check else measure_ceilings(clock, device)
+    common = report.Context(ceilings, device, torch.bfloat16, ()).columns()
+    common["command"] = f"python libs/jagged/benchmarks/variants.py --group {shlex.quote(group)}"
     for shape, activation in itertools.product(shapes, ACTIVATIONS):
         x = make_inputs((SMALL if check else CASES)[shape], device, torch.bfloat16)
         p = problem(x, activation)
@@ -239,25 +259,38 @@ def measure(group: str, shapes: list[str], only: int | None, check: bool) -> Ite
         launch.triton_forward(p, out, lse, table.triton_config("forward", p.shape))
         delta = launch.compute_delta(out, x.d_out) if softmax else lse
         twins: dict[str, list[Tensor]] = {}
+        lengths = (x.lengths_k if x.case.kind == "pool" else x.lengths_q).double()
+        common |= {"law": x.case.law, "mean_len": f"{lengths.mean():.1f}", "max_len": str(int(lengths.max()))}
+        common |= {"seed": str(x.case.seed), "bwd_factor": str(BWD_FACTOR)}
         for variant in GROUPS[group] if only is None else [GROUPS[group][only]]:
             step, config, fold = variant
+            if getattr(config, "resident_keys", False) and x.case.kind != "pffn":
+                continue  # the same kernel as without
+            row = common | {"op": "flash_attention" if softmax else "gdpa", "shape": x.case.shape, "head_dim": "128"}
+            row |= {"direction": DIRECTIONS[step], "impl": report.OURS, "setting": str(config or "pair")}
+            if config == PEER:  # softmax, whatever we compute: once for both
+                if (shape, step) not in peers and not check:
+                    row |= {"op": "flash_attention", "impl": PEER, "setting": ""}
+                    try:
+                        t = Time.of(clock.sample(run_peer(x, step), 12)[2:])
+                    except Exception as error:
+                        yield row | {"note": f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"}
+                    else:
+                        peers[shape, step] = t.ms
+                        yield row | numbers(x, step, t, ceilings, t.ms)
+                continue
             if fold and softmax:
                 if any(v[1] == config and not v[2] for v in GROUPS[group]):
                     continue
                 variant = (step, config, False)
-            row = {
-                "shape": shape,
-                "activation": activation,
-                "step": step,
-                "config": "pair" if config is None else str(config),
-                "fold": str(variant[2]),
-            }
+            if variant[2]:
+                row["setting"] += " fold"
             try:
                 if step not in twins:
                     plain = table.triton_config("forward" if step == "backward" else step, p.shape)  # pyright: ignore[reportArgumentType]
-                    run, twins[step] = run_step(p, (step, plain, None), x.d_out, lse, delta)
+                    run, twins[step] = run_step(p, (step, plain, None), out, x.d_out, lse, delta)
                     run()
-                run, filled = run_step(p, variant, x.d_out, lse, delta)
+                run, filled = run_step(p, variant, out, x.d_out, lse, delta)
                 for t in filled:
                     t.fill_(float("nan"))
                 run()
@@ -270,8 +303,7 @@ def measure(group: str, shapes: list[str], only: int | None, check: bool) -> Ite
                     row["note"] = "WRONG: not timed"
                 elif not check:
                     t = Time.of(clock.sample(run, 12)[2:])
-                    row |= {"ms": f"{t.ms:.4f}", "ms_p20": f"{t.ms_p20:.4f}", "ms_p80": f"{t.ms_p80:.4f}"}
-                    row["tflops"] = f"{PRODUCTS[step] * x.flops / t.ms / 1e9:.0f}"
+                    row |= numbers(x, step, t, ceilings, peers.get((shape, step)))
             except Exception as error:  # a variant that does not compile or launch is a result too
                 row["note"] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
             yield row
@@ -280,7 +312,7 @@ def measure(group: str, shapes: list[str], only: int | None, check: bool) -> Ite
 def child(group: str, shapes: list[str], out: Path, only: int | None, check: bool) -> None:
     if check:
         for row in measure(group, shapes, only, check):
-            print(" ".join(row.get(c, "") for c in COLUMNS if row.get(c)), flush=True)
+            print(" ".join(row.get(c, "") for c in SHOWN if row.get(c)), flush=True)
         return
     new = not out.exists()
     with out.open("a", newline="") as file:
@@ -290,7 +322,7 @@ def child(group: str, shapes: list[str], out: Path, only: int | None, check: boo
         for row in measure(group, shapes, only, check):
             writer.writerow(row)
             file.flush()
-            print("  ".join(row.get(c, "") for c in COLUMNS), flush=True)
+            print("  ".join(row.get(c, "") for c in SHOWN), flush=True)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ import triton
 from gemworks.jagged.ops.block_attention import kernel_block
 from gemworks.jagged.ops.block_attention.launch import block_config
 from gemworks.jagged.ops.norms import kernel_norm
-from gemworks.jagged.ops.norms.launch import norm_config
+from gemworks.jagged.ops.norms.configs import norm_config
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -44,7 +44,10 @@ def compile_kernel(
             attributes[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return resources(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options))
+
+
+def resources(compiled: Any) -> dict[str, Any]:
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -56,11 +59,57 @@ def compile_kernel(
         "registers": int(registers),
         "stack_bytes": int(stack),
         "shared_bytes": compiled.metadata.shared,
+        "tma_loads": len(re.findall(r"UTMALDG", sass)),
+        "tma_stores": len(re.findall(r"UTMASTG", sass)),
         "wide_loads": len(re.findall(r"LDG\.E\.128|LDGSTS\.E\.[A-Z.]*128", sass)),
         "wide_stores": len(re.findall(r"STG\.E\.128", sass)),
         "stores": len(re.findall(r"\bSTG\b", sass)),
         "matrix_products": len(re.findall(r"\b(?:HGMMA|HMMA|UTCHMMA|UTCOMMA)\b", sass)),
     }
+
+
+def hopper_cases() -> list[tuple[str, dict[str, Any]]]:
+    """The Gluon kernel of block attention, which only sm_90 compiles."""
+    cases = []
+    for dtype, width in (("bf16", 128), ("fp16", 64)):
+        for backward in (False, True):
+            for norm, rope in ((False, False), (False, True), (True, True)):
+                front = f"{'norm ' if norm else ''}{'rope' if rope else ''}".strip() or "plain"
+                constants = {
+                    "HEADS": 4, "J": width // 2, "V": width, "BLOCK": 64, "BACKWARD": backward, "NORM": norm,
+                    "ROPE": rope, "CAUSAL": False, "dtype": dtype,
+                }  # fmt: skip
+                cases.append((f"gluon_{'backward' if backward else 'forward'} {dtype} {width} {front}", constants))
+    return cases
+
+
+def compile_hopper(constants: dict[str, Any]) -> dict[str, Any]:
+    from gemworks.jagged.ops.block_attention import kernel_block_hopper, launch_hopper
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    dtype = constants.pop("dtype")
+    config = launch_hopper.BACKWARD if constants["BACKWARD"] else launch_hopper.FORWARD
+    constants |= {"STAGES": config.stages, "REGISTERS": config.registers}
+    kernel: Any = kernel_block_hopper.block_hopper_kernel
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_desc"):
+            halves = name in ("q_desc", "k_desc") or (constants["BACKWARD"] and name in ("x_desc", "y_desc"))
+            width = constants["J"] if halves else constants["V"]
+            layout = gl.NVMMASharedLayout.get_default_for([64, width], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])
+            signature[name] = f"tensordesc<{dtype}[64,{width}],{layout!r}>"
+        elif name.endswith("_ptr"):
+            signature[name] = {"table_ptr": "*i32", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}.get(name, f"*{dtype}")
+        else:
+            signature[name] = "fp32" if name in ("eps", "scale", "scale_log2") else "i32"
+        if name.endswith(("_ptr", "_st", "_sn")):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
+    return resources(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}))
 
 
 def _output(*command: Any) -> str:
@@ -78,7 +127,6 @@ def norm_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], d
                 "BLOCK_D": triton.next_power_of_2(width),
                 "INNER": 1,
                 "CENTER": full,
-                "READ": forward.read_policy,
             }
             flags = {"HAS_RESIDUAL": True, "HAS_WEIGHT": full, "HAS_BIAS": full, "HAS_ADD": full}
             constants = {**shared, "ROWS": forward.rows, **flags}
@@ -88,7 +136,6 @@ def norm_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], d
             flags = {"HAS_DH": full, "HAS_WEIGHT": full, "HAS_DWEIGHT": full, "HAS_DBIAS": full}
             constants = {
                 **shared,
-                "READ": backward.read_policy,
                 "ROWS": backward.rows,
                 "STAGES": backward.stages,
                 **flags,
@@ -133,11 +180,15 @@ def block_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], 
 
 def main() -> None:
     architecture, pattern = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
+    line: dict[str, Any] = {"architecture": architecture}
     for name, (kernel, pointer, constants, options) in {**norm_cases(), **block_cases()}.items():
         if re.search(pattern, name):
             capability = int(architecture.removeprefix("sm_"))
-            line = {"kernel": name, "architecture": architecture}
-            print(json.dumps(line | compile_kernel(kernel, pointer, constants, capability, **options)), flush=True)
+            made = compile_kernel(kernel, pointer, constants, capability, **options)
+            print(json.dumps({"kernel": name} | line | made), flush=True)
+    for name, constants in hopper_cases() if architecture == "sm_90" else []:
+        if re.search(pattern, name):
+            print(json.dumps({"kernel": name} | line | compile_hopper(constants)), flush=True)
 
 
 if __name__ == "__main__":

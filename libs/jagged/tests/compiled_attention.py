@@ -36,9 +36,9 @@ def arguments(
             signature[name] = "constexpr"
             continue
         base = name.removesuffix("_ptr")
-        if base in ("lse", "delta"):
+        if base in ("lse", "delta", "scratch"):
             kind = "*fp32"
-        elif base.startswith("bounds") or base in ("tile_sample", "tile_row", "num_tiles"):
+        elif base.startswith("bounds") or base in ("tile_sample", "tile_row", "num_tiles", "turn", "counter"):
             kind = "*i32"
         elif base == "scale":
             kind = "fp32"
@@ -67,6 +67,7 @@ def report(label: str, compiled: Any) -> None:
         name: len(re.findall(rf"\b{name}\b", sass))
         for name in ("HGMMA", "HMMA", "UTCHMMA", "STL", "LDL", "FFMA", "FMUL")
     }
+    counts["waits"] = len(re.findall(r"WARPGROUP\.DEPBAR", sass))
     row = {"label": label, "registers": int(found[1]), "stack": int(found[2]), "shared": compiled.metadata.shared}
     print(json.dumps(row | counts), flush=True)
 
@@ -93,11 +94,28 @@ def compile_triton(step: table.Step, activation: str, architecture: str, dtype: 
     report(f"{step} {activation} {config}", triton.compile(source, target=target, options=options))
 
 
+def describe(
+    kernel: Any,
+    signature: dict[str, str],
+    attributes: dict[Any, Any],
+    names: tuple[str, ...],
+    dtype: str,
+    width: int,
+    rows: int = 64,
+) -> None:
+    """Makes descriptors of those parameters, for boxes of so many rows, `width` wide."""
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout.get_default_for([rows, width], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])
+    for name in names:
+        signature[name] = f"tensordesc<{dtype}[{rows},{width}],{layout!r}>"
+        attributes.pop((kernel.arg_names.index(name),), None)
+
+
 def compile_gluon(
     step: table.Step, activation: str, config: table.GluonConfig, dtype: str, width: int, **options: Any
 ) -> None:
     from gemworks.jagged.ops.attention_core import kernel_backward_hopper, kernel_forward_hopper
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
     constants: dict[str, Any] = {
@@ -113,7 +131,7 @@ def compile_gluon(
     if step == "forward":
         kernel, described = kernel_forward_hopper.forward_hopper_kernel, ("q_desc",)
         constants |= {"GROUP_HEADS": 1, "HV": width, "BN": config.block, "QSTAGES": config.resident_stages}
-        constants |= {"CHAINED": config.chained, "QREG": config.query_registers}
+        constants |= {"DIRECT": config.direct}
         constants |= {"GROUPS": config.groups, "FOLD": activation == "fast_gelu" and dtype == "bf16"}
     else:
         kernel, described = kernel_backward_hopper.backward_hopper_kernel, ("a_desc", "b_desc")
@@ -127,15 +145,37 @@ def compile_gluon(
         }
     constants |= options
     signature, constexprs, attributes = arguments(kernel, constants, dtype)
-    layout = gl.NVMMASharedLayout.get_default_for([64, width], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])
-    for name in described:
-        signature[name] = f"tensordesc<{dtype}[64,{width}],{layout!r}>"
-        attributes.pop((kernel.arg_names.index(name),), None)
+    describe(kernel, signature, attributes, described, dtype, width)
+    if step == "forward":
+        describe(kernel, signature, attributes, ("k_desc", "v_desc"), dtype, width, config.block)
     source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
     compiled = triton.compile(
         source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": config.max_registers}
     )
     report(f"{step} {activation} {config}", compiled)
+
+
+def compile_fused(activation: str, config: table.FusedConfig, dtype: str, shared: bool) -> None:
+    from gemworks.jagged.ops.attention_core.kernel_backward_fused_hopper import backward_fused_hopper_kernel as kernel
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    constants: dict[str, Any] = {
+        "ACT": activation, "HEADS": HEADS, "H": table.FUSED_HEAD_DIM, "STAGES": config.stages,
+        "KSTAGES": config.key_stages, "SHARED": shared, "EARLY": config.early, "AHEAD": config.ahead,
+        "DIRECT": config.direct, "CONSUMER_REGS": config.registers,
+    }  # fmt: skip
+    signature, constexprs, attributes = arguments(kernel, constants, dtype)
+    describe(kernel, signature, attributes, ("q_desc", "k_desc", "v_desc", "do_desc"), dtype, table.FUSED_HEAD_DIM)
+    source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    report(f"backward {activation} {config}", compiled)
+
+
+def activations_of(backend: str, kind: str) -> list[str]:
+    if backend == "gluon":
+        return ["softmax"] if kind == "softmax" else ["fast_gelu"]
+    others = ["identity", "squared_relu", "gelu", "gelu_tanh", "silu", "fast_silu"]
+    return [] if kind == "softmax" else [*others, "leaky_relu", "hardswish", "tanh", "relu"]
 
 
 def main(backend: str, architecture: str, dtype: str, width: str, masked: str) -> None:
@@ -144,18 +184,17 @@ def main(backend: str, architecture: str, dtype: str, width: str, masked: str) -
             for activation in ("softmax", "fast_gelu"):
                 compile_triton(step, activation, architecture, dtype, int(width), masked == "1")
         return
-    done = set()
+    done: set[Any] = set()
     for (step, kind, _), config in table.GLUON.items():
-        activations = ["softmax"] if kind == "softmax" else ["fast_gelu"]
-        if backend == "gluon-activations":
-            activations = (
-                [] if kind == "softmax" else ["identity", "squared_relu", "gelu", "gelu_tanh", "silu", "fast_silu"]
-            )
-            activations += [] if kind == "softmax" else ["leaky_relu", "hardswish", "tanh", "relu"]
-        for activation in activations:
+        for activation in activations_of(backend, kind):
             if (step, activation, config) not in done:
                 done.add((step, activation, config))
                 compile_gluon(step, activation, config, dtype, int(width), SHARED=masked == "1")
+    for (kind, _), fused in table.FUSED.items() if int(width) == table.FUSED_HEAD_DIM else ():
+        for activation in activations_of(backend, kind):
+            if (activation, fused) not in done:
+                done.add((activation, fused))
+                compile_fused(activation, fused, dtype, masked == "1")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import math
 
 import pytest
 import torch
-from gemworks.jagged.ops.norms.launch import NormConfig, norm_backward, norm_config, norm_forward
+from gemworks.jagged.ops.norms.configs import NormConfig, norm_config
+from gemworks.jagged.ops.norms.launch import norm_backward, norm_forward
 from gemworks.jagged.ops.norms.reference import norm_reference
 from torch import Tensor
 

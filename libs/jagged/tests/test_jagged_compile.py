@@ -37,10 +37,12 @@ def test_tuned_triton_kernels_for_hopper(masked: str) -> None:
 def test_gluon_kernels_for_hopper(shared_query: str) -> None:
     """Nothing spills, but for the dK/dV kernel: its two accumulators and two score tiles fill the 240 registers."""
     rows = compiled("gluon", "sm_90", "bf16", "128", shared_query)
-    assert {label.split()[0] for label in rows} == set(table.STEPS)
+    assert {label.split()[0] for label in rows} == {*table.STEPS, "backward"}
     for label, row in rows.items():
         assert row["HGMMA"] > 0, label
-        assert row["stack"] <= (80 if label.startswith("backward_kv") else 0), label
+        assert row["stack"] <= (80 if label.startswith("backward_kv") else 16), label
+        if label.startswith("backward "):  # products that wait for each other are each followed by a wait
+            assert row["waits"] <= 24, label
         assert row["shared"] <= SHARED_LIMIT["sm_90"], label
 
 

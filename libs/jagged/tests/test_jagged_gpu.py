@@ -196,6 +196,7 @@ def test_every_gluon_config_equals_its_twin(
 
     args = arguments(layout, "softmax" if kind == "softmax" else "fast_gelu", dtype=dtype, width=width)
     monkeypatch.setattr(table, "choose", chosen)
+    monkeypatch.setattr(table, "choose_fused", lambda *_: None)  # it would take the place of both backward steps
     ours = check(args)
     monkeypatch.setattr(table, "choose", lambda s, shape, place: table.triton_config(s, shape))
     for x, y in zip(ours, run(args)[0], strict=True):
@@ -209,7 +210,31 @@ def test_every_gluon_config_equals_its_twin(
 def test_every_triton_config(activation: str, dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that another backend takes the place of on this architecture: they are what other ones run."""
     monkeypatch.setattr(table, "choose", lambda s, shape, place: table.triton_config(s, shape))
+    monkeypatch.setattr(table, "choose_fused", lambda *_: None)
     check(arguments("cross", activation, dtype=dtype, width=width))
+
+
+@pytest.mark.parametrize("config", sorted(set(table.FUSED.values()), key=str), ids=str)
+@pytest.mark.parametrize("activation", ["softmax", "fast_gelu"])
+def test_every_fused_config_equals_its_twin(activation: str, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward in one kernel against float64 and against the pair in plain Triton; long sequences too."""
+    if architecture_of(DEVICE) not in table.GLUON_ARCHITECTURES:
+        pytest.skip(f"Gluon kernels run on {table.GLUON_ARCHITECTURES}")
+    many = torch.randint(0, 1500, (48,), generator=torch.Generator().manual_seed(3)).tolist()
+    for dtype, layout in itertools.product(table.GLUON_DTYPES, ("self", "cross", "fixed", "shared", "many")):
+        args = arguments(layout, activation, dtype=dtype)
+        if layout == "many":
+            args = arguments("self", activation, dtype=dtype, heads=4, key_heads=4, lengths=(many, many))
+        with monkeypatch.context() as patch:
+            patch.setattr(table, "choose_fused", lambda *_: config)
+            ours = run(args)[0] if layout == "many" else check(args)
+        with monkeypatch.context() as patch:
+            patch.setattr(table, "choose_fused", lambda *_: None)
+            patch.setattr(table, "choose", lambda s, shape, place: table.triton_config(s, shape))
+            twin = run(args)[0]
+        for x, y in zip(ours[1:], twin[1:], strict=True):
+            error = (x.double() - y.double()).norm() / y.double().norm()
+            assert error <= TOLERANCE[dtype], error
 
 
 @pytest.mark.parametrize("kind", ["self", "fixed", "shared"])

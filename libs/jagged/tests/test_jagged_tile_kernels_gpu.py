@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -158,6 +159,50 @@ def test_block_attention_j1_j2_j3_j4_j5(
     assert torch.equal(torch.cat(torch.autograd.grad(apart, parts, dout), dim=1), grad)
     for _ in range(9):  # D1
         assert torch.equal(torch.autograd.grad(out, qkv, dout, retain_graph=True)[0], grad)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(("qk_norm", "rope", "causal"), [(0, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 1, 1)])
+def test_gluon_equals_its_twin(qk_norm: int, rope: int, causal: int, width: int, dtype: torch.dtype) -> None:
+    """The kernel of sm_90 against plain Triton and float64: full blocks, partial ones, rows past the end (NaN)."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("runs on sm_90")
+    from gemworks.jagged.ops.block_attention import launch, launch_hopper
+    from gemworks.jagged.ops.block_attention.formulas import BlockArgs, block_backward, block_forward
+
+    lengths = [*lengths_of(64), *[200, 64, 64, 130] * 40]  # more tiles than the ring is long
+    qkv, offsets, tables = block_batch(lengths, heads=4, key_heads=4, width=width, dtype=dtype, rope=bool(rope))
+    used = sum(lengths)
+    schedule = BlockSchedule.make(offsets, total=qkv.shape[0], max_length=1000)
+    cos, sin = (None, None) if tables is None else (tables.cos_TJ, tables.sin_TJ)
+    args = BlockArgs(schedule.table_S3, cos, sin, width**-0.5, 64, bool(causal), bool(qk_norm), 1e-6)
+    dout = random(qkv.shape[0], 4, width, seed=2, dtype=dtype)
+    wide_cos, wide_sin = (None if x is None else x.double() for x in (cos, sin))
+    exact_args = replace(args, cos_TJ=wide_cos, sin_TJ=wide_sin)
+    eq, ek, ev = (x.double() for x in qkv.split(4, dim=1))
+    truth = [block_forward(eq, ek, ev, exact_args), *block_backward(dout.double(), eq, ek, ev, exact_args)]
+    qkv[used:] = float("nan")
+    dout[used:] = float("nan")
+    q, k, v = qkv.split(4, dim=1)
+    assert launch_hopper.refusal(q, k, v, args) is None
+
+    def results(module: Any) -> list[Tensor]:
+        out, grad = torch.empty_like(dout), torch.empty_like(qkv)
+        out.fill_(float("nan"))
+        grad.fill_(float("nan"))
+        module.block_attention_forward(q, k, v, args, out=out)
+        module.block_attention_backward(dout, q, k, v, *grad.split(4, dim=1), args)
+        return [out, *grad.split(4, dim=1)]
+
+    ours, twin = results(launch_hopper), results(launch)
+    for name, got, plain, e in zip(("out", "dq", "dk", "dv"), ours, twin, truth, strict=True):
+        assert_near(got, e, ERROR[dtype], name)
+        assert_near(got, plain.double(), ERROR[dtype], name)
+        assert not got[used:].any()
+    for _ in range(9):  # D1
+        assert all(torch.equal(a, b) for a, b in zip(results(launch_hopper), ours, strict=True))
 
 
 @pytest.mark.parametrize("factor", [10.0, 30.0, 100.0])

@@ -8,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from gemworks.netmem.bench.__main__ import SUITES, main
-from gemworks.netmem.bench.rows import COLUMNS
+from gemworks.netmem.bench.rows import COLUMNS, Rows
 from gemworks.netmem.ledger import BandwidthLedger
 
 pytestmark = pytest.mark.reference
@@ -26,12 +27,22 @@ def test_smoke_run_of_every_suite(tmp_path):
     rows = read(out)
     assert tuple(rows[0]) == COLUMNS
     ops = {r["op"] for r in rows}
-    assert ops == {"link", "offload_copy", "small_copy", "quantise", "stash", "budget"}
-    assert len(ops) == len(SUITES)
+    assert ops == {"link", "offload_copy", "small_copy", "quantise", "stash", "budget", "region_price"}
+    assert len(ops) == len(SUITES) + 1  # `budgets` also writes what memory costs per region
     assert all(float(r["ms"]) > 0 for r in rows if r["op"] in ("offload_copy", "quantise", "stash"))
-    assert sum(r["op"] == "budget" and r["impl"] == "gemworks" and r["ms"] != "" for r in rows) >= 2
+    budgets = [r for r in rows if r["op"] == "budget" and r["ms"] != ""]
+    assert {"keep everything", "one global budget", "gemworks", "gemworks offload"} <= {r["impl"] for r in budgets}
+    assert any("gradient SQNR" in r["setting"] for r in budgets)
     BandwidthLedger.from_toml(tmp_path / "netmem.cluster.toml")
     assert (tmp_path / "netmem.budgets.png").exists()
+
+
+def test_rows_are_on_disk_as_soon_as_they_are_there(tmp_path):
+    rows = Rows(torch.device("cpu"), 1.0, 1.0, path=tmp_path / "rows.csv")
+    rows.add("link", setting="a")
+    assert len(read(tmp_path / "rows.csv")) == 1
+    rows.add("link", setting="b")
+    assert [r["setting"] for r in read(tmp_path / "rows.csv")] == ["a", "b"]
 
 
 def test_without_a_gpu_it_says_so(tmp_path, capsys, monkeypatch):

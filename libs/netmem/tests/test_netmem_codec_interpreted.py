@@ -62,3 +62,36 @@ def test_extremes(mx):
     torch.testing.assert_close(back, codec.decode((expected_codes, expected_scales), x.shape, x.dtype), equal_nan=True)
     assert back[6:].isnan().all()
     assert back[:6].isfinite().all()
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("codec", [Fp8Codec(), Fp8Codec(128), MXFP8Codec()], ids=lambda c: c.name)
+@pytest.mark.parametrize("shape", [(4, 96), (3, 8), (64, 256)])
+def test_sum_of_messages(codec, shape, mean):
+    """What three ranks sent, decoded and added in one kernel, is what decoding and adding one by one gives."""
+    mx = isinstance(codec, MXFP8Codec)
+    xs = [uneven(shape, torch.float32) * (r + 1) for r in range(3)]
+    coded = [codec.encode(x) for x in xs]
+    messages = torch.cat([c.contiguous().view(-1).view(torch.uint8) for pair in coded for c in pair])
+    block = 32 if mx else codec._block(shape)
+    got = kernel_codec.decode_sum(messages, 3, xs[0].numel(), block, mx, torch.float32, mean).view(shape)
+    total = torch.zeros(shape)
+    for pair in coded:
+        total += codec.decode(pair, shape, torch.float32)
+    assert torch.equal(got, total / 3 if mean else total)
+
+
+@pytest.mark.parametrize("n", [1, 4096, 9000])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_sum_of_parts(n, rank):
+    generator = torch.Generator().manual_seed(n)
+    whole = torch.randn(3, n + 7, generator=generator)
+    parts, own = whole[:, :n], torch.randn(n, generator=generator)
+    expected = torch.zeros(n)
+    for r in range(3):
+        expected += own if r == rank else parts[r]
+    out = torch.full((n,), float("nan"))
+    kernel_codec.sum_parts(own, parts, rank, out, False)
+    assert torch.equal(out, expected)
+    kernel_codec.sum_parts(own, parts, rank, out, True)
+    assert torch.equal(out, expected / 3)

@@ -6,10 +6,11 @@ import random
 
 import pytest
 import torch
+from gemworks.netmem import kernel_codec
 from gemworks.netmem.arena import PinnedArena
 from gemworks.netmem.bench.stack import StackSize, make_stack
 from gemworks.netmem.budget import Option, Region, StepProfile, evaluate
-from gemworks.netmem.codec import explain_codec, get_codec
+from gemworks.netmem.codec import explain_codec, get_codec, kernel_layout
 from gemworks.netmem.movers import CudaMover
 from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.policy import apply_policy
@@ -87,6 +88,30 @@ def test_codec_kernels_have_the_bits_of_the_definition(name, dtype, shape):
     assert all(torch.equal(a.cpu(), b) for a, b in zip(codes, expected, strict=True))
     back = codec.decode(codes, x.shape, dtype)
     assert torch.equal(back.cpu(), codec.decode(expected, x.shape, dtype))
+
+
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block128", "mxfp8"])
+def test_codec_messages_of_ranks_add_up(name):
+    device, codec, shape = torch.device("cuda", 0), get_codec(name), (4096, 512)
+    layout = kernel_layout(codec, shape, torch.bfloat16, device)
+    assert layout is not None
+    coded = [codec.encode(torch.randn(shape, device=device).bfloat16()) for _ in range(3)]
+    messages = torch.cat([c.contiguous().view(-1).view(torch.uint8) for pair in coded for c in pair])
+    total = torch.zeros(shape, device=device)
+    for pair in coded:
+        total += codec.decode(pair, shape, torch.float32)
+    for mean in (False, True):
+        got = kernel_codec.decode_sum(messages, 3, total.numel(), *layout, torch.bfloat16, mean).view(shape)
+        assert torch.equal(got, (total / 3 if mean else total).bfloat16())
+
+
+@pytest.mark.parametrize("n", [1, 5000, 1 << 22])
+def test_codec_free_sum_of_parts(n):
+    device = torch.device("cuda", 0)
+    parts, own = (torch.randn(s, device=device).bfloat16() for s in ((3, n), (n,)))
+    out = torch.full((n,), float("nan"), device=device, dtype=torch.bfloat16)
+    kernel_codec.sum_parts(own, parts, 1, out, True)
+    assert torch.equal(out, ((parts[0].float() + own.float() + parts[2].float()) / 3).bfloat16())
 
 
 def test_a_paced_plan_moves_ahead_of_need_and_frees_memory():

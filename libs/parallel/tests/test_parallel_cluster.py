@@ -72,7 +72,7 @@ def test_bad_files_name_the_key(change, message: str) -> None:
 
 
 def test_resized() -> None:
-    c = presets.roce_cluster(4096)
+    c = presets.roce_cluster(4096, gpus_per_zone=1024)
     assert [c.resized(n).shape_text() for n in (4, 64, 2048)] == [
         "1 zones x 1 domains x 4 GPUs",
         "1 zones x 8 domains x 8 GPUs",

@@ -100,10 +100,16 @@ def reference(plan: ParallelPlan, steps: int, optimizer: str, empty_rank: int | 
                     s = states[r][n] + (g**2).mean(1) / R
                     step_ND = torch.where(touched[:, None], g / (s.sqrt() + 1e-6)[:, None], 0.0)
                     copies[r][n], states[r][n] = w.detach() - 0.1 * step_ND, s
-        for n in copies[0]:
-            mean, state = torch.stack([c[n] for c in copies]).mean(0), torch.stack([s[n] for s in states]).mean(0)
-            for r in range(R):
-                copies[r][n], states[r][n] = mean, state
+        # The shards of a replica are averaged in every step, the replicas every so many and at the end.
+        everyone = (step + 1) % sparse.sync_every == 0 or step == steps - 1
+        size = R if everyone else sparse.replica_shard
+        for first in range(0, R, size):
+            some = range(first, first + size)
+            for n in copies[0]:
+                mean = torch.stack([copies[r][n] for r in some]).mean(0)
+                state = torch.stack([states[r][n] for r in some]).mean(0)
+                for r in some:
+                    copies[r][n], states[r][n] = mean, state
         losses.append(total)
     return losses, copies[0], states[0]
 
@@ -176,6 +182,15 @@ def _check(plan_args: dict, world: int, optimizer: str, overlap: bool, empty_ran
     one_copy = sum(t.num_rows * (t.dim + (optimizer != "sgd")) * 4 for t in TABLES)
     padding = 2 * (sparse.replica_shard - 1) * 7 * 4 * sparse.table_group
     assert sum(r["stored"] for r in results) <= sparse.replica * (one_copy + padding)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("optimizer", "overlap"), [("sgd", False), ("adagrad", True)])
+@pytest.mark.parametrize("plan", [{"table_group": 1, "replica_shard": 2}, {"table_group": 2}])
+def test_replicas_averaged_every_few_steps_equal_one_process_that_does_the_same(
+    plan: dict, optimizer: str, overlap: bool
+) -> None:
+    _check({**plan, "sync_every": 3}, 4, optimizer, overlap)
 
 
 @pytest.mark.dist

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from gemworks.parallel import ParallelPlan, build_meshes, place, presets
+from gemworks.parallel import ClusterSpec, ParallelPlan, build_meshes, place, presets
+from gemworks.parallel.meshes import members_group
 from gemworks.parallel.plan import VIEW_AXES
 from parallel_spawn import spawn
 
@@ -99,3 +101,44 @@ def test_world_of_another_size_is_an_error(fake_world) -> None:
 def test_without_a_process_group_the_message_says_so() -> None:
     with pytest.raises(ValueError, match="init_process_group"):
         build_meshes(ParallelPlan.for_world(8, shard=8), presets.h200_host())
+
+
+def _measure_then_build(rank: int, world: int) -> tuple[bool, float]:
+    base = dataclasses.replace(
+        presets.roce_cluster(2048), gpus_per_domain=2, domains_per_zone=1, num_zones=2, name="gloo"
+    )
+    measured = ClusterSpec.measure(base, sizes=(4096, 1 << 16), repeats=1)
+    plan = ParallelPlan.for_world(world, shard=2)
+    first, second = build_meshes(plan, measured), build_meshes(plan, measured)
+    group = second.group("dense", "shard")
+    x = torch.ones(1)
+    dist.all_reduce(x, group=group)
+    return first.group("dense", "shard") is group, float(x)
+
+
+@pytest.mark.dist
+def test_groups_are_made_once_so_that_measuring_does_not_break_what_comes_after() -> None:
+    """A group destroyed and made again would find its old address in the store: the connection is refused."""
+    assert spawn(_measure_then_build, 4) == [(True, 2.0)] * 4
+
+
+def test_groups_are_made_outside_the_binding_of_the_world(fake_world, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound world would split its communicator, which waits for ranks that are no members."""
+    fake_world(4)
+    world, device = dist.group.WORLD, torch.device("cuda", 0)
+    assert world is not None
+    world.bound_device_id = device
+    seen: list[object] = []
+    real = dist.new_group
+
+    def watched(*args, **kwargs):
+        seen.append(world.bound_device_id)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(dist, "new_group", watched)
+    group = members_group([0, 2])
+    assert members_group([0, 2]) is group
+    assert members_group([0, 1]) is not group
+    assert members_group(range(4)) is world
+    assert seen == [None, None]
+    assert world.bound_device_id == device

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 from gemworks.parallel import GroupShape, ParallelPlan, collective_cost, edge_bytes, presets
+from gemworks.parallel.costs import Posting
 from gemworks.parallel.lengths import CostModel, LengthLaw, expected_imbalance
 from gemworks.parallel.memory import COMMUNICATOR_BYTES, InfeasiblePlan, estimate_memory
 from gemworks.parallel.placement import split_shape
@@ -129,6 +130,17 @@ def test_sm_contention_stretches_only_what_overlaps() -> None:
     assert items["SM contention"] == pytest.approx(50 - 50 / 1.1)
 
 
+def test_a_wait_is_charged_to_what_ran_not_to_what_stood_in_line() -> None:
+    ops = [
+        Op("a", "compute", 10.0, [], "compute"),
+        Op("publish", "nvlink", 30.0, [0], "publish"),
+        Op("average", "network", 5.0, [1], "average"),
+        Op("b", "compute", 1.0, [2], "compute"),
+    ]
+    items = run_ops(ops, 0.0)
+    assert items == pytest.approx({"compute": 11.0, "publish": 30.0, "average": 5.0})
+
+
 worlds = st.sampled_from([8, 64, 1024, 4096])
 
 
@@ -200,13 +212,42 @@ def test_slower_tiers_and_larger_batches_do_what_they_must() -> None:
     assert big.scaling_ratio > base.scaling_ratio
 
 
-def test_a_cost_per_peer_is_paid_by_wide_all_to_alls() -> None:
+def test_messages_of_an_all_to_all_are_posted_one_by_one_while_the_wire_works() -> None:
+    """LogGP: the larger of posting and of the bytes; peers on NVLink are not posted to."""
+    c = presets.roce_cluster(4096, gpus_per_zone=1024)
+    shape = GroupShape(size=4096, num_domains=512, num_zones=4)
+    posting = Posting(us=3.0, chunk_bytes=131072)
+
+    def us(nbytes: float, posting: Posting | None) -> float:
+        return collective_cost("all_to_all", shape, nbytes, c, posting=posting).us
+
+    latency = collective_cost("all_to_all", shape, 0.0, c).us
+    assert us(1e6, posting) == pytest.approx(latency + 4088 * 3.0), "244 bytes a peer: all posting"
+    assert us(1e12, posting) == us(1e12, None), "244 MB a peer: all wire"
+    assert us(0.0, posting) == latency
+    assert posting.us_of(10, 131073) == 10 * 2 * 3.0
+    near = GroupShape(size=8)
+    assert collective_cost("all_to_all", near, 1e3, c, posting=posting) == collective_cost("all_to_all", near, 1e3, c)
+
+
+def test_replicas_averaged_every_n_steps_cost_an_nth() -> None:
     c, m = presets.roce_cluster(4096), gem_like(num_layers=2)
-    wide = ParallelPlan.for_world(4096, shard=256, expert=2, expert_shard=16, table_group=4096)
-    free, paid = (simulate(wide, m, c, dataclasses.replace(STILL, peer_us=p)) for p in (0.0, 10.0))
-    label = "exposed: sparse.table_group all_to_all"
-    assert paid.collectives[label][1] - free.collectives[label][1] == pytest.approx(3 * 4095 * 10.0)
-    assert paid.step_us > free.step_us
+    config = dataclasses.replace(STILL, posting=None)
+
+    def reduce(n: int) -> tuple[float, float]:
+        plan = ParallelPlan.for_world(4096, shard=256, expert=2, expert_shard=16, table_group=256, sync_every=n)
+        every = ParallelPlan.for_world(4096, shard=256, expert=2, expert_shard=16, table_group=256)
+        s = simulate(plan, m, c, config, splits=place_splits(every, m, c), check_memory=False)
+        return s.collectives["exposed: sparse.replica all_reduce"][1], sum(s.bytes_by_tier.values())
+
+    (one, sent_one), (ten, sent_ten) = reduce(1), reduce(10)
+    assert ten == pytest.approx(one / 10)
+    assert sent_ten < sent_one
+    with pytest.raises(ValueError, match="sync_every"):
+        ParallelPlan.for_world(8, shard=8, table_group=4, sync_every=0)
+    plan = ParallelPlan.for_world(8, shard=8, table_group=4, sync_every=5)
+    assert plan.text().endswith("averaged every 5 steps")
+    assert ParallelPlan.from_dict(plan.to_dict()) == plan
 
 
 def test_m8_communicators_are_in_the_memory() -> None:
@@ -343,10 +384,15 @@ def test_search_of_16384_gpus_in_a_minute() -> None:
 def test_ladders_show_every_rung() -> None:
     found = ladders(gem_like(num_layers=4), presets.roce_cluster(4096))
     text = ladder_text(found)
-    assert [len(v) for v in found.values()] == [3, 3]
+    assert [len(v) for v in found.values()] == [3, 4]
     dense = [r.simulation.step_us for r in found["dense"]]
     assert dense[0] > dense[1], "sharding over the world loses to shard x replica"
-    memory = [r.simulation.memory.parts["tables and row optimizer"] for r in found["sparse"]]
+    v1, v2_each, v2, v3 = (r.simulation for r in found["sparse"])
+    assert v2.step_us < v1.step_us, "groups win once replicas are not averaged in every step"
+    assert v1.step_us < v2_each.step_us, "and lose if they are, with tables of this size"
+    label = "exposed: sparse.table_group all_to_all"
+    assert v2.collectives[label][1] < v1.collectives[label][1] / 3
+    memory = [s.memory.parts["tables and row optimizer"] for s in (v1, v2, v3)]
     assert memory[1] == pytest.approx(16 * memory[0])
     assert memory[2] == pytest.approx(memory[1] / 8)
-    assert text.count("\n") == 6
+    assert text.count("\n") == 7

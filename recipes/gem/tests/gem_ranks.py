@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # its stub does not export it
 
 PRELOAD = [
     "gemworks.gem.run",
@@ -27,6 +27,9 @@ PRELOAD = [
     "gemworks.gem.world",
     "torch.utils.tensorboard",
     "torchrec.optim.rowwise_adagrad",
+    "torch.distributed.optim.apply_optimizer_in_backward",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
     "gem_ranks",
 ]
 
@@ -77,7 +80,7 @@ def run_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
         processes = [

@@ -47,10 +47,10 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_m2_four_processes_equal_one(one: Path, tmp_path: Path) -> None:
     """In the last step three of four ranks have no sample (case M2)."""
     traces = good(run_ranks(trained, 4, str(tmp_path / "four"), SETTINGS))
-    assert sorted(len(trace[12][1]) for trace in traces) == [0, 0, 0, 1]
-    seen = [i for trace in traces for _, ids, _ in trace[:13] for i in ids]
+    assert sorted(len(trace[6][1]) for trace in traces) == [0, 0, 0, 1]
+    seen = [i for trace in traces for _, ids, _ in trace[:7] for i in ids]
     assert sorted(seen) == sorted(set(seen))
-    assert len(seen) == 97
+    assert len(seen) == 49
     assert_close_runs(one, tmp_path / "four")
 
 
@@ -59,11 +59,11 @@ def test_checkpoints_go_from_one_to_two_to_four_to_one_process(one: Path, tmp_pa
     path = tmp_path / "run"
     settings = ("train.log_every=4",)  # so that a window of figures is open when it stops
     good(run_ranks(trained, 1, str(tmp_path / "unbroken"), (*SETTINGS, *settings)))
-    stopped_at(path, 1, 6, *settings)
-    stopped_at(path, 2, 11, *settings)
-    stopped_at(path, 4, 18, *settings)
+    stopped_at(path, 1, 3, *settings)
+    stopped_at(path, 2, 6, *settings)
+    stopped_at(path, 4, 10, *settings)
     (rest,) = good(run_ranks(trained, 1, str(path), (*SETTINGS, *settings)))
-    assert [step for step, _, _ in rest] == list(range(19, 27))
+    assert [step for step, _, _ in rest] == list(range(11, 15))
     assert_close_runs(tmp_path / "unbroken", path)
     assert RunDir.open(path).summary()["num_steps"] == RunDir.open(one).summary()["num_steps"]  # type: ignore[index]
 
@@ -72,7 +72,7 @@ def test_the_same_number_of_ranks_goes_on_to_the_same_bits(tmp_path: Path) -> No
     """Dropout's generators are each rank's own, and saved for each."""
     settings = ("model.dropout=0.1",)
     good(run_ranks(trained, 2, str(tmp_path / "unbroken"), (*SETTINGS, *settings)))
-    stopped_at(tmp_path / "run", 2, 18, *settings)
+    stopped_at(tmp_path / "run", 2, 10, *settings)
     good(run_ranks(trained, 2, str(tmp_path / "run"), (*SETTINGS, *settings)))
     keys = ("kind", "step", "loss", "ne", "grad_norm", "auc")
     rows = [[[row.get(key) for key in keys] for row in figures(tmp_path / name)] for name in ("unbroken", "run")]
@@ -83,7 +83,7 @@ def test_the_same_number_of_ranks_goes_on_to_the_same_bits(tmp_path: Path) -> No
 
 def test_a_killed_rank_of_four_is_named_by_all_and_nothing_is_lost(one: Path, tmp_path: Path) -> None:
     path = tmp_path / "run"
-    outcomes = run_ranks(trained, 4, str(path), SETTINGS, Faults(rank=2, step=14, kind="kill"))
+    outcomes = run_ranks(trained, 4, str(path), SETTINGS, Faults(rank=2, step=8, kind="kill"))
     for rank in (0, 1, 3):
         error = outcomes[rank].error
         assert error is not None
@@ -111,7 +111,7 @@ def test_a_rank_that_finds_bad_data_alone_gives_its_reason_to_all(tmp_path: Path
 
 
 def test_accumulated_batches_and_two_ranks_equal_one(tmp_path: Path) -> None:
-    settings = (*SETTINGS, "train.accumulate=3", "train.eval_every=4")
+    settings = (*SETTINGS, "train.accumulate=3", "train.eval_every=2")
     for world, name in ((1, "one"), (2, "two")):
         good(run_ranks(trained, world, str(tmp_path / name), settings))
     assert_close_runs(tmp_path / "one", tmp_path / "two")
@@ -127,8 +127,14 @@ def test_ranks_with_row_groups_of_their_own_equal_one(tmp_path: Path) -> None:
         "data.num_lanes=4",
         "data.max_length=64",
         "train.epochs=1",
+        "train.eval_every=16",
+        "model.num_experts=2",  # the gate of a single one has a gradient of rounding errors: norms undo its scale
     )
-    settings = tuple(s for s in settings if s != "data.max_length=8")
+    settings = tuple(
+        s
+        for s in settings
+        if s not in ("data.max_length=8", "model.num_experts=1", "train.eval_every=7", "train.epochs=2")
+    )
     good(run_ranks(trained, 1, str(tmp_path / "one"), settings))
     traces = good(run_ranks(trained, 2, str(tmp_path / "two"), settings))
     seen = [i for trace in traces for _, ids, _ in trace for i in ids]
@@ -178,20 +184,21 @@ def test_launcher_names_the_rank_that_was_killed(tmp_path: Path) -> None:
     assert "RankFailure: rank 1 stopped without a word" in err
 
 
-def test_launcher_passes_on_the_requeue_code_and_the_wrong_input_code(one: Path, tmp_path: Path) -> None:
-    """A SIGTERM to the launcher alone: both ranks save, and the same command goes on (here with fewer epochs left)."""
+def test_launcher_passes_on_the_requeue_code_and_the_wrong_input_code(tmp_path: Path) -> None:
+    """A SIGTERM to the launcher alone: both ranks save, and the same command goes on."""
     path = tmp_path / "run"
-    process = launch(path)
+    good(run_ranks(trained, 1, str(tmp_path / "one"), (*SETTINGS, "train.epochs=6")))
+    process = launch(path, "train.epochs=6")
     wait_for_steps(path, process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == REQUEUE, err[-3000:]
     last = files.steps(path / "checkpoints")[-1]
-    again = launch(path)
+    again = launch(path, "train.epochs=6")
     _, err = again.communicate(timeout=120)
     assert again.returncode == 0, err[-3000:]
-    assert f"going on after step {last} of 26" in (path / "train.log").read_text()
-    assert_close_runs(one, path)
+    assert f"going on after step {last} of 42" in (path / "train.log").read_text()
+    assert_close_runs(tmp_path / "one", path)
     wrong = launch(tmp_path / "other", "data.batch_size=9")
     _, err = wrong.communicate(timeout=120)
     assert wrong.returncode == WRONG_INPUT, err[-3000:]

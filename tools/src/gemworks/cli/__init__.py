@@ -1,1 +1,1 @@
-"""The gemworks command line: train, evaluate, print configurations, diagnose."""
+"""The gemworks command line: plan, train, evaluate, measure, diagnose."""

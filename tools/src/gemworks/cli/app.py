@@ -14,25 +14,30 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from gemworks.cli.bench import bench_app
+from gemworks.cli.checkpoint import checkpoint_app
 from gemworks.cli.data import data_app
+from gemworks.cli.diagnose import mfu, probe, trace
 from gemworks.cli.options import ConfigFile, Json, Preset, Sets
 from gemworks.cli.output import print_error, print_json, quiet
-from gemworks.gem.errors import RUN_FAILED, WRONG_INPUT, report
+from gemworks.cli.plan import plan_app
+from gemworks.gem.errors import WRONG_INPUT, report
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
 app = typer.Typer(
     name="gemworks",
-    help="Train, evaluate and diagnose recommendation models at scale.",
+    help="Plan, train, measure and diagnose recommendation models at scale.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-checkpoint_app = typer.Typer(help="Look into checkpoints.", no_args_is_help=True)
-app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(checkpoint_app)
 app.add_typer(data_app)
+app.add_typer(plan_app)
+app.add_typer(bench_app)
 
 
 def _version(wanted: bool) -> None:
@@ -51,7 +56,7 @@ def common(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Train, evaluate and diagnose recommendation models at scale.
+    """Plan, train, measure and diagnose recommendation models at scale.
 
     Exit codes: 0 fine, 1 the run failed, 2 your input is wrong, 75 stopped by SIGTERM: start it again.
     """
@@ -149,36 +154,8 @@ def doctor(json: Json = False) -> None:
         print_findings(findings)
 
 
-@checkpoint_app.command(name="inspect")
-def inspect_checkpoints(
-    path: Annotated[Path, typer.Argument(help="A run's folder, or one checkpoint in it.", metavar="PATH")],
-    against: Annotated[
-        Path | None,
-        typer.Option(help="Another checkpoint or run: says which tensors differ in name or shape.", metavar="PATH"),
-    ] = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="Name every tensor of the newest one.")] = False,
-    json: Json = False,
-) -> None:
-    """Say what a run's checkpoints hold, and whether they are whole.
-
-    Example: gemworks checkpoint inspect runs/first
-
-    Exit code 1 if one of them is damaged.
-    """
-    if not path.is_dir():  # answers before torch is imported
-        raise ValueError(f"{str(path)!r}: got no folder, expected that of a run or of a checkpoint")
-    with quiet():
-        from gemworks.gem.inspect_checkpoint import inspect
-
-        result = inspect(path, against=against)
-    if json:
-        print_json(result)
-    else:
-        from gemworks.cli.output import print_checkpoints
-
-        print_checkpoints(result, tensors=tensors)
-    if not all(item["whole"] for item in result["checkpoints"]):
-        raise typer.Exit(RUN_FAILED)
+for command in (probe, trace, mfu):
+    app.command()(command)
 
 
 def _progress_console(json: bool) -> Any:

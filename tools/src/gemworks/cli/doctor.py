@@ -40,7 +40,7 @@ PACKAGES = (
     Package("gemworks-gem", "gemworks.gem", "the model and its training", required=True),
     Package("gemworks-jagged", "gemworks.jagged", "attention on sequences", required=True),
     Package("gemworks-precision", "gemworks.precision", "FP8 arithmetic"),
-    Package("gemworks-parallel", "gemworks.parallel", "several GPUs"),
+    Package("gemworks-parallel", "gemworks.parallel", "training on several processes", required=True),
     Package("gemworks-netmem", "gemworks.netmem", "activation offload"),
     Package("torch", "torch", "everything", required=True),
     Package("torchrec", "torchrec", "embedding tables", required=True),
@@ -130,13 +130,16 @@ def _devices() -> list[dict[str, Any]]:
             "description": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads in use",
         }
     ]
-    for index in range(torch.cuda.device_count()):
+    num_gpus = torch.cuda.device_count()
+    for index in range(num_gpus):
+        peers = [f"cuda:{j}" for j in range(num_gpus) if j != index and torch.cuda.can_device_access_peer(index, j)]
+        links = f", reaches {', '.join(peers)} directly" if peers else ", reaches other GPUs through the host only"
         properties = torch.cuda.get_device_properties(index)
         devices.append(
             {
                 "name": f"cuda:{index}",
                 "description": f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
-                f"sm_{properties.major}{properties.minor}",
+                f"sm_{properties.major}{properties.minor}{links if num_gpus > 1 else ''}",
             }
         )
     return devices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import sys
@@ -32,6 +33,16 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
         yield
+
+
+def need(module: str, package: str) -> None:
+    """Says which package a command lacks, before anything slow happens.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(f"this command needs {package}, which is not installed: pip install {package}")
 
 
 def print_evaluation(result: dict[str, Any]) -> None:

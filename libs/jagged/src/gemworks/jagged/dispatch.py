@@ -94,6 +94,17 @@ RULES: tuple[Rule, ...] = (
         "attention_core/table.py",
     ),
     Rule("triton", NORM_OPS, KERNEL_DTYPES, TILE_ARCHITECTURES, BOTH, None, "norms/launch.py"),
+    Rule("triton", ("apply_rope",), KERNEL_DTYPES, TILE_ARCHITECTURES, BOTH, None, "rope/launch.py"),
+    Rule(
+        "gluon",
+        ("block_attention",),
+        table.GLUON_DTYPES,
+        table.GLUON_ARCHITECTURES,
+        BOTH,
+        max(table.GLUON_HEAD_DIMS),
+        "block_attention/launch_hopper.py",
+        table.GLUON_HEAD_DIMS,
+    ),
     Rule(
         "triton",
         ("block_attention",),
@@ -251,11 +262,16 @@ def explain(
             if fused is not None:
                 steps = {"forward": steps["forward"], "backward": fused}
             config = "; ".join(f"{step}: {choice}" for step, choice in steps.items())
+        if refusal is None and rule.backend == "gluon" and op == "block_attention":
+            if "grouped" in features:
+                refusal = "has no grouped heads"
+            elif "qk_norm" in features and "rope" not in features:
+                refusal = "takes qk_norm with rope alone"
         if refusal is None:
             name = str(dtype).removeprefix("torch.")
             reasons = [*refusals, f"takes {name} on {place}"]
             front = [f for f in ("qk_norm", "rope") if f in features]
-            if front and rule.backend != "reference":
+            if front and rule.backend != "reference" and op in KERNEL_OPS:  # block attention has them inside
                 reasons.append(f"{' and '.join(front)} run before it, in PyTorch")
             return Explanation(op, rule.backend, config, "; ".join(reasons))
         refusals.append(refusal if refusal.startswith(rule.backend) else f"{rule.backend} {refusal}")

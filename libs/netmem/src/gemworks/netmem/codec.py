@@ -75,7 +75,8 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Is Triton installed? Does not import it."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -83,7 +84,7 @@ def _no_kernel(device: torch.device, dtype: torch.dtype, block: int) -> str | No
     """Why the kernels don't serve this, or None if they do."""
     if device.type != "cuda":
         return f"tensors on {device.type}: the kernels are for CUDA"
-    if not _has_triton():
+    if not has_triton():
         return "Triton is not installed"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{dtype}: the kernels take float32, bfloat16 and float16"
@@ -232,6 +233,17 @@ BUILTIN: dict[str, Codec] = {
     "fp8_block128": Fp8Codec(128),
     "mxfp8": MXFP8Codec(),
 }
+
+
+def kernel_layout(
+    codec: Codec, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> tuple[int, bool] | None:
+    """(elements per scale, E8M0 scales) where the kernels serve a tensor of that kind, else None."""
+    if not isinstance(codec, Fp8Codec | MXFP8Codec):
+        return None
+    mx = isinstance(codec, MXFP8Codec)
+    block = MX_BLOCK if isinstance(codec, MXFP8Codec) else codec._block(shape)
+    return None if _no_kernel(device, dtype, block) or not _numel(shape) else (block, mx)
 
 
 def explain_codec(codec: str | Codec, x: torch.Tensor) -> str:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from gemworks.netmem.codec import Codec, decode_checked, get_codec
+from gemworks.netmem.codec import Codec, decode_checked, get_codec, kernel_layout
 from gemworks.netmem.errors import CollectiveMismatchError
 
 _MAX_DIMS = 8
@@ -52,6 +52,10 @@ def _all_gather(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | N
     # torch 2.13 renamed it and warns about the old name, torch 2.11 has the old name only
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out, x, group=group)
+
+
+def _joined(pieces: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=device)
 
 
 class QuantizedCollective:
@@ -140,17 +144,20 @@ class QuantizedCollective:
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def _encode(self, x: torch.Tensor) -> torch.Tensor:
-        """uint8 `[codec.nbytes]`."""
+    def _encode(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The bytes of a message, in pieces, uint8; together `codec.nbytes`."""
         if x.numel() == 0:
-            return torch.empty(0, dtype=torch.uint8, device=x.device)
-        return torch.cat([c.contiguous().view(-1).view(torch.uint8) for c in self._codec.encode(x.contiguous())])
+            return []
+        return [c.contiguous().view(-1).view(torch.uint8) for c in self._codec.encode(x.contiguous())]
 
-    def _decode(self, message: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def _decode(
+        self, message: torch.Tensor, shape: Sequence[int], coded: torch.dtype, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """What a message of a tensor of dtype `coded` says, in `dtype`."""
         if message.numel() == 0:
             return torch.empty(tuple(shape), dtype=dtype, device=message.device)
         # what the codes look like follows from the shape: ask the codec, on an empty device
-        layout = [(c.shape, c.dtype) for c in self._codec.encode(torch.zeros(tuple(shape), dtype=dtype, device="meta"))]
+        layout = [(c.shape, c.dtype) for c in self._codec.encode(torch.zeros(tuple(shape), dtype=coded, device="meta"))]
         codes, start = [], 0
         for code_shape, code_dtype in layout:
             size = code_shape.numel() * code_dtype.itemsize
@@ -162,19 +169,35 @@ class QuantizedCollective:
             start += size
         return decode_checked(self._codec, tuple(codes), shape, dtype, message.device)
 
+    def _sum(
+        self, received: torch.Tensor, sizes: list[int], shape: Sequence[int], dtype: torch.dtype, mean: bool
+    ) -> torch.Tensor:
+        """The messages of all ranks, decoded and added in float32 in rank order."""
+        numel = torch.Size(shape).numel()
+        layout = kernel_layout(self._codec, shape, dtype, received.device)
+        if layout is not None and (layout[1] or (sizes[0] % 4 == 0 and numel % 4 == 0)):
+            from gemworks.netmem import kernel_codec
+
+            return kernel_codec.decode_sum(received, self._world, numel, *layout, dtype, mean).view(tuple(shape))
+        total = torch.zeros(tuple(shape), dtype=torch.float32, device=received.device)
+        for message in torch.split(received, sizes):
+            total += self._decode(message, shape, dtype, torch.float32)
+        return (total / self._world if mean else total).to(dtype)
+
     def _exchange(
-        self, messages: list[torch.Tensor], received_bytes: list[int], device: torch.device
-    ) -> list[torch.Tensor]:
-        sent_bytes = [m.numel() for m in messages]
+        self, messages: list[list[torch.Tensor]], received_bytes: list[int], device: torch.device
+    ) -> torch.Tensor:
+        """Message i to rank i; the messages from all ranks, one after the other."""
+        pieces = [piece for message in messages for piece in message]
         received = torch.empty(sum(received_bytes), dtype=torch.uint8, device=device)
         dist.all_to_all_single(
             received,
-            torch.cat(messages) if messages else received.new_empty(0),
+            _joined(pieces, device),
             output_split_sizes=received_bytes,
-            input_split_sizes=sent_bytes,
+            input_split_sizes=[sum(piece.numel() for piece in message) for message in messages],
             group=self._group,
         )
-        return list(torch.split(received, received_bytes))
+        return received
 
     def _nbytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         return self._codec.nbytes(shape, dtype) if torch.Size(shape).numel() else 0
@@ -195,13 +218,16 @@ class QuantizedCollective:
             ValueError: unsupported dtype or number of dims.
         """
         self._agree("all_gather", x, [0] * self._world)
-        message = self._encode(x)
+        pieces = self._encode(x)
+        message = _joined(pieces, x.device)
         everyone = message.new_empty(self._world * message.numel())
         if message.numel():
             _all_gather(everyone, message, self._group)
-        parts = [self._decode(m, x.shape, x.dtype) for m in everyone.view(self._world, -1)]
+        out = torch.empty((self._world * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
+        for m, part in zip(everyone.view(self._world, -1), torch.chunk(out, self._world), strict=False):
+            part.copy_(self._decode(m, x.shape, x.dtype, x.dtype))
         self.traffic = Traffic((self._world - 1) * message.numel(), (self._world - 1) * x.numel() * x.element_size())
-        return torch.cat(parts)
+        return out
 
     def reduce_scatter(self, x: torch.Tensor, *, mean: bool = False, key: str = "") -> torch.Tensor:
         """Sum over the ranks of this rank's rows of x: `[R, ...]` -> `[split_rows(R, W)[rank], ...]`.
@@ -229,20 +255,24 @@ class QuantizedCollective:
         parts = list(torch.split(source, rows))
         messages = [self._encode(p) for p in parts]
         if self._feedback:
-            sent = torch.cat([self._decode(m, p.shape, x.dtype) for m, p in zip(messages, parts, strict=True)])
+            sent = torch.cat(
+                [
+                    self._decode(_joined(m, x.device), p.shape, x.dtype, torch.float32)
+                    for m, p in zip(messages, parts, strict=True)
+                ]
+            )
             # the sum before rounding to x's dtype, so that this rounding is fed back too
             exact = x.float() if residual is None else x.float() + residual
-            self._residuals[key] = exact - sent.float()
+            self._residuals[key] = exact - sent
         shape = (rows[self._rank], *x.shape[1:])
-        received = self._exchange(messages, [self._nbytes(shape, x.dtype)] * self._world, x.device)
-        total = torch.zeros(shape, dtype=torch.float32, device=x.device)
-        for message in received:
-            total += self._decode(message, shape, x.dtype).float()
+        sizes = [self._nbytes(shape, x.dtype)] * self._world
+        received = self._exchange(messages, sizes, x.device)
         others = [i for i in range(self._world) if i != self._rank]
         self.traffic = Traffic(
-            sum(messages[i].numel() for i in others), sum(parts[i].numel() for i in others) * x.element_size()
+            sum(piece.numel() for i in others for piece in messages[i]),
+            sum(parts[i].numel() for i in others) * x.element_size(),
         )
-        return (total / self._world if mean else total).to(x.dtype)
+        return self._sum(received, sizes, shape, x.dtype, mean)
 
     def all_to_all(self, x: torch.Tensor, input_splits: Sequence[int], output_splits: Sequence[int]) -> torch.Tensor:
         """Send rows to ranks: `[sum(input_splits), ...]` -> `[sum(output_splits), ...]`.
@@ -277,9 +307,11 @@ class QuantizedCollective:
         parts = list(torch.split(x, splits))
         messages = [self._encode(p) for p in parts]
         shapes = [(n, *x.shape[1:]) for n in expected]
-        received = self._exchange(messages, [self._nbytes(s, x.dtype) for s in shapes], x.device)
+        sizes = [self._nbytes(s, x.dtype) for s in shapes]
+        received = torch.split(self._exchange(messages, sizes, x.device), sizes)
         others = [i for i in range(self._world) if i != self._rank]
         self.traffic = Traffic(
-            sum(messages[i].numel() for i in others), sum(parts[i].numel() for i in others) * x.element_size()
+            sum(piece.numel() for i in others for piece in messages[i]),
+            sum(parts[i].numel() for i in others) * x.element_size(),
         )
-        return torch.cat([self._decode(m, s, x.dtype) for m, s in zip(received, shapes, strict=True)])
+        return torch.cat([self._decode(m, s, x.dtype, x.dtype) for m, s in zip(received, shapes, strict=True)])

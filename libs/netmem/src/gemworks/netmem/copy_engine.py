@@ -10,6 +10,7 @@ Where symmetric memory can't be had, FSDP2 gets the ordinary all-gather, with a 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import warnings
@@ -21,12 +22,16 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from gemworks.netmem.codec import has_triton
 from gemworks.netmem.overlap import Activity, Trace, read_trace
 from torch import nn
 
 # Each size gets a ring of this many buffers: one being filled, one being copied out, one that FSDP2 still holds, one
 # to spare.
 NUM_BUFFERS = 4
+# a reduce-scatter goes in pieces: the pull of one hides the sum of another
+_MAX_PIECES = 8
+_MIN_PIECE_BYTES = 8 << 20
 # FSDP2's copies between parameters and the communication buffer.
 _FSDP_COPY = re.compile(
     r"split_with_sizes_copy|multi_tensor_apply|chunk_cat|CatArrayBatchedCopy|foreach_copy", re.IGNORECASE
@@ -204,8 +209,9 @@ class CopyEngineReduceScatter(_Rings):
     """A reduce-scatter in FSDP2's `ReduceScatter` interface: copy engines bring the peers' parts, one kernel adds them.
 
     Copy engines can't add, so this rank pulls its part of every peer's input into a staging buffer and adds the W
-    parts in rank order in float32: `(W - 1) n` elements over NVLink without SMs, then one memory-bound kernel that
-    reads `W n` and writes `n`. NCCL reads and writes less memory and takes SMs all the while.
+    parts in rank order in float32: `(W - 1) n` elements over NVLink without SMs, then memory-bound kernels that read
+    `W n` and write `n`. It goes in pieces: while one is added the next is pulled. NCCL moves fewer bytes through device
+    memory and takes SMs all the while.
 
     Args:
         group, device, num_buffers, memory: as for `CopyEngineAllGather`.
@@ -221,6 +227,7 @@ class CopyEngineReduceScatter(_Rings):
     ) -> None:
         super().__init__(group, device, num_buffers=num_buffers, memory=memory)
         self._output_size: int | None = None
+        self._pull_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """FSDP2 asks for the input first and for the output next; only the input has to be symmetric.
@@ -261,21 +268,59 @@ class CopyEngineReduceScatter(_Rings):
             raise ValueError(
                 f"input_tensor: expected {world * n} elements, {world} times the output, got {input_tensor.numel()}"
             )
+        own, output = input_tensor.view(-1)[rank * n : (rank + 1) * n], output_tensor.view(-1)
         parts = input_tensor.new_empty((world, n))
+        mean = op == dist.ReduceOp.AVG
         handle.barrier(channel=2)
-        for step in range(1, world):
-            peer = (rank + step) % world
-            parts[peer].copy_(handle.get_buffer(peer, (n,), input_tensor.dtype, rank * n), non_blocking=True)
+        pieces = _pieces(n, input_tensor.element_size())
+        pulled = [self._pull(handle, parts, rank, start, end) for start, end in pieces]
+        for (start, end), event in zip(pieces, pulled, strict=True):
+            if event is not None:
+                torch.cuda.current_stream(self._device).wait_event(event)
+            _sum_parts(own[start:end], parts[:, start:end], rank, output[start:end], mean)
         handle.barrier(channel=3)  # nobody reads this rank's input any more
         self._mark_done(buffer)
-        parts[rank] = input_tensor.view(-1)[rank * n : (rank + 1) * n]
-        output = output_tensor.view(-1)
-        # a sum over dim 0 of a contiguous tensor adds in float32, in order
-        if op == dist.ReduceOp.AVG:
-            torch.mean(parts, dim=0, out=output)
-        else:
-            torch.sum(parts, dim=0, out=output)
         return None
+
+    def _pull(
+        self, handle: SymmetricHandle, parts: torch.Tensor, rank: int, start: int, end: int
+    ) -> torch.cuda.Event | None:
+        """Bring elements [start, end) of this rank's part from every peer; an event at the end of it."""
+        world, n = parts.shape
+        stream = self._pull_stream
+        if stream is not None and start == 0:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+            for step in range(1, world):
+                peer = (rank + step) % world
+                theirs = handle.get_buffer(peer, (end - start,), parts.dtype, rank * n + start)
+                parts[peer, start:end].copy_(theirs, non_blocking=True)
+        if stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+
+def _pieces(n: int, element_size: int) -> list[tuple[int, int]]:
+    """[start, end) of up to `_MAX_PIECES` pieces of n elements, of whole tiles and not below `_MIN_PIECE_BYTES`."""
+    num = max(1, min(_MAX_PIECES, n * element_size // _MIN_PIECE_BYTES))
+    size = -(-n // num // 4096) * 4096
+    return [(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def _sum_parts(own: torch.Tensor, parts: torch.Tensor, rank: int, out: torch.Tensor, mean: bool) -> None:
+    """`out` = sum or mean in float32, in rank order, of the rows of `parts` with `own` in the place of row `rank`."""
+    if has_triton() and out.device.type == "cuda":
+        from gemworks.netmem import kernel_codec
+
+        kernel_codec.sum_parts(own, parts, rank, out, mean)
+        return
+    parts[rank] = own
+    total = torch.zeros_like(own, dtype=torch.float32)
+    for part in parts:
+        total += part
+    out.copy_(total / parts.shape[0] if mean else total)
 
 
 class FallbackAllGather:

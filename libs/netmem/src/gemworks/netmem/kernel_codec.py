@@ -1,7 +1,8 @@
 # Triton's language is typed by its own compiler, not by Python's: pyright is quiet in this file.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportAssignmentType=false, reportIndexIssue=false
-"""The built-in FP8 codecs as one kernel each way: every element is read once and written once.
+"""The built-in FP8 codecs as one kernel each way, and sums of what ranks sent: every element is read once and written
+once.
 
 The same bits as the definitions in `codec`: divisions, one per block, round to nearest; scale exponents come from
 integer arithmetic; an element costs one multiplication. A code is rounded by the hardware's conversion where
@@ -10,7 +11,7 @@ exact values it converts right.
 
 Triton is imported here; nothing in the package imports this module before a tensor on a GPU asks for it.
 
-Letters: R blocks per program, P elements of a block, padded to a power of two.
+Letters: R blocks per program, P elements of a block, padded to a power of two, W ranks.
 """
 
 from __future__ import annotations
@@ -93,6 +94,19 @@ def encode_kernel(
 
 
 @triton.jit
+def _scale(stored, MX: tl.constexpr):
+    """A stored scale as float32; NaN for a block that held an infinity or a NaN."""
+    if MX:
+        byte = stored.to(tl.int32)
+        # 2^-127 is subnormal; byte 255 is the format's NaN
+        bits = tl.where(byte == 0, 0x400000, byte << 23)
+        scale = tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.where(stored < float("inf"), stored, float("nan"))
+    return scale
+
+
+@triton.jit
 def decode_kernel(
     codes_ptr,
     scales_ptr,
@@ -110,18 +124,69 @@ def decode_kernel(
     out_ptr += first_row * BLOCK
     codes_RP = tl.load(codes_ptr + at_RP) if MASK == 0 else tl.load(codes_ptr + at_RP, mask=there_RP, other=0)
     scale_R = tl.load(scales_ptr + first_row + row_R, mask=there_R, other=0)
-    if MX:
-        byte_R = scale_R.to(tl.int32)
-        # 2^-127 is subnormal; byte 255 is the format's NaN
-        bits_R = tl.where(byte_R == 0, 0x400000, byte_R << 23)
-        scale_R = tl.where(byte_R == 255, 0x7FC00000, bits_R).to(tl.float32, bitcast=True)
-    else:
-        scale_R = tl.where(scale_R < float("inf"), scale_R, float("nan"))
-    x_RP = codes_RP.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale_R[:, None]
+    x_RP = codes_RP.to(tl.float8e4nv, bitcast=True).to(tl.float32) * _scale(scale_R, MX)[:, None]
     if MASK == 0:
         tl.store(out_ptr + at_RP, x_RP.to(out_ptr.dtype.element_ty))
     else:
         tl.store(out_ptr + at_RP, x_RP.to(out_ptr.dtype.element_ty), mask=there_RP)
+
+
+@triton.jit
+def decode_sum_kernel(
+    codes_ptr,
+    scales_ptr,
+    out_ptr,
+    codes_stride,
+    scales_stride,
+    numel,
+    num_blocks,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    MASK: tl.constexpr,
+    MX: tl.constexpr,
+    MEAN: tl.constexpr,
+):
+    """The float32 sum of W decoded tensors, in their order; strides from one to the next in elements."""
+    first_row, row_R, at_RP, there_R, there_RP = _tile(numel, num_blocks, BLOCK, P, R, MASK)
+    codes_ptr += first_row * BLOCK
+    scales_ptr += first_row
+    total_RP = tl.zeros((R, P), dtype=tl.float32)
+    for w in tl.static_range(W):
+        codes_RP = tl.load(codes_ptr + w * codes_stride + at_RP, mask=there_RP, other=0)
+        scale_R = tl.load(scales_ptr + w * scales_stride + row_R, mask=there_R, other=0)
+        total_RP += codes_RP.to(tl.float8e4nv, bitcast=True).to(tl.float32) * _scale(scale_R, MX)[:, None]
+    if MEAN:
+        total_RP = tl.div_rn(total_RP, tl.full((R, P), W, tl.float32))
+    tl.store(out_ptr + first_row * BLOCK + at_RP, total_RP.to(out_ptr.dtype.element_ty), mask=there_RP)
+
+
+@triton.jit
+def sum_kernel(
+    own_ptr,
+    parts_ptr,
+    out_ptr,
+    n,
+    stride,
+    W: tl.constexpr,
+    RANK: tl.constexpr,
+    MEAN: tl.constexpr,
+    TILE_: tl.constexpr,
+):
+    """The float32 sum of W tensors in the order of ranks; that of RANK lies apart from the others."""
+    first = tl.program_id(0).to(tl.int64) * TILE_
+    at = tl.arange(0, TILE_)
+    there = at < n - first
+    total = tl.zeros((TILE_,), dtype=tl.float32)
+    for w in tl.static_range(W):
+        if w == RANK:
+            total += tl.load(own_ptr + first + at, mask=there, other=0.0).to(tl.float32)
+        else:
+            total += tl.load(parts_ptr + w * stride + first + at, mask=there, other=0.0).to(tl.float32)
+    if MEAN:
+        total = tl.div_rn(total, tl.full((TILE_,), W, tl.float32))
+    tl.store(out_ptr + first + at, total.to(out_ptr.dtype.element_ty), mask=there)
 
 
 def _shape(numel: int, block: int) -> tuple[int, dict[str, int]]:
@@ -153,11 +218,65 @@ def encode(x: torch.Tensor, block: int, mx: bool, *, hardware: bool = True) -> t
     return codes, scales
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor, block: int, mx: bool, dtype: torch.dtype) -> torch.Tensor:
-    """`[numel]` of that dtype, from what `encode` gave."""
+def decode(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    block: int,
+    mx: bool,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`[numel]` of that dtype, from what `encode` gave; into `out` if there is one."""
     num_blocks, constants = _shape(codes.numel(), block)
-    out = torch.empty(codes.numel(), dtype=dtype, device=codes.device)
+    out = torch.empty(codes.numel(), dtype=dtype, device=codes.device) if out is None else out
     grid = (triton.cdiv(num_blocks, constants["R"]),)
     with torch.cuda.device_of(codes):
         decode_kernel[grid](codes, scales, out, codes.numel(), num_blocks, MX=mx, num_warps=NUM_WARPS, **constants)
     return out
+
+
+def decode_sum(
+    messages: torch.Tensor, num: int, numel: int, block: int, mx: bool, dtype: torch.dtype, mean: bool
+) -> torch.Tensor:
+    """Sum (or mean) `[numel]` of `num` tensors whose codes and scales lie one after the other.
+
+    Args:
+        messages: uint8 `[num * message]`; a message is `numel` codes, then the scales. Without `mx` both sizes are
+            multiples of 4.
+    """
+    num_blocks, constants = _shape(numel, block)
+    message = messages.numel() // num
+    width = 1 if mx else 4
+    assert message % width == 0, message
+    assert numel % width == 0, numel
+    scales = messages[numel:] if mx else messages[numel:].view(torch.float32)
+    out = torch.empty(numel, dtype=dtype, device=messages.device)
+    grid = (triton.cdiv(num_blocks, constants["R"]),)
+    with torch.cuda.device_of(messages):
+        decode_sum_kernel[grid](
+            messages,
+            scales,
+            out,
+            message,
+            message // width,
+            numel,
+            num_blocks,
+            W=num,
+            MX=mx,
+            MEAN=mean,
+            num_warps=NUM_WARPS,
+            **constants,
+        )
+    return out
+
+
+def sum_parts(own: torch.Tensor, parts: torch.Tensor, rank: int, out: torch.Tensor, mean: bool) -> None:
+    """`out[n]` = sum (or mean) over ranks in their order, in float32: row r of `parts[W, n]`, but `own[n]` for `rank`.
+
+    Rows of `parts` may be apart by more than n.
+    """
+    n = out.numel()
+    with torch.cuda.device_of(out):
+        sum_kernel[(triton.cdiv(n, TILE),)](
+            own, parts, out, n, parts.stride(0), W=parts.shape[0], RANK=rank, MEAN=mean, TILE_=TILE, num_warps=NUM_WARPS
+        )

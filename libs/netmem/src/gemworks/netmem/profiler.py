@@ -269,6 +269,7 @@ def profile(
     base_bytes: int | None = None,
     compile_kwargs: Mapping[str, Any] | None = None,
     alike: Callable[[str], Hashable] | None = None,
+    progress: Callable[[str], object] | None = None,
 ) -> StepProfile:
     """Measure every choice of every region.
 
@@ -287,6 +288,7 @@ def profile(
         compile_kwargs: measure regions compiled with these arguments of `torch.compile`.
         alike: key of a region's name; regions with equal keys have the same code, shapes and dtypes, and one of them is
             measured for all. None: every region is measured.
+        progress: called with a line of text after each measurement.
 
     Returns:
         A profile for `solver.solve`. A tensor that is both one region's saved output and the next one's saved input
@@ -342,6 +344,10 @@ def profile(
                 backward_bytes=backward_bytes,
                 moved_bytes=moved,
             )
+            if progress is not None:
+                progress(
+                    f"{name} {choice}: {found[choice].forward_s * 1e3:.3f} + {found[choice].backward_s * 1e3:.3f} ms"
+                )
         return tuple(found[c] for c in choices)
 
     known: dict[Hashable, tuple[Option, ...]] = {}

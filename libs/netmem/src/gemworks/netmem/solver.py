@@ -179,8 +179,14 @@ def _search(
     cut_s: float,
     beam: int | None,
     max_labels: int,
+    slack_s: float = 0.0,
 ) -> list[int] | None:
-    """Option indices of the fastest plan below `cut_s`, or None. With a beam: of a good one."""
+    """Option indices of the fastest plan below `cut_s`, or None. With a beam: of a good one.
+
+    With slack a partial plan may be dropped for one that is up to `slack_s / num_regions` slower and no worse in
+    memory and queues: the plan found is at most `slack_s` from the fastest.
+    """
+    grain_s = slack_s / len(tables)
     labels = torch.zeros((1, 4), dtype=torch.float64)
     trail: list[tuple[torch.Tensor, torch.Tensor]] = []
     for i, table in enumerate(tables):
@@ -195,7 +201,10 @@ def _search(
             labels, parent, option, lower = labels[best], parent[best], option[best], lower[best]
         if beam is None and labels.shape[0] > 16 * max_labels:
             raise _TooManyLabelsError
-        keep = _non_dominated(labels)
+        compared = labels
+        if grain_s > 0:
+            compared = torch.cat([torch.floor(labels[:, :1] / grain_s), labels[:, 1:]], dim=1)
+        keep = _non_dominated(compared)
         if beam is not None and keep.numel() > beam:
             keep = keep[torch.topk(lower[keep], beam, largest=False).indices]
         if beam is None and keep.numel() > max_labels:
@@ -290,9 +299,14 @@ def solve(profile: StepProfile, budget_bytes: float, *, rel_gap: float = 0.0, ma
         best = _plan(profile, beamed)  # faster than the cut, so faster than every uniform plan
     exact, gap = True, rel_gap
     for gap in [rel_gap, *(g for g in _ESCALATION if g > rel_gap)]:
-        cut = math.inf if best is None else (best.step_s - profile.other_s) * (1 - gap)
+        # half of the tolerance goes to the cut, half to dropping partial plans that are nearly beaten
+        best_s = math.inf if best is None else best.step_s - profile.other_s
+        cut = best_s * (1 - gap / 2) if gap < 1 else 0.0
+        slack_s = 0.0 if best is None else best_s * gap / 2
         try:
-            found = _search(profile, tables, budget_bytes, bound, cut_s=cut, beam=None, max_labels=max_labels)
+            found = _search(
+                profile, tables, budget_bytes, bound, cut_s=cut, beam=None, max_labels=max_labels, slack_s=slack_s
+            )
         except _TooManyLabelsError:
             exact = False
             if best is None:  # nothing to prune against: start from the plan with the lowest peak

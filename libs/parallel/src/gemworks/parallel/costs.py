@@ -9,7 +9,9 @@ Hockney's a + S/w):
 - ring all-gather, reduce-scatter: `(n-1) a + (n-1)/n S/w`; ring all-reduce: twice that; ring (pipelined) broadcast:
   `(n-1) a + S/w`
 - tree all-reduce (double binary tree): `2 ceil(log2 n) a + 2 S/w`
-- all-to-all, all peers at once: `a + (n-1)/n S/w`
+- all-to-all, all peers at once: `a + max((n-1)/n S/w, posts * o)`: messages to peers beyond the NVLink domain are
+  posted one by one (LogGP's overhead o; Alexandrov, Ionescu, Schauser, Scheiman, "LogGP", 1995), in chunks, while the
+  wire carries those before; see `Posting`
 
 Over several tiers a ring visits a group's domains and zones one after the other, so the same bytes `e` pass every
 edge. An edge out of a domain uses the NICs of the group's m members there, and shares the domain's NICs with the other
@@ -91,6 +93,29 @@ class CollectiveCost:
     bytes_by_tier: Mapping[Tier, float]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Posting:
+    """What it costs a process to post one network message, whatever its size.
+
+    The figures are NCCL's own: 1 us to post on an Intel host (2 us on AMD), three posts a message with the Simple
+    protocol (src/graph/tuning.cc, getNetOverhead and its use for rings), chunks of 128 KiB in send/recv
+    (NCCL_P2P_NET_CHUNKSIZE). One thread posts for a GPU, so posts do not overlap one another.
+
+    Attributes:
+        us: o, per chunk.
+        chunk_bytes: longer messages are posted in such pieces.
+    """
+
+    us: float = 3.0
+    chunk_bytes: int = 128 * 1024
+
+    def us_of(self, num_peers: float, message_bytes: float) -> float:
+        """Time to post a message to each of some peers; nothing if there is nothing to say."""
+        if message_bytes <= 0:
+            return 0.0
+        return self.us * num_peers * max(1, math.ceil(message_bytes / self.chunk_bytes))
+
+
 NO_COST = CollectiveCost(us=0.0, latency_us=0.0, algorithm="none", tier=None, bytes_by_tier={})
 
 
@@ -122,6 +147,7 @@ def collective_cost(
     nbytes: float,
     cluster: ClusterSpec,
     algorithm: Algorithm = "auto",
+    posting: Posting | None = None,
 ) -> CollectiveCost:
     """Predict one collective.
 
@@ -131,6 +157,7 @@ def collective_cost(
         nbytes: S in bytes; see the cluster file.
         cluster: the rates.
         algorithm: "auto" takes the faster of ring and tree for an all-reduce and the ring for the others.
+        posting: cost of an all-to-all's messages; None: bytes and latency alone.
 
     Returns:
         `CollectiveCost`; zero for groups of one rank.
@@ -148,7 +175,7 @@ def collective_cost(
     if lie.size == 1:
         return NO_COST
     if collective == "all_to_all":
-        return _all_to_all(lie, nbytes, cluster)
+        return _all_to_all(lie, nbytes, cluster, posting)
     candidates = ["ring"] if collective != "all_reduce" else ["ring", "tree"] if algorithm == "auto" else [algorithm]
     return min((_ring_or_tree(collective, lie, nbytes, cluster, a) for a in candidates), key=lambda c: c.us)
 
@@ -311,7 +338,7 @@ def _ring_or_tree(
     )
 
 
-def _all_to_all(lie: _Lie, nbytes: float, cluster: ClusterSpec) -> CollectiveCost:
+def _all_to_all(lie: _Lie, nbytes: float, cluster: ClusterSpec, posting: Posting | None) -> CollectiveCost:
     terms: list[tuple[float, Tier]] = []
     latency = 0.0
     if lie.has_nvlink:
@@ -327,6 +354,8 @@ def _all_to_all(lie: _Lie, nbytes: float, cluster: ClusterSpec) -> CollectiveCos
         terms.append((nbytes * lie.a2a_zone / w, "cross_zone"))
         latency = max(latency, a)
     seconds, tier = max(terms)
+    if posting is not None:
+        seconds = max(seconds, 1e-6 * posting.us_of(lie.size * (lie.peers[1] + lie.peers[2]), nbytes / lie.size))
     sent = {t: nbytes * f for t, f in zip(("nvlink", "zone", "cross_zone"), lie.peers, strict=True) if f}
     return CollectiveCost(
         us=latency + seconds * 1e6,

@@ -7,7 +7,9 @@
 
 - gradients: each table group applies the mean over its ranks of the losses' gradients; with SGD the result is exactly
   an unsharded table updated by the mean over all ranks;
-- row-wise Adagrad: R independent local updates, then the mean of weights and of states; see `sparse_optim`.
+- row-wise Adagrad: R independent local updates, then the mean of weights and of states; see `sparse_optim`;
+- with `sync_every` above 1 the outer replicas make that many local updates between means, with either optimizer, and
+  differ in between: `checkpoint` and `full_table` average first.
 
 Letters: T ids of a feature, B samples, U distinct ids asked from this rank's view, D width, N rows of a buffer.
 """
@@ -120,10 +122,10 @@ class _Bank:
         weight = torch.zeros(self.piece_rows, shards.dim, dtype=dtype, device=device)
         for table, rows, place in self.stored():
             weight[place.start : place.stop] = init(table, rows).to(device=device, dtype=dtype)
-        self.weight = ShardedBuffer(weight, *groups)
+        self.weight = ShardedBuffer(weight, *groups, plan.sync_every)
         self.state: ShardedBuffer | None = None
         if optimizer.num_states:
-            self.state = ShardedBuffer(torch.zeros(self.piece_rows, device=device), *groups)
+            self.state = ShardedBuffer(torch.zeros(self.piece_rows, device=device), *groups, plan.sync_every)
         longest = max(max(shards.num_rows), 1)
         self.stride = longest
         self.first_owner = {t.spec.name: t.first_owner for t in shards.tables}
@@ -278,6 +280,14 @@ class FullyShardedEmbeddings(nn.Module):
                 bank.state.release()
                 bank.state.settle()
 
+    def sync(self) -> None:
+        """Average the outer replicas now, if the plan lets them differ between steps; every rank calls it."""
+        self.settle()
+        for bank in self._banks:
+            for buffer in (bank.weight, bank.state):
+                if buffer is not None:
+                    buffer.sync()
+
     @property
     def is_gathered(self) -> bool:
         """Whether any gathered copy is alive; False between forward and backward unless a gather was launched."""
@@ -296,7 +306,7 @@ class FullyShardedEmbeddings(nn.Module):
             `<table>.weight` [num_rows, D] and, for Adagrad, `<table>.state` [num_rows], as pieces. Loading writes in
             place.
         """
-        self.settle()
+        self.sync()
         found: dict[str, Tensor] = {}
         for bank in self._banks:
             buffers = [("weight", bank.weight.shard)] + ([] if bank.state is None else [("state", bank.state.shard)])
@@ -317,7 +327,7 @@ class FullyShardedEmbeddings(nn.Module):
         Returns:
             [num_rows, D], or [num_rows] for "state".
         """
-        self.settle()
+        self.sync()
         spec = self.tables[name]
         bank = next(b for b in self._banks if b.shards.dim == spec.dim)
         buffer = bank.weight if kind == "weight" else bank.state

@@ -32,7 +32,7 @@ from gemworks.parallel.validate import error_row
 
 TIER_COLUMNS = ["config", "plan", "placement", "tier", "predicted_bytes", "measured_bytes", "error_pct", "framing_pct"]
 SMALL = StepShape()
-WIDE = StepShape(width=384, num_blocks=2, samples=48, num_rows=16384, ids_per_sample=32)
+WIDE = StepShape(width=384, num_blocks=2, samples=16, num_rows=16384, ids_per_sample=128)
 CONFIG = SimulationConfig(
     balance="none",
     sm_slowdown=0.0,
@@ -41,6 +41,7 @@ CONFIG = SimulationConfig(
     overlap_tables=False,
     blocking=True,
     wire_factor=GLOO,
+    posting=None,  # gloo's latency is measured
 )
 
 
@@ -139,7 +140,7 @@ def measure_all(
     """Everything that the ranks do; every rank calls it. The ladders run for the first shape."""
     samples: list[Sample] = []
     cluster = measure_cluster(
-        network.cluster(), sizes=(2**18, 2**20, 2**21), repeats=max(3, repeats - 2), record=samples
+        network.cluster(), sizes=(2**17, 2**19, 2**21), repeats=max(3, repeats - 2), record=samples
     )
     cluster = with_copy_rate(cluster)
     runs = []

@@ -48,10 +48,10 @@ class StepShape:
     width: int = 256
     num_blocks: int = 3
     num_experts: int = 2
-    samples: int = 64
+    samples: int = 32
     num_rows: int = 32768
     dim: int = 32
-    ids_per_sample: int = 64
+    ids_per_sample: int = 128
 
     @property
     def num_ids(self) -> int:

@@ -42,7 +42,7 @@ def fit_rate(collective: Collective, size: int, samples: Sequence[tuple[int, flo
     """Fit latency and bus bandwidth to measured times.
 
     Least squares on `t = steps * latency + edge_bytes / bandwidth`, weighted by 1/t so that small messages decide the
-    latency and large ones the bandwidth. A negative latency is cut to 0.
+    latency and large ones the bandwidth. If that makes the latency negative it is 0, and the bandwidth is fitted alone.
 
     Args:
         collective: which.
@@ -62,8 +62,8 @@ def fit_rate(collective: Collective, size: int, samples: Sequence[tuple[int, flo
     solution = torch.linalg.lstsq(rows / scale, torch.ones(len(samples), 1, dtype=torch.float64)).solution[:, 0] / scale
     latency, per_byte = float(solution[0]), float(solution[1])
     if latency < 0 or per_byte <= 0:
-        largest = max(samples)
-        latency, per_byte = max(latency, 0.0), largest[1] / edge_bytes(collective, size, largest[0])
+        alone = rows[:, 1]
+        latency, per_byte = 0.0, float(alone.sum() / alone.square().sum())
     return Rate(bytes_per_s=1 / per_byte, latency_us=latency * 1e6)
 
 
@@ -105,7 +105,16 @@ def measure_cluster(
         tiers[tier] = {}
         for collective in COLLECTIVES:
             samples = [
-                (size, slowest_seconds(_runner(collective, group, size, target), target, repeats)) for size in sizes
+                (
+                    size,
+                    slowest_seconds(
+                        _runner(collective, group, size, target),
+                        target,
+                        repeats,
+                        num_calls=max(1, min(8, 2**22 // size)),
+                    ),
+                )
+                for size in sizes
             ]
             size = dist.get_world_size(group)
             rate = tiers[tier][collective] = fit_rate(collective, size, samples)
@@ -147,7 +156,9 @@ def _tier_group(base: ClusterSpec, tier: Tier) -> dist.ProcessGroup:
     return members_group(mine)
 
 
-def slowest_seconds(run: Callable[[], object], device: torch.device, repeats: int, *, num_warmup: int = 2) -> float:
+def slowest_seconds(
+    run: Callable[[], object], device: torch.device, repeats: int, *, num_warmup: int = 2, num_calls: int = 1
+) -> float:
     """Median over repeats of the slowest rank's time for one call; every rank of the world calls it.
 
     Args:
@@ -155,6 +166,8 @@ def slowest_seconds(run: Callable[[], object], device: torch.device, repeats: in
         device: waited for before and after, if it is a GPU.
         repeats: timed calls.
         num_warmup: calls before them that do not count.
+        num_calls: calls in a row that one timing covers: ranks do not start a timing together to the microsecond, and
+            what a collective waits for that is not its own time.
     """
     times: list[float] = []
     for i in range(repeats + num_warmup):
@@ -162,10 +175,11 @@ def slowest_seconds(run: Callable[[], object], device: torch.device, repeats: in
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
-        run()
+        for _ in range(num_calls):
+            run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+        slowest = torch.tensor((time.perf_counter() - start) / num_calls, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         if i >= num_warmup:
             times.append(float(slowest))

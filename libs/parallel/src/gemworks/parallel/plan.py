@@ -48,12 +48,14 @@ class SparsePlan:
     """Tables model-parallel over `table_group` ranks.
 
     A table shard has `replica_shard * replica` replicas: `replica_shard` of them hold a part each (within one NVLink
-    domain) and gather it for the lookup; across `replica` the parts are averaged by an all-reduce.
+    domain) and gather it for the lookup; across `replica` the parts are averaged by an all-reduce, every `sync_every`
+    steps (1: replicas never differ; above 1: local updates in between, as torchrec's two-dimensional tables allow).
     """
 
     table_group: int
     replica_shard: int = 1
     replica: int = 1
+    sync_every: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ class ParallelPlan:
     Example:
         >>> plan = ParallelPlan.for_world(4096, shard=256, expert=2, expert_shard=16, table_group=256, replica_shard=8)
         >>> plan.sparse
-        SparsePlan(table_group=256, replica_shard=8, replica=2)
+        SparsePlan(table_group=256, replica_shard=8, replica=2, sync_every=1)
     """
 
     dense: DensePlan
@@ -80,6 +82,8 @@ class ParallelPlan:
             for axis, size in self.sizes(view).items():
                 if not isinstance(size, int) or size < 1:
                     raise ValueError(f"{view}.{axis}: got {size!r}, expected an int >= 1")
+        if self.sparse is not None and (not isinstance(self.sparse.sync_every, int) or self.sparse.sync_every < 1):
+            raise ValueError(f"sparse.sync_every: got {self.sparse.sync_every!r}, expected an int >= 1 (steps)")
         world = self.world_size
         for view in self.views():
             product = math.prod(self.sizes(view).values())
@@ -122,6 +126,7 @@ class ParallelPlan:
         expert_shard: int = 1,
         table_group: int | None = None,
         replica_shard: int = 1,
+        sync_every: int = 1,
     ) -> ParallelPlan:
         """The plan of `world_size` ranks with every replica count filled in.
 
@@ -154,6 +159,7 @@ class ParallelPlan:
                 table_group=table_group,
                 replica_shard=replica_shard,
                 replica=rest("sparse", table_group=table_group, replica_shard=replica_shard),
+                sync_every=sync_every,
             ),
         )
 
@@ -223,9 +229,11 @@ class ParallelPlan:
 
     def text(self) -> str:
         """One line, stable."""
-        return "; ".join(
+        text = "; ".join(
             f"{v} " + " x ".join(f"{a} {n}" for a, n in reversed(self.sizes(v).items())) for v in self.views()
         )
+        late = self.sparse is not None and self.sparse.sync_every > 1
+        return f"{text}, averaged every {self.sparse.sync_every} steps" if late and self.sparse else text
 
 
 def _near_divisors(world: int, value: int) -> list[int]:

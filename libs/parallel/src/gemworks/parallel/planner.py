@@ -285,24 +285,26 @@ def ladders(
     expert: int = 2,
     expert_shard: int = 16,
     table_group: int = 256,
+    sync_every: int = 16,
 ) -> dict[str, list[Rung]]:
     """What each dimension of the published plan buys on a cluster.
 
     Dense: 1D (all weights sharded over the world), 2D (shard x replica), 3D (experts spread too), with the sparse part
-        as
-    published. Sparse: V1 (tables over the world), V2 (groups with whole replicas), V3 (replicas sharded over an NVLink
-    domain), with the dense part as published. Rungs that don't fit a GPU are kept; their memory says so.
+    as published. Sparse: V1 (tables over the world), V2 (groups with whole replicas, averaged in every step and every
+    `sync_every` steps), V3 (replicas sharded over an NVLink domain), with the dense part as published. Rungs that don't
+    fit a GPU are kept; their memory says so.
 
     Args:
         model, cluster, config: as for `simulate`.
         shard, expert, expert_shard, table_group: of the published plan; cut to the world's size.
+        sync_every: steps between means over replicas of tables; the published interval is not known, 16 is our choice.
     """
     world = cluster.num_gpus
     shard, table_group = min(shard, world), min(table_group, world)
     replica_shard = min(cluster.gpus_per_domain, world // table_group)
     expert_shard = min(expert_shard, world // expert)
 
-    def plan(sh: int, e: int, es: int, g: int, r: int) -> ParallelPlan:
+    def plan(sh: int, e: int, es: int, g: int, r: int, every: int = sync_every) -> ParallelPlan:
         return ParallelPlan.for_world(
             world,
             shard=sh,
@@ -310,6 +312,7 @@ def ladders(
             expert_shard=es,
             table_group=g if model.tables else None,
             replica_shard=r,
+            sync_every=every if world > g * r else 1,
         )
 
     rungs = {
@@ -320,9 +323,10 @@ def ladders(
         ],
         "sparse": [
             ("V1: tables over the world", plan(shard, expert, expert_shard, world, 1)),
-            (f"V2: groups of {table_group}, whole replicas", plan(shard, expert, expert_shard, table_group, 1)),
+            (f"V2: groups of {table_group}, averaged each step", plan(shard, expert, expert_shard, table_group, 1, 1)),
+            (f"V2: averaged every {sync_every}", plan(shard, expert, expert_shard, table_group, 1)),
             (
-                f"V3: replicas sharded over {replica_shard}",
+                f"V3: replicas sharded over {replica_shard}, every {sync_every}",
                 plan(shard, expert, expert_shard, table_group, replica_shard),
             ),
         ],

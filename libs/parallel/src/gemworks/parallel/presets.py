@@ -53,9 +53,9 @@ _H200_LINKS = {
 _H200_NVLINK: dict[Collective, Rate] = {
     "all_gather": Rate(bytes_per_s=256e9, latency_us=3.4),
     "reduce_scatter": Rate(bytes_per_s=229e9, latency_us=3.4),
-    "all_reduce": Rate(bytes_per_s=229e9, latency_us=3.4),
+    "all_reduce": Rate(bytes_per_s=285e9, latency_us=3.4),
     "all_to_all": Rate(bytes_per_s=279e9, latency_us=3.4),
-    "broadcast": Rate(bytes_per_s=256e9, latency_us=3.4),
+    "broadcast": Rate(bytes_per_s=305e9, latency_us=3.4),
 }
 _H200_SOURCES = {
     "gpu": "NVIDIA H200 SXM datasheet, dense peaks",
@@ -71,8 +71,8 @@ _H200_SOURCES = {
     "links.nvlink.copy_engines_up": "estimate: one push at a time was measured",
     "links.nvlink.copy_engines_down": "estimate: one push at a time was measured",
     "tiers.nvlink": _MEASURED + ": two GPUs, 256 MiB messages, rate per rank taken as bus bandwidth",
-    "tiers.nvlink.all_reduce": "estimate: as reduce-scatter",
-    "tiers.nvlink.broadcast": "estimate: as all-gather",
+    "tiers.nvlink.all_reduce": _MEASURED + ": two GPUs, fitted to 1 and 128 MiB",
+    "tiers.nvlink.broadcast": _MEASURED + ": two GPUs, fitted to 1 and 128 MiB",
     **{f"tiers.nvlink.{c}.latency_us": _NCCL_LATENCY for c in COLLECTIVES},
 }
 _NIC_EFFICIENCY = 0.9
@@ -90,13 +90,12 @@ def h200_host(num_gpus: int = 8) -> ClusterSpec:
     )
 
 
-def roce_cluster(num_gpus: int = 4096, *, gpus_per_zone: int = 1024, oversubscription: float = 7.0) -> ClusterSpec:
+def roce_cluster(num_gpus: int = 4096, *, gpus_per_zone: int = 2048, oversubscription: float = 7.0) -> ClusterSpec:
     """A three-tier RoCE cluster like those that Meta describes: hosts of 8 GPUs, zones, an oversubscribed layer above.
 
     Hosts of 8 GPUs on NVLink with one 400 Gbit/s NIC per GPU, zones of full bisection bandwidth, 1:7 oversubscription
     above (The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.1, where a zone has 3,072 GPUs). The size of GEM's
-    zones is not
-    published: 1,024 is our choice, which divides 2,048 ... 16,384.
+    zones is not published: 2,048 is our choice, the nearest to 3,072 that divides 4,096 ... 16,384.
     """
     line = 50e9
     nic = line * _NIC_EFFICIENCY

@@ -218,10 +218,12 @@ def with_validation(config: SimulationConfig, csv_text: str) -> SimulationConfig
         raise ValueError(
             "csv_text: got no row with split=validate, expected measurements that were not used to calibrate"
         )
-    errors = sorted(abs(float(r["error_pct"])) for r in rows)
-    gpus = sorted({r.get("gpu", "") for r in rows} - {""})
-    text = (
-        f"error: median {statistics.median(errors):.1f} %, worst {errors[-1]:.1f} % over {len(rows)} measured steps "
-        f"that were not used to calibrate ({', '.join(gpus) or 'device not named'}); beyond those it is extrapolation"
-    )
+    by_device: dict[str, list[float]] = {}
+    for r in rows:
+        by_device.setdefault(r.get("gpu", "") or "device not named", []).append(abs(float(r["error_pct"])))
+    parts = [
+        f"median {statistics.median(found):.1f} %, worst {max(found):.1f} % over {len(found)} measured steps ({device})"
+        for device, found in sorted(by_device.items())
+    ]
+    text = f"error: {'; '.join(parts)}; none of them was used to calibrate, and beyond them it is extrapolation"
     return dataclasses.replace(config, validation=text)

@@ -41,7 +41,7 @@ def model_traffic(plan: ParallelPlan, model: ModelProfile) -> tuple[Traffic, ...
         add("sparse", "replica_shard", "all_gather", model.table_weight_bytes / s.table_group)
         add("sparse", "replica_shard", "all_gather", weights)
         add("sparse", "replica_shard", "reduce_scatter", weights)
-        add("sparse", "replica", "all_reduce", weights / s.replica_shard)
+        add("sparse", "replica", "all_reduce", weights / s.replica_shard, 1 / s.sync_every)
     return tuple(found)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gemworks.parallel.cluster import ClusterSpec, Collective, Tier
-from gemworks.parallel.costs import CollectiveCost, GroupShape, collective_cost
+from gemworks.parallel.costs import CollectiveCost, GroupShape, Posting, collective_cost
 from gemworks.parallel.plan import ParallelPlan, View
 from gemworks.parallel.profile import LayerProfile, ModelProfile
 from gemworks.parallel.timeline import Op, Queue
@@ -31,8 +31,7 @@ class SimulationConfig:
         keep_gathered: gathered dense weights stay for backward (no second all-gather).
         flat_copies: FSDP moves weights out of an all-gather's flat buffer and gradients into a reduce-scatter's, on the
             compute stream; both are charged at the rate of a device copy.
-        peer_us: cost of every peer in an all-to-all, on top of its bytes. Nothing here measures it, so it is 0: what
-            groups of tables save in time over tables on the whole world depends on it.
+        posting: what an all-to-all's network messages cost besides their bytes; None for nothing.
         blocking: every collective keeps the host waiting, as torch's FSDP does on gloo: nothing overlaps.
         wire_factor: collective -> bytes on the wire / those of a ring, for a backend that does more; `GLOO` for gloo.
         validation: the error of these predictions on hardware, printed with every result.
@@ -46,7 +45,7 @@ class SimulationConfig:
     overlap_tables: bool = True
     keep_gathered: bool = False
     flat_copies: bool = True
-    peer_us: float = 0.0
+    posting: Posting | None = field(default_factory=Posting)
     blocking: bool = False
     wire_factor: Mapping[str, float] = field(default_factory=dict)
     validation: str = "error: no measurement on file for this cluster; closed forms and conservation only"
@@ -88,22 +87,29 @@ class StepGraph:
         return len(self.ops) - 1
 
     def collective(
-        self, view: View, axis: str, collective: Collective, nbytes: float, deps: Sequence[int | None], name: str
+        self,
+        view: View,
+        axis: str,
+        collective: Collective,
+        nbytes: float,
+        deps: Sequence[int | None],
+        name: str,
+        every: int = 1,
     ) -> int | None:
-        """Launch one; None if there is nothing to move."""
+        """Launch one; None if there is nothing to move. What runs every so many steps counts with its mean."""
         shape = self.shapes.get((view, axis))
         if shape is None or shape.size == 1 or nbytes <= 0:
             return None
         key = (view, axis, collective, nbytes)
         if key not in self._cache:
-            self._cache[key] = collective_cost(collective, shape, nbytes, self.cluster)
+            self._cache[key] = collective_cost(collective, shape, nbytes, self.cluster, posting=self.config.posting)
         cost = self._cache[key]
-        duration = cost.us + (self.config.peer_us * (shape.size - 1) if collective == "all_to_all" else 0.0)
+        duration = cost.us / every
         label = f"exposed: {view}.{axis} {collective}"
         count, us, _ = self.calls.get(label, (0, 0.0, None))
         self.calls[label] = (count + 1, us + duration, shape.widest_tier)
         for tier, b in cost.bytes_by_tier.items():
-            self.sent[tier] = self.sent.get(tier, 0.0) + b * self.config.wire_factor.get(collective, 1.0)
+            self.sent[tier] = self.sent.get(tier, 0.0) + b / every * self.config.wire_factor.get(collective, 1.0)
         queue: Queue = "nvlink" if shape.widest_tier == "nvlink" else "network"
         self.ops.append(Op(f"{name} {view}.{axis} {collective}", queue, duration, self._after(deps), label))
         return len(self.ops) - 1
@@ -263,6 +269,7 @@ class StepGraph:
                 table_bytes / s.replica_shard,
                 [publish if publish is not None else final],
                 "publish",
+                every=s.sync_every,
             )
         stored = model.dense_params / plan.dense.shard
         if plan.experts is not None:

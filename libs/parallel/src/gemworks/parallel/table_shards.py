@@ -5,7 +5,8 @@ replica_shard rows stored here, D width.
 
     gather    all-gather P -> N over the replica shards (forward, and again in backward)
     update    rows of the gathered buffer, by the row optimizer
-    publish   reduce-scatter N -> P (mean over the replica shards), then all-reduce (mean over the outer replicas)
+    publish   reduce-scatter N -> P (mean over the replica shards), then, every `sync_every` times, all-reduce (mean
+              over the outer replicas)
 
 With one replica shard nothing is gathered: the buffer is the stored piece. The buffer is padded when it is made, so no
 collective needs a padded copy.
@@ -28,13 +29,19 @@ class ShardedBuffer:
     """
 
     def __init__(
-        self, shard: Tensor, shard_group: dist.ProcessGroup | None, replica_group: dist.ProcessGroup | None
+        self,
+        shard: Tensor,
+        shard_group: dist.ProcessGroup | None,
+        replica_group: dist.ProcessGroup | None,
+        sync_every: int = 1,
     ) -> None:
         self.shard = shard
         self._shard_group = shard_group
         self._replica_group = replica_group
         self._shards = 1 if shard_group is None else dist.get_world_size(shard_group)
         self._replicas = 1 if replica_group is None else dist.get_world_size(replica_group)
+        self._sync_every = sync_every
+        self._since_sync = 0
         self._full: Tensor | None = None
         self._work: Any = None
         self._publishing: tuple[Any, Tensor] | None = None
@@ -99,6 +106,13 @@ class ShardedBuffer:
             self._averaging = None
             self.shard.div_(self._replicas)
 
+    def sync(self) -> None:
+        """Average the outer replicas now if they may differ; all of them call it after the same number of updates."""
+        self.settle()
+        if self._since_sync:
+            self._start_average()
+            self.settle()
+
     def _reduce_scatter(self, full: Tensor) -> None:
         if self._shards == 1:
             self._publishing = (None, full)
@@ -114,6 +128,12 @@ class ShardedBuffer:
         if work is not None:
             work.wait()
             self.shard.div_(self._shards)
+        self._since_sync += 1
+        if self._since_sync >= self._sync_every:
+            self._start_average()
+
+    def _start_average(self) -> None:
+        self._since_sync = 0
         if self._replicas > 1:
             self._averaging = dist.all_reduce(self.shard, group=self._replica_group, async_op=True)
             if self._side is not None:

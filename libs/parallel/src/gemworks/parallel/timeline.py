@@ -98,17 +98,25 @@ def _book(ops: Sequence[Op], stretch: Sequence[float]) -> dict[str, float]:
 
 
 def _book_gap(ops: Sequence[Op], blocker: Op, start: float, end: float, add: Callable[[str, float], None]) -> None:
-    """Charge an idle gap of the compute queue to what ran meanwhile on the queue that it waits for, the rest to the
-    blocker."""
-    left = end - start
-    for o in ops:
-        if o.queue == blocker.queue:
-            us = min(end, o.end) - max(start, o.start)
-            if us > 0:
-                add(o.label, us)
-                left -= us
-    if left > 1e-9 * max(end, 1.0):
-        add(blocker.label, left)
+    """Charge an idle gap of the compute queue to what ran meanwhile on the queue that it waits for, then to what that
+    queue itself waited for on the other, the rest to the blocker."""
+    free = [(start, end)]
+    networks: tuple[Queue, ...] = ("nvlink", "network")
+    for queue in (blocker.queue, *(q for q in networks if q != blocker.queue)):
+        for o in ops:
+            if o.queue == queue and o.end > start and o.start < end:
+                left: list[tuple[float, float]] = []
+                for a, b in free:
+                    low, high = max(a, o.start), min(b, o.end)
+                    if high > low:
+                        add(o.label, high - low)
+                        left += [(x, y) for x, y in ((a, low), (high, b)) if y > x]
+                    else:
+                        left.append((a, b))
+                free = left
+    rest = sum(b - a for a, b in free)
+    if rest > 1e-9 * max(end, 1.0):
+        add(blocker.label, rest)
 
 
 def _union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -2,8 +2,8 @@
 
 A checkpoint holds the model, the optimizers, the random generators and the host's state (step, reader, metrics). It is
 copied at once, written beside its final name by a thread, sealed, and renamed when it is whole (`checkpoint_files.py`).
-Of several ranks each writes the parts it holds; the first one seals and renames. Any number of ranks can read it, from a
-folder that all of them see.
+Of several ranks each writes the parts it holds; the first one seals and renames. Any number of ranks can read it, from
+a folder that all of them see.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from gemworks.gem import checkpoint_files as files
 from gemworks.gem.checkpoint_files import DamagedCheckpointError, find
 from gemworks.gem.numerics import NonFiniteError
 from gemworks.gem.ranks import Ranks
-from gemworks.parallel.table_checkpoint import TablePieces
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -289,8 +288,13 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
     return {name: table_pieces(t) if isinstance(t, ShardedTensor) else t for name, t in state.items()}
 
 
-def table_pieces(table: ShardedTensor) -> TablePieces:
-    """The rows of a torchrec table that are held here, sharing its memory, as what DCP can also write in the background."""
+def table_pieces(table: ShardedTensor) -> Tensor:
+    """The rows of a torchrec table that are held here, sharing its memory.
+
+    Unlike a `ShardedTensor` DCP can copy them for a write in the background.
+    """
+    from gemworks.parallel.table_checkpoint import TablePieces  # seconds to import, and one process has no use for it
+
     shards = table.local_shards()
     pieces = [(shard.metadata.shard_offsets[0], shard.tensor.detach()) for shard in shards]
     like = torch.empty(0, dtype=table.metadata().tensor_properties.dtype)
@@ -342,8 +346,9 @@ def _without_missing_generators(state: dict[str, Any], metadata: Metadata) -> di
 
 def _local(value: Any) -> list[Tensor]:
     """The floating tensors of a state's entry that this process holds."""
-    if isinstance(value, TablePieces):
-        found = [x for _, x in value.pieces]
+    pieces = getattr(value, "pieces", None)  # of a sharded table
+    if pieces is not None:
+        found = [x for _, x in pieces]
     elif isinstance(value, DTensor):
         found = [value.to_local()]
     else:

@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 
 Which = Literal["best", "last"]
 SEAL = "files.json"
+BEST = "best.json"
 _STEP = re.compile(r"step_(\d{8,})")
 _READ_BYTES = 1 << 22
 
@@ -43,7 +44,7 @@ def steps(folder: Path) -> list[int]:
 def best_step(folder: Path) -> int | None:
     """The step that `best.json` names, if its checkpoint is there."""
     try:
-        step = int(json.loads((folder / "best.json").read_text(encoding="utf-8"))["step"])
+        step = int(json.loads((folder / BEST).read_text(encoding="utf-8"))["step"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     return step if step_dir(folder, step).is_dir() else None
@@ -70,7 +71,7 @@ def mark_best(folder: Path, step: int, facts: dict[str, Any]) -> None:
     """Makes the checkpoint of `step` the best one, in one atomic step."""
     partial = folder / ".partial_best.json"
     partial.write_text(json.dumps({"step": step, **facts}) + "\n", encoding="utf-8")
-    os.replace(partial, folder / "best.json")
+    os.replace(partial, folder / BEST)
 
 
 def prune(folder: Path, keep_last: int) -> None:

@@ -272,8 +272,8 @@ class DataConfig:
     Attributes:
         source: the reader.
         path: cache or file folder; files of kuairand, criteo and taobao are prepared once, in `.gemworks` beside them.
-        batch_size: samples of a batch, over all ranks together, so that a configuration means the same steps whatever the
-            number of ranks; they share it evenly.
+        batch_size: samples of a batch, over all ranks together, which share it evenly: a configuration means the same
+            steps whatever the number of ranks.
         eval_batch_size: samples of a batch of an evaluation, on each rank; None: batch_size.
         max_length: newest events kept per event type; a power of two.
         id_policy: what to do with an id outside its table.
@@ -284,6 +284,8 @@ class DataConfig:
         prefetch_threads: threads that prepare them.
         num_lanes: groups into which the row groups of a parquet source are dealt, so that a rank decodes its own only:
             a multiple of the number of ranks that divides the samples of a step; 1 turns it off.
+        balance_window: training steps among which samples are dealt so that batches hold about as many events each; 0
+            leaves them as they come.
         num_id_fields: categorical fields of a synthetic sample.
         num_ids: ids in each of them; of kuairand, criteo and taobao the rows of each table into which ids are hashed.
         num_dense: float columns of a synthetic sample.
@@ -304,6 +306,7 @@ class DataConfig:
     prefetch: int = 2
     prefetch_threads: int = 2
     num_lanes: int = 1
+    balance_window: int = 0
     num_id_fields: int = 8
     num_ids: int = 1000
     num_dense: int = 8
@@ -329,7 +332,7 @@ class DataConfig:
             "a positive integer or 'none'",
         )
         _check(_is_power_of_two(self.max_length), "data.max_length", self.max_length, "a power of two such as 256")
-        for name in ("shuffle_window", "prefetch", "num_id_fields", "num_dense", "seed"):
+        for name in ("shuffle_window", "balance_window", "prefetch", "num_id_fields", "num_dense", "seed"):
             _check(getattr(self, name) >= 0, f"data.{name}", getattr(self, name), "an integer, 0 or more")
         _check(
             self.source != "synthetic" or self.num_samples >= 8,
@@ -394,8 +397,8 @@ class TrainConfig:
         profile_every: steps between two profiler traces; None: none.
         profile_steps: steps in a trace.
         memory_history: remembers where GPU memory was allocated, for the snapshot that running out of it writes.
-        rank_timeout_seconds: of several processes: how long a collective waits for a rank that does not come, before the
-            run stops and says which it is. A rank that dies is noticed at once.
+        rank_timeout_seconds: of several processes: how long a collective waits for a rank that does not come, before
+            the run stops and says which it is. A rank that dies is noticed at once.
         wandb_project: project of Weights & Biases to report to as well; its WANDB_MODE=offline works.
     """
 

@@ -10,8 +10,8 @@ from gemworks.gem.efficiency import H200_BF16_PEAK_FLOPS
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that `train.device` names; "auto" takes a GPU if there is one. Of several processes on a machine each has
-    its own GPU, by LOCAL_RANK.
+    """The device that `train.device` names; "auto" takes a GPU if there is one. Of several processes on a machine each
+    has its own GPU, by LOCAL_RANK.
 
     Raises:
         ValueError: "cuda" without a usable GPU, fewer GPUs than processes on this machine, or an unknown name.
@@ -29,10 +29,15 @@ def resolve_device(name: str) -> torch.device:
         return torch.device(name)
     if torch.cuda.device_count() < local_size:
         raise ValueError(
-            f"train.device: got {local_size} processes on a machine with {torch.cuda.device_count()} GPUs, expected a GPU "
-            "for each; start fewer processes, or set train.device=cpu"
+            f"train.device: got {local_size} processes on a machine with {torch.cuda.device_count()} GPUs, expected a "
+            "GPU for each; start fewer processes, or set train.device=cpu"
         )
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+def select_device(device: torch.device) -> None:
+    """Makes one of several GPUs the one that this process means when it names none, as NCCL and torchrec do."""
+    torch.cuda.set_device(device)
 
 
 def autocast(config: GemConfig, device: torch.device) -> torch.autocast:

@@ -37,9 +37,9 @@ def evaluate(
     """Predictions for every sample of a split, in its order; the model is left in the mode it was in.
 
     The same model, split, batch size and device give the same bits: nothing here depends on what was evaluated before.
-    Several ranks share the batches of one process, so that the samples of a batch, and with them its bits, are the same;
-    the first one gets all predictions, the others keep their own. A rank whose batches are used up goes on with empty ones
-    until all are done. `after_batch` may raise to end it early, on all ranks in the same call.
+    Several ranks share the batches of one process, so that the samples of a batch, and with them its bits, are the
+    same; the first one gets all predictions, the others keep their own. A rank whose batches are used up goes on with
+    empty ones until all are done. `after_batch` may raise to end it early, on all ranks in the same call.
     """
     ranks = ranks or Ranks()
     was_training = model.training

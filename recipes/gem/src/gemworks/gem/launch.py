@@ -1,4 +1,4 @@
-"""Starts several processes of the trainer on this machine: `python -m gemworks.gem.launch --nproc-per-node 2 -- --preset tiny`.
+"""Starts several processes of the trainer: `python -m gemworks.gem.launch --nproc-per-node 2 -- --preset tiny`.
 
 It is torchrun with two differences: the trainer's exit codes reach whoever started it (torchrun ends with 1 whatever
 happened), so that a scheduler can tell a run to be started again from one that failed; and it needs no script on PATH.
@@ -18,7 +18,7 @@ PASSED_ON = (WRONG_INPUT, REQUEUE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: that of the rank that failed first, or 75 if the launcher was stopped."""
+    """The command line; returns the exit code: of the rank that failed first, or 75 if the launcher was stopped."""
     prepare_process()
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException

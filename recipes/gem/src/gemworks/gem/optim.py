@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 from gemworks.gem.config import OptimizerConfig
 from gemworks.gem.model.gem import Gem
-from gemworks.parallel.table_checkpoint import TablePieces
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
@@ -81,9 +80,8 @@ class _OwnTables:
     """Of whole tables in this process."""
 
     def __init__(self, model: Gem) -> None:
-        tables = {name: p for name, p in model.named_parameters() if any(p is table for table in model.sparse_parameters())}
         self._by_name: dict[str, tuple[nn.Parameter, Optimizer]] = {
-            name: (p, optimizer) for name, p in tables.items() for optimizer in _in_backward(p)
+            name: (p, optimizer) for name, p in model.named_parameters() for optimizer in _in_backward(p)
         }
 
     @property
@@ -185,8 +183,9 @@ class Optimizers:
         for name, entry in self.state_dict()["state"].items():
             for key, own in entry.items():
                 given = state_dict["state"][name][key]
-                if isinstance(own, TablePieces):
-                    for (first, rows), (given_first, given_rows) in zip(own.pieces, given.pieces, strict=True):
+                pieces = getattr(own, "pieces", None)
+                if pieces is not None:
+                    for (first, rows), (given_first, given_rows) in zip(pieces, given.pieces, strict=True):
                         assert first == given_first
                         rows.copy_(given_rows)
                 elif given is not own:

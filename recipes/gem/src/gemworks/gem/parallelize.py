@@ -36,7 +36,8 @@ with warnings.catch_warnings():
     from torchrec.distributed.types import ShardingEnv
 
 # What has one accumulator per row whatever the sharding, and what every device has a kernel for. Data parallel is not
-# among them: its tables would have no fused optimizer. Column-wise is not: each piece would have accumulators of its own.
+# among them: its tables would have no fused optimizer. Column-wise neither: each piece would have accumulators of its
+# own.
 SHARDING_TYPES = ["table_wise", "row_wise"]
 GPUS_PER_MACHINE = 8
 
@@ -87,9 +88,12 @@ def parallelize(model: Gem, config: OptimizerConfig, ranks: Ranks, device: torch
         The tables' optimizers.
 
     Raises:
-        ValueError: parameters that differ between ranks (case M4); says which.
+        RuntimeError: parameters that differ between ranks (case M4); says which.
     """
-    check_equal_replicas(model.named_parameters(), None)
+    try:
+        check_equal_replicas(model.named_parameters(), None)
+    except ValueError as error:
+        raise RuntimeError(f"the model: {error}") from error
     declare_table_optimizer(model, config)
     tables = _shard_tables(model, ranks, device)
     model.embeddings.gate.total = ranks.sum
@@ -138,7 +142,5 @@ def _let_fsdp_see_sequences() -> None:
     if TokenSequence in pytree.SUPPORTED_NODES:
         return
     pytree.register_pytree_node(
-        TokenSequence,
-        lambda s: ([s.s_TD], (s.offsets_S, s.max_length, s.rope)),
-        lambda children, rest: TokenSequence(children[0], *rest),  # type: ignore[arg-type]
+        TokenSequence, lambda s: ([s.s_TD], s), lambda children, s: s.replace_tokens(next(iter(children)))
     )

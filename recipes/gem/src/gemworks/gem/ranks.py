@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -86,3 +88,12 @@ class Ranks:
     def explain(self, error: Exception) -> Exception:
         """What to end with after `error`: itself, or one that says which rank is to blame. Any rank may call it."""
         return error
+
+
+def open_ranks(timeout_seconds: float, *, cuda: bool) -> AbstractContextManager[Ranks]:
+    """The ranks that the environment describes (see `world.py`); `Ranks()` where WORLD_SIZE says nothing or 1."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return nullcontext(Ranks())
+    from gemworks.gem.world import open_world  # seconds to import, and one process has no use for it
+
+    return open_world(timeout_seconds, cuda=cuda)

@@ -106,9 +106,7 @@ class Run:
 
     def _resume(self) -> None:
         """Goes to the newest whole checkpoint, or to the start if there is none yet."""
-        found = self.ranks.on_first(
-            lambda: checkpoint.newest_whole(self.run_dir.checkpoints, self.display.message)
-        )
+        found = self.ranks.on_first(lambda: checkpoint.newest_whole(self.run_dir.checkpoints, self.display.message))
         if found is not None:
             host = self.trainer.load(found)["run"]
             self.best_ne = math.inf if host["best_ne"] is None else host["best_ne"]

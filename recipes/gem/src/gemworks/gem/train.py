@@ -47,16 +47,18 @@ def train(config: GemConfig, run_dir: str | Path | None = None, *, console: Cons
     """
     prepare_process()
     # torchrec takes seconds to import; `--help` and a wrong configuration answer at once
-    from gemworks.gem.device import resolve_device
+    from gemworks.gem.device import resolve_device, select_device
+    from gemworks.gem.ranks import open_ranks
     from gemworks.gem.signals import StopRequest
     from gemworks.gem.summary import table
-    from gemworks.gem.world import open_world
     from rich.console import Console
 
     console = console or Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     with StopRequest() as stop:
         device = resolve_device(config.train.device)
-        with open_world(config.train.rank_timeout_seconds, cuda=device.type == "cuda") as ranks:
+        if device.index is not None:
+            select_device(device)
+        with open_ranks(config.train.rank_timeout_seconds, cuda=device.type == "cuda") as ranks:
             stop.agree = ranks.any
             try:
                 summary, folder = _train(config, run_dir, device, ranks, stop, console)

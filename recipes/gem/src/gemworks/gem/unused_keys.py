@@ -33,7 +33,7 @@ def why_unused(config: GemConfig, key: str) -> str | None:
             return f"data.source is {data.source!r}, whose tables have the sizes of its own schema"
         if name == "path" and data.source == "synthetic":
             return "data.source is 'synthetic', which reads no files; set data.source too"
-        if name == "id_policy" and data.source in ("movielens", "synthetic"):
+        if name == "id_policy" and data.source != "parquet":
             return f"data.source is {data.source!r}, which has no ids outside its tables"
         if name == "num_lanes" and data.source in ("movielens", "synthetic"):
             return f"data.source is {data.source!r}, which has no row groups to deal to lanes"

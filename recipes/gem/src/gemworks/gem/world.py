@@ -1,9 +1,9 @@
 """Several processes as one run: their process groups, and what happens when one of them fails.
 
 Nobody waits for a rank that has gone. A rank that fails says so in the store and ends; the collectives of the others
-break at once (its connections close) or after `train.rank_timeout_seconds` (it hangs, or its machine is lost). Then they
-look into the store: who said why, and whose heart has stopped beating. What only the first rank does, the others wait
-for through the store, which has no time-out as long as the first rank's heart beats.
+break at once (its connections close) or after `train.rank_timeout_seconds` (it hangs, or its machine is lost). Then
+they look into the store: who said why, and whose heart has stopped beating. What only the first rank does, the others
+wait for through the store, which has no time-out as long as the first rank's heart beats.
 
 Environment: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them.
 """
@@ -23,11 +23,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from gemworks.gem.errors import WRONG_INPUT, exit_code
 from gemworks.gem.ranks import Ranks
 from gemworks.parallel.heartbeat import Heartbeat, RankFailure
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
 POLL_SECONDS = 0.05
@@ -96,7 +99,7 @@ class World(Ranks):
     def _wait_for_first(self, key: str) -> None:
         beats, heard = self.heart.beats(0), time.monotonic()
         while not self.store.check([key]):
-            reports = self._reports()
+            reports = self._said("failure")
             if reports:
                 raise RankFailure(_told(reports), tuple(reports))
             now, at = time.monotonic(), self.heart.beats(0)
@@ -114,21 +117,31 @@ class World(Ranks):
             if not _is_broken_collective(error):
                 self.store.set(f"failure/{self.rank}", f"{type(error).__name__}: {' '.join(str(error).split())}")
                 return error
-            reports = self._reports()
-            silent = () if reports else self.heart.silent_ranks()
-            reports = reports or self._reports()
+            failure = self._blame(error)
+            # the others may still be looking, and must not take this one for dead
+            self.store.set(f"left/{self.rank}", str(failure))
+            return failure
         except (RuntimeError, dist.DistError):
             return RankFailure("the processes have lost each other, and their store with its host; start again", ())
+
+    def _blame(self, error: Exception) -> RankFailure:
+        reports = self._said("failure")
+        silent = () if reports else self.heart.silent_ranks()
+        reports = reports or self._said("failure")
         if reports:
             return RankFailure(_told(reports), tuple(reports))
-        if silent:
-            return RankFailure(_silent(silent), silent)
+        left = self._said("left")
+        dead = tuple(rank for rank in silent if rank not in left)
+        if dead:
+            return RankFailure(_silent(dead), dead)
+        if left:
+            return RankFailure(next(iter(left.values())), ())
         text = "a collective failed although every rank is alive: one was too slow (raise train.rank_timeout_seconds)"
         return RankFailure(f"{text}, or the network is broken: {' '.join(str(error).split())}", ())
 
-    def _reports(self) -> dict[int, str]:
-        """What ranks that failed have said, by rank."""
-        keys = {rank: f"failure/{rank}" for rank in range(self.world_size) if rank != self.rank}
+    def _said(self, what: str) -> dict[int, str]:
+        """What other ranks have left behind: "failure" of their own, or "left" because of somebody else's."""
+        keys = {rank: f"{what}/{rank}" for rank in range(self.world_size) if rank != self.rank}
         return {rank: self.store.get(key).decode() for rank, key in keys.items() if self.store.check([key])}
 
 
@@ -142,6 +155,9 @@ def _silent(ranks: tuple[int, ...]) -> str:
 
 
 def _packed(good: bool, value: object) -> bytes:
+    if isinstance(value, ValueError) and exit_code(value) != WRONG_INPUT:
+        # where it was raised, which says whose mistake it is, does not travel with it
+        value = RuntimeError(f"{type(value).__name__}: {value}")
     try:
         return pickle.dumps((good, value))
     except Exception:
@@ -175,14 +191,9 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
 
 
-def world_size() -> int:
-    """How many processes the environment says there are."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 @contextlib.contextmanager
 def open_world(timeout_seconds: float, *, cuda: bool) -> Iterator[Ranks]:
-    """The ranks that the environment describes; `Ranks()` for a process on its own.
+    """This process among those that the environment describes.
 
     Args:
         timeout_seconds: after it a collective that some rank did not join breaks.
@@ -191,23 +202,23 @@ def open_world(timeout_seconds: float, *, cuda: bool) -> Iterator[Ranks]:
     Raises:
         ValueError: the environment is incomplete.
     """
-    if world_size() == 1:
-        yield Ranks()
-        return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(
-            f"environment: got WORLD_SIZE={world_size()} without {', '.join(missing)}; start several processes with "
-            "`python -m gemworks.gem.launch` or torchrun"
+            f"environment: got WORLD_SIZE={os.environ.get('WORLD_SIZE')} without {', '.join(missing)}; start several "
+            "processes with `python -m gemworks.gem.launch` or torchrun"
         )
     _quiet()
     timeout = timedelta(seconds=timeout_seconds)
-    store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    store: Any
+    store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=timeout
     )
     control, saving = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
-    own, beats = (dist.PrefixStore(name, store.clone()) for name in ("gem", "beat"))
+    assert isinstance(control, ProcessGroup)
+    assert isinstance(saving, ProcessGroup)
+    own, beats = (PrefixStore(name, store.clone()) for name in ("gem", "beat"))
     heart = Heartbeat(beats, rank, size, interval_s=BEAT_SECONDS, patience=BEATS_MISSED)
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))

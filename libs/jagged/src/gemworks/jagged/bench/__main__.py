@@ -70,7 +70,7 @@ class Run:
         """Measure and write one group; returns how many of its cases have no number of ours."""
         shared = make_inputs(cases[0], self.context.device, self.context.dtype)
         mine = {f"{report.OURS} {c.op}": replace(shared, case=c) for c in cases}
-        refusals: dict[str, str] = dict(self.guard.state.broken)
+        refusals: dict[str, str] = dict.fromkeys(self.args.skip, "left out: --skip") | self.guard.state.broken
         runs: dict[str, dict[str, Callable[[], object]]] = {"fwd": {}, "bwd": {}}
         for name, make in {**dict.fromkeys(mine, ours), **self.makers}.items():
             x = mine.get(name, shared)
@@ -211,7 +211,7 @@ def main(argv: list[str] | None = None, *, restarts: bool = False) -> int:
     state = State(**json.loads(args.resume)) if args.resume else State()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     dtype = getattr(torch, args.dtype) if args.dtype else (torch.bfloat16 if cuda else torch.float32)
-    makers = {} if args.no_peers else {n: make for n, make in PEERS.items() if n not in args.skip}
+    makers = {} if args.no_peers else dict(PEERS)
     makers |= dict(from_file(spec) for spec in args.peer)
     clock = Clock(device)
     context = report.Context(measure_ceilings(clock, device), device, dtype, arguments)

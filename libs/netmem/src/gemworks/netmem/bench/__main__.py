@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from gemworks.netmem.bench import pair, single
-from gemworks.netmem.bench.budgets import budgets, plot_budgets
+from gemworks.netmem.bench.budgets import budgets, plot_budgets, warm_compiler
 from gemworks.netmem.bench.rows import Rows
 from gemworks.netmem.bench.stack import SMOKE, StackSize
 from gemworks.netmem.ledger import HBM, BandwidthLedger
@@ -47,6 +47,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", required=True, help="the CSV; the cluster file, plots and traces go beside it")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU: does it run?")
     parser.add_argument("--compile", action="store_true", help="compile every region")
+    parser.add_argument(
+        "--warm",
+        choices=["no", "yes", "only"],
+        default="yes",
+        help="with --compile: compile all choices of `budgets` at once before it; only: and do nothing else",
+    )
     parser.add_argument("--batch", type=int, default=StackSize.batch)
     parser.add_argument("--depth", type=int, default=StackSize.depth)
     args = parser.parse_args(argv)
@@ -84,6 +90,10 @@ def main(argv: list[str] | None = None) -> int:
         rows = pair.run(make_rows, suites, args.smoke)
         if not int(os.environ.get("RANK", "0")):
             rows.write(out)
+        return 0
+    if args.warm != "no" and args.compile and device.type == "cuda" and {"all", "budgets"} & set(args.suite):
+        warm_compiler(size)
+    if args.warm == "only":
         return 0
     ledger = _ledger(device, args.smoke)
     ledger.to_toml(out.with_suffix(".cluster.toml"))

@@ -7,7 +7,12 @@ all the time: parameters, gradients, the batch and its gradient.
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +37,18 @@ from gemworks.netmem.errors import InfeasibleBudgetError
 from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.policy import apply_policy
 from gemworks.netmem.profiler import profile, table
-from gemworks.netmem.solver import solve
+from gemworks.netmem.solver import least_feasible, solve
 
 # values of one global partitioner budget, and so the memory budgets at which it is compared
 GLOBAL = (0.8, 0.6, 0.4, 0.2, 0.0)
 TARGET_SHARE = 0.38  # -62 % of the activations
-REL_GAP = 0.005
+REL_GAP = 0.01
+_START = time.perf_counter()
+_FAILURES = (RuntimeError, AssertionError, ValueError)
+
+
+def _log(text: str) -> None:
+    print(f"[{time.perf_counter() - _START:6.1f} s] {text}", flush=True)
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,7 @@ class Study:
         self.model, self.batch = make_stack(size, s.device)
         self.compiled = s.compile
         self.compile_kwargs: dict[str, object] | None = {} if s.compile else None
-        self.arena_bytes = s.gib(12) if not s.smoke else 64 << 20
+        self.arena_bytes = s.gib(6) if not s.smoke else 64 << 20
         self.engine = OffloadEngine(
             PinnedArena(self.arena_bytes, pin=s.device.type == "cuda"),
             device=s.device,
@@ -79,7 +90,7 @@ class Study:
         """(median, 20th, 80th percentile of milliseconds, peak GiB) of a plan."""
         with apply_policy(self.model, plan, engine=self.engine, compile_kwargs=self.compile_kwargs):
             self.step()
-            times = timed_on_device_ms(self.step, self.s.device, 3 if self.s.smoke else 7)
+            times = timed_on_device_ms(self.step, self.s.device, 3 if self.s.smoke else 5)
             peak: float | str = ""
             if self.s.device.type == "cuda":
                 synchronize(self.s.device)
@@ -151,52 +162,98 @@ def _solve(study: Study, step: StepProfile, budget_bytes: float) -> Plan | None:
         text = f"budget {budget_bytes / GIB:.3f} GiB: least is {error.least_feasible_bytes / GIB:.3f}"
         study.s.rows.add("budget", shape=study.size.label, setting=f"{text}, {error.held_up_by}")
         return None
-    print(f"solved in {time.perf_counter() - start:.1f} s: {_shares(plan)}, gap {plan.gap_s * 1e3:.3f} ms", flush=True)
+    _log(f"solved in {time.perf_counter() - start:.1f} s: {_shares(plan)}, gap {plan.gap_s * 1e3:.3f} ms")
     return plan
 
 
-def budgets(s: Setup, size: StackSize) -> list[tuple[str, list[Point]]]:
-    """Measure, predict, and return the curves to plot: (label, points)."""
-    study = Study(s, size)
-    start = time.perf_counter()
-    partitioned = [f"{RECOMPUTE}@{b}" for b in GLOBAL] if study.compiled else ["recompute_cheap", RECOMPUTE]
-    choices = [KEEP, *partitioned, QUANTISE, OFFLOAD, QUANTISE_OFFLOAD]
-    if study.compiled:
-        choices.append(QUANTISE_FUSED)
-    step = profile(
+def warm_compiler(size: StackSize, timeout_s: float = 90) -> None:
+    """Compile the regions under every choice, each in a process of its own, all at once.
+
+    What they compile ends up in the compiler's cache on disk; one after the other it would take minutes.
+    """
+    choices = [KEEP, *(f"{RECOMPUTE}@{b}" for b in GLOBAL), QUANTISE_FUSED]
+    code = (
+        "import sys, torch\n"
+        "from gemworks.netmem.bench.stack import StackSize, make_stack\n"
+        "from gemworks.netmem.policy import apply_policy\n"
+        "size = StackSize(*map(int, sys.argv[2:-1]), depth=1)\n"
+        "model, batch = make_stack(size, torch.device('cuda', 0))\n"
+        "with apply_policy(model, {r: sys.argv[1] for r in model.regions}, compile_kwargs={}):\n"
+        "    model(batch).backward()\n"
+        "torch.cuda.synchronize()\n"
+    )
+    numbers = [str(n) for n in dataclasses.astuple(size)]
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    processes = {
+        c: subprocess.Popen(
+            [sys.executable, "-c", code, c, *numbers], env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for c in choices
+    }
+    deadline = time.perf_counter() + timeout_s
+    for choice, process in processes.items():
+        try:
+            _, errors = process.communicate(timeout=max(0.1, deadline - time.perf_counter()))
+            _log(f"compiled {choice}: exit status {process.returncode} {errors[-300:] if process.returncode else ''}")
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            _log(f"compiling {choice} takes longer than {timeout_s:.0f} s; it goes on without")
+
+
+def _profile(study: Study, choices: Sequence[str]) -> StepProfile:
+    return profile(
         study.model,
         study.batch,
         study.model.regions,
-        ledger=s.ledger,
+        ledger=study.s.ledger,
         engine=study.engine,
         choices=choices,
-        repeats=3 if s.smoke else 5,
+        repeats=3,
         base_bytes=study.base_bytes,
         compile_kwargs=study.compile_kwargs,
         # every part of a kind has the same code, shapes and dtypes
         alike=lambda name: type(study.model.get_submodule(name)).__name__,
+        progress=_log,
     )
-    print(f"profiled in {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def budgets(s: Setup, size: StackSize) -> list[tuple[str, list[Point]]]:
+    """Measure, predict, and return the curves to plot: (label, points)."""
+    partitioned = [f"{RECOMPUTE}@{b}" for b in GLOBAL] if s.compile else ["recompute_cheap", RECOMPUTE]
+    study = Study(s, size)
+    lossless = [KEEP, *partitioned, OFFLOAD]
+    coded = [QUANTISE, QUANTISE_OFFLOAD, *([QUANTISE_FUSED] if study.compiled else [])]
+    try:
+        step = _profile(study, [*lossless, *coded])
+    except _FAILURES:
+        # half of the study is better than none; the traceback says what is missing
+        traceback.print_exc()
+        coded = []
+        step = _profile(study, lossless)
     kinds = StepProfile(step.regions[:2])
-    print(table(kinds), flush=True)
+    _log("profiled\n" + table(kinds))
     _price_rows(study, kinds)
     keep = _everywhere(step, KEEP)
     study.keep_point = study.row("keep", "keep everything", keep)
     mixed, uniform = [study.keep_point], [study.keep_point]
     target = _solve(study, step, step.base_bytes + TARGET_SHARE * (keep.peak_bytes - step.base_bytes))
-    if target is not None:
-        point = study.row(f"-62 %: {_shares(target)}", "gemworks", target, study.keep_point, "keep everything")
-        mixed.append(point)
-    for choice in partitioned:
-        plan = _everywhere(step, choice)
-        peer = study.row(f"global {choice}", "one global budget", plan)
-        uniform.append(peer)
+    name = "-62 %" if target is not None else "least memory"
+    target = target or least_feasible(step)
+    mixed.append(study.row(f"{name}: {_shares(target)}", "gemworks", target, study.keep_point, "keep everything"))
+    for rows in (lambda: _offload_rows(study, step, keep), lambda: _quantise_rows(study, step, coded)):
+        try:
+            rows()
+        except _FAILURES:
+            traceback.print_exc()
+    peers = {choice: _everywhere(step, choice) for choice in partitioned}
+    measured = {choice: study.row(f"global {choice}", "one global budget", plan) for choice, plan in peers.items()}
+    uniform += measured.values()
+    for choice, plan in peers.items():
         mix = _solve(study, step, plan.peak_bytes)
         if mix is not None:
             text = f"memory of global {choice}: {_shares(mix)}"
-            mixed.append(study.row(text, "gemworks", mix, peer, "one global budget"))
-    _offload_rows(study, step, keep)
-    _quantise_rows(study, step)
+            mixed.append(study.row(text, "gemworks", mix, measured[choice], "one global budget"))
     return [("one global budget", uniform), ("per region", mixed)]
 
 
@@ -232,11 +289,11 @@ def _offload_rows(study: Study, step: StepProfile, keep: Plan) -> None:
         study.row(text, "gemworks offload", plan, study.keep_point, "keep everything")
 
 
-def _quantise_rows(study: Study, step: StepProfile) -> None:
+def _quantise_rows(study: Study, step: StepProfile, coded: Sequence[str]) -> None:
     """Quantised saved activations in every region: memory, time, error of the gradients."""
     expected = _gradients(study, dict(_everywhere(step, KEEP).choices))
     held = sum(r.option(KEEP).held_bytes for r in step.regions)
-    for choice in (QUANTISE, QUANTISE_FUSED) if study.compiled else (QUANTISE,):
+    for choice in [c for c in coded if c != QUANTISE_OFFLOAD]:
         plan = _everywhere(step, choice)
         got = _gradients(study, dict(plan.choices))
         sqnr_db = 10 * torch.log10(expected.square().sum() / (got - expected).square().sum()).item()

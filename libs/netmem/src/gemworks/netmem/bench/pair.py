@@ -34,8 +34,9 @@ from torch import nn
 MIB = 1 << 20
 FEW_CTAS = 4
 SUITES = ("pair_gather", "pair_reduce", "pair_quantized", "pair_fsdp")
-# layers wide enough for parameters to be worth gathering; `large`'s width of 512 gathers a megabyte
-WIDE = StackSize(batch=2, length=2048, width=4096, heads=32, keys=256, depth=4)
+# layers wide enough for parameters to be worth gathering (`large`'s width of 512 gathers a megabyte), and enough tokens
+# for the GPU to set the pace
+WIDE = StackSize(batch=8, length=2048, width=4096, heads=32, keys=256, depth=4)
 _TIMEOUT = datetime.timedelta(seconds=60)
 
 
@@ -219,10 +220,12 @@ def pair_quantized(rows: Rows, device: torch.device, smoke: bool) -> None:
             return ms
 
         plain_ms = add(_native(device), "plain", plain)
+        expected = (out if op == "reduce_scatter" else everyone).float()
         checks: tuple[tuple[str, Literal["always", "never"]], ...]
         checks = (("bf16", "never"), ("fp8_row", "always"), ("fp8_row", "never"), ("mxfp8", "never"))
         for codec, check in checks:
             q = QuantizedCollective(codec=codec, check=check)
+            assert (coded(q).float() - expected).norm() <= 5e-2 * expected.norm(), f"{op} {codec}: wrong result"
             add("gemworks", f"{codec}, check {check}", lambda q=q, coded=coded: coded(q), plain_ms)
 
 

@@ -6,8 +6,11 @@ loader = open_loader(source, config.data, "train")
 
 from __future__ import annotations
 
+from typing import Any
+
 from gemworks.gem.config import DataConfig
 from gemworks.gem.data import criteo, kuairand, taobao
+from gemworks.gem.data.balanced import BalancedLoader
 from gemworks.gem.data.loader import Loader, Source
 from gemworks.gem.data.movielens import MovieLens
 from gemworks.gem.data.parquet import ParquetSource
@@ -74,7 +77,7 @@ def open_loader(
     pin_memory: bool = False,
     batch_size: int | None = None,
 ) -> Loader:
-    """A loader with a configuration's batch size, window, seed and prefetch; only "train" is ever shuffled.
+    """A loader with a configuration's batch size, window, seed and prefetch; only "train" is ever shuffled or balanced.
 
     Args:
         source, config, split: what is read.
@@ -88,19 +91,20 @@ def open_loader(
     batch_size = batch_size or config.batch_size
     if batch_size % world_size:
         raise ValueError(
-            f"data.batch_size: got {batch_size}, expected a multiple of the number of ranks, {world_size}: each takes its "
-            "part of every batch"
+            f"data.batch_size: got {batch_size}, expected a multiple of the number of ranks, {world_size}: each takes "
+            "its part of every batch"
         )
-    return Loader(
-        source,
-        split,
-        batch_size=batch_size // world_size,
-        shuffle_window=config.shuffle_window if split == "train" else 0,
-        seed=config.seed,
-        rank=rank,
-        world_size=world_size,
-        prefetch=config.prefetch,
-        prefetch_threads=config.prefetch_threads,
-        num_lanes=config.num_lanes,
-        pin_memory=pin_memory,
-    )
+    settings: dict[str, Any] = {
+        "batch_size": batch_size // world_size,
+        "shuffle_window": config.shuffle_window if split == "train" else 0,
+        "seed": config.seed,
+        "rank": rank,
+        "world_size": world_size,
+        "prefetch": config.prefetch,
+        "prefetch_threads": config.prefetch_threads,
+        "num_lanes": config.num_lanes,
+        "pin_memory": pin_memory,
+    }
+    if config.balance_window and split == "train":
+        return BalancedLoader(source, split, balance_window=config.balance_window, **settings)
+    return Loader(source, split, **settings)

@@ -24,7 +24,8 @@ from gemworks.gem.ladder.page import write_page
 from gemworks.gem.ladder.settings import FULL_STACK, RUNGS, WITHOUT, build
 from gemworks.gem.ladder.step import StepCost, free, read_batches, run_steps
 from gemworks.gem.layers.__main__ import measure
-from gemworks.gem.layers.report import Measured, Row, Total, common_columns, total_of
+from gemworks.gem.layers.report import COLUMNS as LAYER_COLUMNS
+from gemworks.gem.layers.report import Measured, Row, Total, append_csv, common_columns, rows_of, total_of
 from gemworks.gem.layers.timing import Bound
 from gemworks.gem.presets import load_config
 from gemworks.gem.schema import Batch
@@ -41,6 +42,31 @@ class Planned:
     added: str
     config: GemConfig
     refusal: str
+
+
+def largest_batch(base: GemConfig, device: torch.device, *, limit: int) -> int:
+    """The largest batch, in steps of 1, 2, 3, 4, 6, 8, 12, 16, ... samples, whose padded row trains without running out
+    of memory.
+
+    Raises:
+        ValueError: not even one sample fits.
+    """
+    sizes = [n for n in sorted({m << k for m in (2, 3) for k in range(20)} | {1}) if n <= limit]
+    found = 0
+    for size in sizes:
+        config = build(base.with_data(batch_size=size))[RUNGS[0].name]
+        source = open_source(config.data)
+        try:
+            batches = read_batches(config, source, 2, pin=device.type == "cuda")
+            run_steps(config, source, batches, device, warmup=0)
+        except torch.OutOfMemoryError:
+            break
+        finally:
+            free(device)
+        found = size
+    if not found:
+        raise ValueError(f"preset: one sample of {base.preset!r} does not fit padded; choose a smaller preset")
+    return found
 
 
 def planned_rows(base: GemConfig, *, leave_one_out: bool) -> Iterator[Planned]:
@@ -77,13 +103,20 @@ class Ladder:
         self._source: Source | None = None
         self._batches: dict[tuple[int, str], list[Batch]] = {}
 
-    def climb(self, base: GemConfig, deadline: float) -> None:
-        """Every row that the CSV does not have; stops before a row that would begin after the deadline."""
+    def climb(self, bases: Sequence[GemConfig], deadline: float) -> None:
+        """Every row that the CSV does not have; stops before a row that would begin after the deadline.
+
+        One ladder after the other; with `--rows` one row of all ladders after the other, in the order given.
+        """
         have = set() if self.args.redo else rows.done(self.path)
-        for plan in planned_rows(base, leave_one_out=self.args.leave_one_out):
+        plans = [(base, plan) for base in bases for plan in planned_rows(base, leave_one_out=self.args.leave_one_out)]
+        if self.args.rows:
+            order = self.args.rows
+            plans = sorted((p for p in plans if p[1].name in order), key=lambda p: order.index(p[1].name))
+        for base, plan in plans:
             data = plan.config.data
             case = rows.Case(base.model.attention, data.batch_size, data.length_law, data.max_length)
-            if rows.key_of(plan.name, case) in have or (self.args.rows and plan.name not in self.args.rows):
+            if rows.key_of(plan.name, case) in have:
                 continue
             if time.monotonic() > deadline:
                 print(f"budget is over before {plan.name} ({base.model.attention}); start the same command again")
@@ -104,8 +137,8 @@ class Ladder:
                     config, source, batches, self.device, warmup=self.args.warmup, trace=plan.name in self.args.profile
                 )
                 free(self.device)
-                if not self.args.no_local:
-                    local = total_of(self._layers(config), sequence_only=True)
+                if not self.args.no_local and (not self.args.local or plan.name in self.args.local):
+                    local = total_of(self._layers(plan.name, case, config), sequence_only=True)
             except (RuntimeError, NotImplementedError, AssertionError, ImportError) as error:
                 # a row that cannot run stays in the table, with its reason
                 note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
@@ -117,10 +150,21 @@ class Ladder:
             plan.name, plan.added, case, config, cost, local, common, steps=self.args.steps, note=note
         )  # fmt: skip
 
-    def _layers(self, config: GemConfig) -> list[Measured]:
-        return measure(
-            config, self.device, self.ceilings, only=SEQUENCE_LAYERS, repeats=5, trace=False, bound=self.bound
+    def _layers(self, name: str, case: rows.Case, config: GemConfig) -> list[Measured]:
+        """The sequence layers alone; of a traced row they go to the layers' CSV too."""
+        if self.args.local_batch_size is not None:
+            config = config.with_data(batch_size=self.args.local_batch_size)
+        traced = name in self.args.profile
+        layers = measure(
+            config, self.device, self.ceilings, only=SEQUENCE_LAYERS, repeats=5, trace=traced, bound=self.bound
         )  # fmt: skip
+        if traced:
+            common = self._mean_length(config) | {
+                "attention": case.attention, "setting": name, "batch": str(config.data.batch_size),
+                "dtype": config.train.dtype, "law": case.law, "max_len": str(case.max_len), "seed": "0",
+            }  # fmt: skip
+            append_csv(self.args.out / "layers_h200.csv", rows_of(layers, common), LAYER_COLUMNS)
+        return layers
 
     def _data(self, config: GemConfig, steps: int) -> tuple[Source, list[Batch]]:
         source = self._source = self._source or open_source(config.data)
@@ -158,20 +202,27 @@ def _line(row: Row) -> str:
     return f"{row['attention']:6} {row['row']:34} {speed}  {shares}  {row['note']}"
 
 
+def _batch_size(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m gemworks.gem.ladder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", default="large")
     parser.add_argument("--attention", choices=("block", "full"), action="append")
-    parser.add_argument("--batch-size", type=int, default=128, help="the largest that the padded row fits")
+    parser.add_argument("--batch-size", type=_batch_size, default=128, help="of all rows, or auto: what padding fits")
+    parser.add_argument("--largest", type=int, default=1024, help="where --batch-size auto stops looking")
     parser.add_argument("--law", default="uniform", choices=("uniform", "uniform_0.7", "zipf"))
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
     parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--rows", action="append", default=[], help="only these rows")
+    parser.add_argument("--rows", action="append", default=[], help="only these rows, in this order")
     parser.add_argument("--profile", action="append", default=[], metavar="ROW", help="trace a step of this row")
     parser.add_argument("--leave-one-out", action="store_true")
     parser.add_argument("--no-local", action="store_true", help="leave out Local MFU")
+    parser.add_argument("--local", action="append", default=[], metavar="ROW", help="Local MFU of these rows only")
+    parser.add_argument("--local-batch-size", type=int, help="batch of the layers alone; default: the row's")
     parser.add_argument("--redo", action="store_true", help="measure rows again that the CSV has")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no row after this many seconds")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
@@ -191,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.smoke:
         args.preset, args.batch_size, args.steps, args.warmup = "tiny", 8, 2, 1
     device = resolve_device("auto")
-    sets = [f"data.batch_size={args.batch_size}", f"data.length_law={args.law}", *args.sets]
+    sets = [f"data.batch_size={args.batch_size or 1}", f"data.length_law={args.law}", *args.sets]
     try:
         bases = [
             load_config(args.preset, sets=[*sets, f"model.attention={kind}"])
@@ -202,9 +253,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if device.type == "cpu":
         bases = [replace(base, train=replace(base.train, dtype="float32")) for base in bases]
+    if args.batch_size is None:
+        size = min(largest_batch(base, device, limit=args.largest) for base in bases)
+        print(f"largest batch that the padded row fits: {size}")
+        bases = [base.with_data(batch_size=size) for base in bases]
     ladder = Ladder(args, device, measure_ceilings(Clock(device), device))
-    for base in bases:
-        ladder.climb(base, began + args.budget_s)
+    ladder.climb(bases, began + args.budget_s)
     print(f"{ladder.path}: {len(rows.done(ladder.path))} rows, {time.monotonic() - began:.0f} s")
     return 0
 

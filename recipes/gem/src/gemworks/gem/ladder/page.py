@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from gemworks.gem.ladder.settings import RUNGS
+
 Row = dict[str, str]
 INTRO = """# The MFU ladder
 
@@ -45,8 +47,8 @@ def write_page(page: Path, measured: Path) -> None:
         if not rows:
             parts.append(f"Not measured yet: there is no `{file}`.\n")
         for case, group in _cases(rows).items():
-            parts.append(f"### {case}\n\n" + ladder_table(group))
-            parts.append(takeaways(group))
+            parts.append(f"### {case}\n\n" + ladder_table(in_order(group)))
+            parts.append(takeaways(in_order(group), chained=file.startswith("ladder")))
     layers = read(measured / "layers_h200.csv")
     parts.append("## Layer by layer\n")
     if not layers:
@@ -85,9 +87,14 @@ def _percent(text: str) -> str:
 
 
 def _is_side(name: str) -> bool:
-    from gemworks.gem.ladder.settings import RUNGS
-
     return any(rung.name == name and rung.side for rung in RUNGS)
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """The rows as the ladder has them, whatever the order in which they were measured; the last measurement counts."""
+    names = [rung.name for rung in RUNGS]
+    latest = {(row["row"], row["batch"]): row for row in rows}
+    return sorted(latest.values(), key=lambda row: names.index(row["row"]) if row["row"] in names else -1)
 
 
 def ladder_table(rows: Sequence[Row]) -> str:
@@ -110,8 +117,13 @@ def ladder_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def takeaways(rows: Sequence[Row]) -> str:
-    """What each row gained or lost over the one that it builds on, and where the whole ladder ended."""
+def takeaways(rows: Sequence[Row], *, chained: bool = True) -> str:
+    """What each row gained or lost over the one that it builds on, and where the whole ladder ended.
+
+    Args:
+        rows: of one ladder, in its order.
+        chained: each row builds on the one above; otherwise all on the first.
+    """
     base: Row | None = None
     first: Row | None = None
     said = []
@@ -123,9 +135,9 @@ def takeaways(rows: Sequence[Row]) -> str:
             ratio = float(row["samples_per_s"]) / float(base["samples_per_s"])
             word = "nearly flat in this run" if abs(ratio - 1) < 0.02 else ("gains" if ratio > 1 else "loses")
             said.append(f"- `{row['row']}` over `{base['row']}`: x{ratio:.3f} samples/s, {word}.")
-        if not _is_side(row["row"]):
+        if base is None or (chained and not _is_side(row["row"])):
             base = row
-    if first is not None and base is not None and base is not first:
+    if chained and first is not None and base is not None and base is not first:
         ratio = float(base["samples_per_s"]) / float(first["samples_per_s"])
         said.append(f"- `{base['row']}` over `{first['row']}`: x{ratio:.2f} samples/s.")
     return "\n".join(said) + "\n"

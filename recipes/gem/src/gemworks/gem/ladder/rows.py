@@ -60,7 +60,7 @@ def make_row(
         "row": name, "added": added, "attention": case.attention, "batch": str(case.batch), "law": case.law,
         "max_len": str(case.max_len), "dtype": config.train.dtype, "seed": str(config.train.seed), "note": note,
     }  # fmt: skip
-    if local is not None:
+    if local is not None and _has_peak(common):
         row |= {"local_mfu": f"{local.local_mfu:.4f}", "bound_mfu": f"{local.bound_mfu:.4f}"}
     if cost is not None:
         on_gpu = cost.peak_gib is not None
@@ -78,6 +78,11 @@ def make_row(
             busy = cost.split.tensor_core_ms + cost.split.memory_ms
             row["gap_share"] = f"{cost.split.gap_ms / (busy + cost.split.gap_ms):.4f}"
     return row
+
+
+def _has_peak(common: Mapping[str, str]) -> bool:
+    """MFU is stated for GPUs only: a CPU has no peak here."""
+    return bool(common.get("gpu"))
 
 
 def append(path: Path, row: Row) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
@@ -60,6 +60,25 @@ class StepCost:
     split: Split | None
 
 
+class ReadyBatches:
+    """What a trainer asks of its loader, over batches that are there already.
+
+    Attributes:
+        num_given: samples given out.
+    """
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self.batches, self.num_given = batches, 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.batches:
+            self.num_given += batch.num_samples
+            yield batch
+
+
 def read_batches(config: GemConfig, source: Source, number: int, *, pin: bool) -> list[Batch]:
     """The first batches of the training part, on the host."""
     with_loader = open_loader(source, config.data, "train", pin_memory=pin)
@@ -89,9 +108,9 @@ def run_steps(
     config = replace(config, train=replace(config.train, max_steps=len(batches), epochs=1))
     on_gpu = device.type == "cuda"
     trainer = Trainer(config, source, device)
-    trainer.loader = batches  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.loader = ReadyBatches(batches)  # pyright: ignore[reportAttributeAccessIssue]
     samples: list[float] = []
-    steps, mark = trainer.steps(), 0.0
+    steps, mark = trainer.steps(), time.perf_counter()
     for step in steps:
         if step == warmup:
             trainer.take_row()

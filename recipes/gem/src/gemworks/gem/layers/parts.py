@@ -144,12 +144,18 @@ def make_parts(
             config, event.name, prefix, size, sequence, lengths[event.name], flops, device, stream
         )
 
-    layer = GemLayer(config, sizes, 0, model.num_tokens, device=device)
-    x = _leaf(batch, model.num_tokens, model.dim, device=device, dtype=torch.float32)
-    summary = nn.Sequential(layer.summary, layer.gate)
-    layers = [flops.parts[f"layer{i}.summary"] for i in range(model.num_layers)]
-    yield _part("summary", model.num_layers, factor * sum(layers) / len(layers), summary, (x,), compiled)
+    same = num_tokens == model.num_tokens
+    for name, index, inputs, count in (
+        ("first summary", 0, model.num_tokens, 0 if same else 1),
+        ("summary", model.num_layers - 1, num_tokens, model.num_layers - (0 if same else 1)),
+    ):
+        if count:
+            layer = GemLayer(config, sizes, index, inputs, device=device)
+            x = _leaf(batch, inputs, model.dim, device=device, dtype=torch.float32)
+            cost = factor * flops.parts[f"layer{index}.summary"]
+            yield _part(name, count, cost, nn.Sequential(layer.summary, layer.gate), (x,), compiled)
 
+    layer = GemLayer(config, sizes, 0, model.num_tokens, device=device)
     both = _leaf(batch, num_tokens, model.dim, device=device, dtype=dtype)
     width = model.wukong_rank * num_tokens
     num_fmb = fmb_tokens(num_tokens, config)
@@ -163,7 +169,7 @@ def make_parts(
     cost = factor * flops.parts["layer0.experts"]
     part = _part("experts", model.num_layers, cost, layer.interaction, (both,), compiled)
     yield replace(part, products=products)
-    del layer, summary, part
+    del layer, part
 
     head = Head(num_tokens, sizes, len(schema.tasks), model, config.kernels, device=device)
     x = _leaf(batch, num_tokens, model.dim, device=device, dtype=torch.float32)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -128,10 +129,9 @@ def commit() -> str:
 
 def _triton_version() -> str:
     try:
-        import triton
-    except ImportError:
+        return version("triton")
+    except PackageNotFoundError:
         return ""
-    return triton.__version__
 
 
 def rows_of(layers: Sequence[Measured], common: Mapping[str, str]) -> list[Row]:
@@ -155,7 +155,8 @@ def rows_of(layers: Sequence[Measured], common: Mapping[str, str]) -> list[Row]:
                 "gap_ms": f"{x.split.gap_ms:.4f}",
             }  # fmt: skip
         rows.append(row)
-    for name, only in (("sequence layers", True), ("whole model", False)):
+    complete = not {x.is_sequence for x in layers if x.time is not None} < {True, False}
+    for name, only in (("sequence layers", True), ("whole model", False)) if complete else (("sequence layers", True),):
         total = total_of(layers, sequence_only=only)
         row = dict.fromkeys(COLUMNS, "") | dict(common)
         row |= {

@@ -35,7 +35,7 @@ class SparseEmbeddings(nn.Module):
     the history have the same rows. Tables of the sample alone are read by an `EmbeddingBagCollection` that adds up;
     the division is here, because torchrec's sharded mean divides by 1e-6 more than the number of ids.
 
-    The collections fail at a batch of no samples, so they are asked about one sample without ids then; see `min_samples`.
+    The collections fail at a batch of no samples, so they are asked about one sample without ids then (`min_samples`).
 
     Args:
         schema: names of features and their tables.
@@ -169,7 +169,7 @@ def _filled_up(ids: KeyedJaggedTensor, num: int) -> KeyedJaggedTensor:
 def _means(sums: dict[str, Tensor], ids: KeyedJaggedTensor) -> dict[str, Tensor]:
     """Sums [B, W] over each sample's ids to means; 0 for none."""
     lengths_KB = ids.lengths().view(len(ids.keys()), ids.stride()).clamp(min=1)
-    return {key: sums[key] / lengths_B[:, None] for key, lengths_B in zip(ids.keys(), lengths_KB, strict=True)}  # noqa: SIM118
+    return {key: sums[key] / lengths_B[:, None] for key, lengths_B in zip(ids.keys(), lengths_KB, strict=True)}
 
 
 def _mean_rows(jagged: JaggedTensor) -> Tensor:

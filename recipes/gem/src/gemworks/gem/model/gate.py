@@ -21,7 +21,7 @@ class GradientGate:
         finite: bool scalar on the tensors' device, False once a gradient was refused; None before the first backward.
             It is read by whoever wants to pay for the synchronisation.
         closed: lets no gradient through at all.
-        total: what makes this batch's sum of squares, a scalar, that of the whole step, where the batch is only a part of
+        total: makes of this batch's sum of squares, a scalar, that of the whole step, where the batch is only a part of
             it; whoever trains on parts sets it, so that all of them decide alike.
 
     >>> gate, x = GradientGate(), torch.ones(2, requires_grad=True)

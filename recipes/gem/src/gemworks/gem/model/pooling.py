@@ -13,7 +13,7 @@ from gemworks.gem.config import Activation, EventSizes, ModelConfig
 from gemworks.gem.kernels import KernelConfig
 from gemworks.gem.model.events import Sequence
 from gemworks.gem.model.layers import linear, normal, unit_rms
-from gemworks.gem.model.norms import rms_norm
+from gemworks.gem.model.norms import RMS_EPS, rms_norm
 from gemworks.gem.model.plain import padded_gdpa_pool, padded_pool, varlen_attention
 from gemworks.jagged import apply_rope, flash_attention, gdpa, kronecker_compress
 from torch import Tensor, nn
@@ -45,12 +45,17 @@ class SeedPooling(nn.Module):
     def forward(self, sequence: Sequence) -> Tensor:
         norm = self.kernels.norm
         k_TE, v_TE = self.kv(rms_norm(sequence.s_TD, norm)).chunk(2, dim=-1)
-        k_TNH = rms_norm(k_TE.unflatten(-1, (self.num_heads, self.head_dim)), norm)
-        if sequence.rope is not None:
-            k_TNH = apply_rope(k_TNH, sequence.rope)
+        k_TNH = self.turn(k_TE.unflatten(-1, (self.num_heads, self.head_dim)), sequence)
         seeds_PNH = rms_norm(self.seeds_PNH, norm).to(k_TNH.dtype)
         h_BPNH = self.attend(seeds_PNH, k_TNH, v_TE.unflatten(-1, (self.num_heads, self.head_dim)), sequence)
         return kronecker_compress(unit_rms(h_BPNH.flatten(2)), self.z_kPn, self.w_kED)
+
+    def turn(self, k_TNH: Tensor, sequence: Sequence) -> Tensor:
+        """RMS norm per head and rotation of the keys, in one pass or in two."""
+        if sequence.rope is not None and self.kernels.fused_qk:
+            return apply_rope(k_TNH, sequence.rope, norm_eps=RMS_EPS)
+        k_TNH = rms_norm(k_TNH, self.kernels.norm)
+        return k_TNH if sequence.rope is None else apply_rope(k_TNH, sequence.rope)
 
     def attend(self, seeds_PNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, sequence: Sequence) -> Tensor:
         """[B, P, N, H]."""

@@ -13,6 +13,9 @@ those between add to it, the last reads it and writes dQ; a sequence of one key 
 draw key tiles from one counter in the order of the schedule, in which tile j - 1 of a sequence comes before tile j, so
 whatever a program waits for is being worked on, however few programs the device runs at a time. The scratch holds each
 16 x 8 piece of a tile in the order of the threads that own it, so a warp's access is one run of 512 bytes.
+
+A shared query has few rows: the key tiles of a sequence would mostly wait for each other. So one program takes them
+all, and the order is that of its own loop.
 """
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
@@ -52,71 +55,39 @@ TELL_PTX = gl.constexpr("st.release.gpu.global.b32 [$1], $2;\nmov.b32 $0, 0;")
 
 
 @gluon.jit
-def _item(t, HEADS: gl.constexpr, tile_sample, tile_row, bounds_k, bounds_q):
-    """(head, sequence, first row of the tile in its sequence, begin and length of the keys, of the queries)."""
-    tile = t // HEADS
-    sample = gl.load(tile_sample + tile)
-    row = gl.load(tile_row + tile)
+def _item(t, tile_sample, bounds_k, bounds_q, tiles_per_unit, num_sequences, HEADS: gl.constexpr, SHARED: gl.constexpr):
+    """(head, sequence, begin and length of its keys, of its queries) of the t-th unit of work."""
+    unit = t // HEADS
+    if SHARED:  # a sequence, found through the first of its query tiles; the rows past the last one come at the end
+        known = gl.minimum(unit, num_sequences - 1)
+        sample = gl.where(unit < num_sequences, gl.load(tile_sample + known * tiles_per_unit), num_sequences)
+    else:  # a key tile
+        sample = gl.load(tile_sample + unit)
     k_begin = gl.load(bounds_k + sample)
     k_len = gl.load(bounds_k + sample + 1) - k_begin
     q_begin = gl.load(bounds_q + sample)
     q_len = gl.load(bounds_q + sample + 1) - q_begin
-    return t % HEADS, sample, row, k_begin, k_len, q_begin, q_len
+    return t % HEADS, sample, k_begin, k_len, q_begin, q_len
 
 
 @gluon.jit
 def _read_ticket(ticket_smem, ks):
+    """(unit, first row of the key tile), as the producer left them."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(ticket_smem.index(ks).load(LAYOUT), 0)
-
-
-@gluon.jit
-def _load_item(
-    t, fill, ks, column, q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample,
-    tile_row, q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t,
-    do_stride_n, lse_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full,
-    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr,
-):  # fmt: skip
-    head, _sample, row, k_begin, k_len, q_begin, q_len = _item(t, HEADS, tile_sample, tile_row, bounds_k, bounds_q)
-    head64 = head.to(gl.int64)
-    k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head64 * k_stride_n
-    v_base = v_ptr + k_begin.to(gl.int64) * v_stride_t + head64 * v_stride_n
-    q_from = 0 if SHARED else q_begin  # a shared query is the same rows for every sequence
-    q_base = q_ptr + q_from.to(gl.int64) * q_stride_t + head64 * q_stride_n
-    do_base = do_ptr + q_begin.to(gl.int64) * do_stride_t + head64 * do_stride_n
-    k_desc = tma.make_tensor_descriptor(k_base, [gl.maximum(k_len, 1), H], [k_stride_t, 1], [64, H], k_smem.layout)
-    v_desc = tma.make_tensor_descriptor(v_base, [gl.maximum(k_len, 1), H], [v_stride_t, 1], [64, H], v_smem.layout)
-    q_desc = tma.make_tensor_descriptor(q_base, [gl.maximum(q_len, 1), H], [q_stride_t, 1], [64, H], q_smem.layout)
-    do_desc = tma.make_tensor_descriptor(do_base, [gl.maximum(q_len, 1), H], [do_stride_t, 1], [64, H], do_smem.layout)
-    mbarrier.expect(k_full.index(ks), 4 * 64 * H * 2)
-    for g in gl.static_range(2):
-        tma.async_copy_global_to_shared(k_desc, [row + g * 64, 0], k_full.index(ks), k_smem.index(2 * ks + g))
-        tma.async_copy_global_to_shared(v_desc, [row + g * 64, 0], k_full.index(ks), v_smem.index(2 * ks + g))
-    for m in range(0, q_len, 64):
-        s = fill % STAGES
-        mbarrier.wait(q_free.index(s), ((fill // STAGES) & 1) ^ 1)
-        if ACT == "softmax":
-            # Zeros past the end: P = 1 there, times rows of zeros.
-            at = head64 * lse_stride_n + q_begin + m + column
-            inside = column < q_len - m
-            async_copy.async_copy_global_to_shared(row_smem.index(2 * s), lse_ptr + at, mask=inside)
-            async_copy.async_copy_global_to_shared(row_smem.index(2 * s + 1), delta_ptr + at, mask=inside)
-            async_copy.mbarrier_arrive(q_full.index(s))  # counts itself in: before `expect` arrives
-        mbarrier.expect(q_full.index(s), 2 * 64 * H * 2)
-        tma.async_copy_global_to_shared(q_desc, [m, 0], q_full.index(s), q_smem.index(s))
-        tma.async_copy_global_to_shared(do_desc, [m, 0], q_full.index(s), do_smem.index(s))
-        fill += 1
-    return fill
+    return gl.max(ticket_smem.index(2 * ks).load(LAYOUT), 0), gl.max(ticket_smem.index(2 * ks + 1).load(LAYOUT), 0)
 
 
 @gluon.jit
 def _producer(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row, total,
+    tiles_per_unit, num_sequences,
     q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t, do_stride_n, lse_stride_n,
     q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full, k_free, counter_ptr, ticket_smem,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
     SHARED: gl.constexpr,
 ):  # fmt: skip
+    """Draws work and loads it. With SHARED a unit is a sequence and head, all key tiles of which come one by one."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     column = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
     fill = 0
     ki = 0
@@ -126,31 +97,204 @@ def _producer(
         ks = ki % KSTAGES
         mbarrier.wait(k_free.index(ks), ((ki // KSTAGES) & 1) ^ 1)
         t = gl.inline_asm_elementwise(TICKET_PTX, "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1)
-        ticket_smem.index(ks).store(gl.full([1], t, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         if t < total:
-            fill = _load_item(
-                t, fill, ks, column, q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample,
-                tile_row, q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t,
-                do_stride_n, lse_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full,
-                ACT, HEADS, H, STAGES, SHARED,
-            )  # fmt: skip
-        else:
-            mbarrier.arrive(k_full.index(ks), count=1)
+            head, _sample, k_begin, k_len, q_begin, q_len = _item(
+                t, tile_sample, bounds_k, bounds_q, tiles_per_unit, num_sequences, HEADS, SHARED
+            )
+            first = 0
+            end = k_len
+            if not SHARED:
+                first = gl.load(tile_row + t // HEADS)
+                end = first + 1
+            head64 = head.to(gl.int64)
+            k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head64 * k_stride_n
+            v_base = v_ptr + k_begin.to(gl.int64) * v_stride_t + head64 * v_stride_n
+            q_from = 0 if SHARED else q_begin  # a shared query is the same rows for every sequence
+            q_base = q_ptr + q_from.to(gl.int64) * q_stride_t + head64 * q_stride_n
+            do_base = do_ptr + q_begin.to(gl.int64) * do_stride_t + head64 * do_stride_n
+            keys = gl.maximum(k_len, 1)
+            queries = gl.maximum(q_len, 1)
+            k_desc = tma.make_tensor_descriptor(k_base, [keys, H], [k_stride_t, 1], [64, H], k_smem.layout)
+            v_desc = tma.make_tensor_descriptor(v_base, [keys, H], [v_stride_t, 1], [64, H], v_smem.layout)
+            q_desc = tma.make_tensor_descriptor(q_base, [queries, H], [q_stride_t, 1], [64, H], q_smem.layout)
+            do_desc = tma.make_tensor_descriptor(do_base, [queries, H], [do_stride_t, 1], [64, H], do_smem.layout)
+            for row in range(first, end, 128):
+                ks = ki % KSTAGES
+                mbarrier.wait(k_free.index(ks), ((ki // KSTAGES) & 1) ^ 1)
+                ticket_smem.index(2 * ks).store(gl.full([1], t, gl.int32, ONE))
+                ticket_smem.index(2 * ks + 1).store(gl.full([1], row, gl.int32, ONE))
+                full = k_full.index(ks)
+                mbarrier.expect(full, 4 * 64 * H * 2)
+                for g in gl.static_range(2):
+                    tma.async_copy_global_to_shared(k_desc, [row + g * 64, 0], full, k_smem.index(2 * ks + g))
+                    tma.async_copy_global_to_shared(v_desc, [row + g * 64, 0], full, v_smem.index(2 * ks + g))
+                for m in range(0, q_len, 64):
+                    s = fill % STAGES
+                    mbarrier.wait(q_free.index(s), ((fill // STAGES) & 1) ^ 1)
+                    if ACT == "softmax":
+                        # Zeros past the end: P = 1 there, times rows of zeros.
+                        at = head64 * lse_stride_n + q_begin + m + column
+                        inside = column < q_len - m
+                        async_copy.async_copy_global_to_shared(row_smem.index(2 * s), lse_ptr + at, mask=inside)
+                        async_copy.async_copy_global_to_shared(row_smem.index(2 * s + 1), delta_ptr + at, mask=inside)
+                        async_copy.mbarrier_arrive(q_full.index(s))  # counts itself in: before `expect` arrives
+                    mbarrier.expect(q_full.index(s), 2 * 64 * H * 2)
+                    tma.async_copy_global_to_shared(q_desc, [m, 0], q_full.index(s), q_smem.index(s))
+                    tma.async_copy_global_to_shared(do_desc, [m, 0], q_full.index(s), do_smem.index(s))
+                    fill += 1
+                ki += 1
+    ks = ki % KSTAGES
+    mbarrier.wait(k_free.index(ks), ((ki // KSTAGES) & 1) ^ 1)
+    ticket_smem.index(2 * ks).store(gl.full([1], t, gl.int32, ONE))
+    mbarrier.arrive(k_full.index(ks), count=1)
+
+
+@gluon.jit
+def _load_rows(lse_ptr, delta_ptr, at, inside, row_smem, full, s):
+    """Log-sum-exp and delta of one query tile; zeros past the end: P = 1 there, times rows of zeros."""
+    async_copy.async_copy_global_to_shared(row_smem.index(2 * s), lse_ptr + at, mask=inside)
+    async_copy.async_copy_global_to_shared(row_smem.index(2 * s + 1), delta_ptr + at, mask=inside)
+    async_copy.mbarrier_arrive(full)  # counts itself in: before `expect` arrives
+
+
+@gluon.jit
+def _whole_tiles(
+    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row, total,
+    tiles_per_unit, num_sequences, lse_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full,
+    k_free, ticket_full, counter_ptr, ticket_smem,
+    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
+    SHARED: gl.constexpr,
+):  # fmt: skip
+    """Draws work and loads the tiles that are full. With SHARED a unit is a sequence and head, all its key tiles."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    column = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
+    fill = 0
+    ki = 0
+    counter = counter_ptr.to(gl.int64, bitcast=True)
+    t = total - total
+    while t < total:
+        ks = ki % KSTAGES
+        mbarrier.wait(k_free.index(ks), ((ki // KSTAGES) & 1) ^ 1)
+        t = gl.inline_asm_elementwise(TICKET_PTX, "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1)
+        if t < total:
+            head, _sample, k_begin, k_len, q_begin, q_len = _item(
+                t, tile_sample, bounds_k, bounds_q, tiles_per_unit, num_sequences, HEADS, SHARED
+            )
+            first = 0
+            end = k_len
+            if not SHARED:
+                first = gl.load(tile_row + t // HEADS)
+                end = first + 1
+            head64 = head.to(gl.int64)
+            q_from = 0 if SHARED else q_begin  # a shared query is the same rows for every sequence
+            for row in range(first, end, 128):
+                ks = ki % KSTAGES
+                mbarrier.wait(k_free.index(ks), ((ki // KSTAGES) & 1) ^ 1)
+                ticket_smem.index(2 * ks).store(gl.full([1], t, gl.int32, ONE))
+                ticket_smem.index(2 * ks + 1).store(gl.full([1], row, gl.int32, ONE))
+                mbarrier.arrive(ticket_full.index(ks), count=1)
+                if row + 128 <= k_len:
+                    full = k_full.index(ks)
+                    mbarrier.expect(full, 4 * 64 * H * 2)
+                    for g in gl.static_range(2):
+                        at_k = k_begin + row + g * 64
+                        tma.async_copy_global_to_shared(k_desc, [at_k, head * H], full, k_smem.index(2 * ks + g))
+                        tma.async_copy_global_to_shared(v_desc, [at_k, head * H], full, v_smem.index(2 * ks + g))
+                for m in range(0, q_len // 64 * 64, 64):
+                    at_fill = fill + m // 64
+                    s = at_fill % STAGES
+                    mbarrier.wait(q_free.index(s), ((at_fill // STAGES) & 1) ^ 1)
+                    if ACT == "softmax":
+                        at = head64 * lse_stride_n + q_begin + m + column
+                        _load_rows(lse_ptr, delta_ptr, at, column < 64, row_smem, q_full.index(s), s)
+                    mbarrier.expect(q_full.index(s), 2 * 64 * H * 2)
+                    tma.async_copy_global_to_shared(q_desc, [q_from + m, head * H], q_full.index(s), q_smem.index(s))
+                    tma.async_copy_global_to_shared(do_desc, [q_begin + m, head * H], q_full.index(s), do_smem.index(s))
+                fill += (q_len + 63) // 64
+                ki += 1
+    ks = ki % KSTAGES
+    mbarrier.wait(k_free.index(ks), ((ki // KSTAGES) & 1) ^ 1)
+    ticket_smem.index(2 * ks).store(gl.full([1], t, gl.int32, ONE))
+    mbarrier.arrive(ticket_full.index(ks), count=1)
+    mbarrier.arrive(k_full.index(ks), count=1)
+
+
+@gluon.jit
+def _partial_tiles(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, total, tiles_per_unit,
+    num_sequences, q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t, do_stride_n,
+    lse_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full, k_free, ticket_full, ticket_smem,
+    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
+    SHARED: gl.constexpr,
+):  # fmt: skip
+    """Loads the last key tile and the last query tile of a sequence where they are not full.
+
+    What lies past the end has to arrive as zeros, which takes a descriptor of its own for each sequence and head. To
+    make one takes as long as a query tile's products, hence a warp beside the one that loads all the others.
+    """
+    column = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
+    fill = 0
+    ki = 0
+    mbarrier.wait(ticket_full.index(0), 0)
+    t, row = _read_ticket(ticket_smem, 0)
+    while t < total:
+        ks = ki % KSTAGES
+        head, _sample, k_begin, k_len, q_begin, q_len = _item(
+            t, tile_sample, bounds_k, bounds_q, tiles_per_unit, num_sequences, HEADS, SHARED
+        )
+        head64 = head.to(gl.int64)
+        if row + 128 > k_len:
+            k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head64 * k_stride_n
+            v_base = v_ptr + k_begin.to(gl.int64) * v_stride_t + head64 * v_stride_n
+            k_desc = tma.make_tensor_descriptor(k_base, [k_len, H], [k_stride_t, 1], [64, H], k_smem.layout)
+            v_desc = tma.make_tensor_descriptor(v_base, [k_len, H], [v_stride_t, 1], [64, H], v_smem.layout)
+            full = k_full.index(ks)
+            mbarrier.expect(full, 4 * 64 * H * 2)
+            for g in gl.static_range(2):
+                tma.async_copy_global_to_shared(k_desc, [row + g * 64, 0], full, k_smem.index(2 * ks + g))
+                tma.async_copy_global_to_shared(v_desc, [row + g * 64, 0], full, v_smem.index(2 * ks + g))
+            mbarrier.wait(full, (ki // KSTAGES) & 1)  # then the descriptors may be written over
+        whole = q_len // 64
+        if whole * 64 < q_len:
+            q_from = 0 if SHARED else q_begin
+            q_base = q_ptr + q_from.to(gl.int64) * q_stride_t + head64 * q_stride_n
+            do_base = do_ptr + q_begin.to(gl.int64) * do_stride_t + head64 * do_stride_n
+            q_desc = tma.make_tensor_descriptor(q_base, [q_len, H], [q_stride_t, 1], [64, H], q_smem.layout)
+            do_desc = tma.make_tensor_descriptor(do_base, [q_len, H], [do_stride_t, 1], [64, H], do_smem.layout)
+            at_fill = fill + whole
+            s = at_fill % STAGES
+            mbarrier.wait(q_free.index(s), ((at_fill // STAGES) & 1) ^ 1)
+            if ACT == "softmax":
+                at = head64 * lse_stride_n + q_begin + whole * 64 + column
+                inside = column < q_len - whole * 64
+                _load_rows(lse_ptr, delta_ptr, at, inside, row_smem, q_full.index(s), s)
+            mbarrier.expect(q_full.index(s), 2 * 64 * H * 2)
+            tma.async_copy_global_to_shared(q_desc, [whole * 64, 0], q_full.index(s), q_smem.index(s))
+            tma.async_copy_global_to_shared(do_desc, [whole * 64, 0], q_full.index(s), do_smem.index(s))
+            mbarrier.wait(q_full.index(s), (at_fill // STAGES) & 1)
+        fill += (q_len + 63) // 64
+        mbarrier.arrive(k_free.index(ks), count=1)
         ki += 1
+        mbarrier.wait(ticket_full.index(ki % KSTAGES), (ki // KSTAGES) & 1)
+        t, row = _read_ticket(ticket_smem, ki % KSTAGES)
 
 
 @gluon.jit
 def _gatekeeper(
-    turn_ptr, bounds_k, bounds_q, tile_sample, tile_row, total, gate, done, k_full, k_free, ticket_smem,
-    HEADS: gl.constexpr, KSTAGES: gl.constexpr,
+    turn_ptr, bounds_k, bounds_q, tile_sample, total, gate, done, k_full, k_free, ticket_smem,
+    tiles_per_unit, num_sequences, HEADS: gl.constexpr, KSTAGES: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """Lets the consumers at a query tile's scratch when it is their key tile's turn, and says when they are through."""
+    if SHARED:  # one program adds all shares, in order
+        return
     step = 0
     ki = 0
     mbarrier.wait(k_full.index(0), 0)
-    t = _read_ticket(ticket_smem, 0)
+    t, row = _read_ticket(ticket_smem, 0)
     while t < total:
-        head, sample, row, _k_begin, k_len, q_begin, q_len = _item(t, HEADS, tile_sample, tile_row, bounds_k, bounds_q)
+        head, sample, _k_begin, k_len, q_begin, q_len = _item(
+            t, tile_sample, bounds_k, bounds_q, tiles_per_unit, num_sequences, HEADS, SHARED
+        )
         j = row // 128
         last = row + 128 >= k_len
         at = (turn_ptr + (q_begin // 64 + sample) * HEADS + head).to(gl.int64, bitcast=True)
@@ -169,15 +313,17 @@ def _gatekeeper(
         ki += 1
         ks = ki % KSTAGES
         mbarrier.wait(k_full.index(ks), (ki // KSTAGES) & 1)
-        t = _read_ticket(ticket_smem, ks)
+        t, row = _read_ticket(ticket_smem, ks)
 
 
 @gluon.jit
 def _hand_over(
-    dq, piece, first, last, rows, cols, dq_ptr, dq_stride_t, q_begin, q_len, m, scale, gate, done, step
+    dq, piece, first, last, rows, cols, dq_ptr, dq_stride_t, q_begin, q_len, m, scale, gate, done, step,
+    SHARED: gl.constexpr,
 ):  # fmt: skip
     """Adds this key tile's share of dQ (half the columns of one query tile) when its turn comes."""
-    mbarrier.wait(gate, step & 1)
+    if not SHARED:
+        mbarrier.wait(gate, step & 1)
     if last:
         if not first:
             dq += gl.inline_asm_elementwise(
@@ -190,8 +336,9 @@ def _hand_over(
         gl.inline_asm_elementwise(STORE_PTX, PASS_ON, [piece, dq], dtype=gl.int32, is_pure=False, pack=4)
     else:
         gl.inline_asm_elementwise(ADD_PTX, PASS_ON, [piece, dq], dtype=gl.int32, is_pure=False, pack=4)
-    gl.thread_barrier()
-    mbarrier.arrive(done, count=1)
+    if not SHARED:
+        gl.thread_barrier()
+        mbarrier.arrive(done, count=1)
 
 
 @gluon.jit
@@ -200,7 +347,7 @@ def _tile(
     q_rows, q_cols, own, dq_stride_t, scale,
     q_smem, do_smem, k_smem, v_smem, k_halves, row_smem, ds_smem, q_full, q_free, ds_full, gate, done,
     ACT: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
-    zero, zero_q, EARLY: gl.constexpr, AHEAD: gl.constexpr, MORE: gl.constexpr,
+    zero, zero_q, EARLY: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
     """One query tile: (scores of the next one with MORE, dK, dV); with AHEAD, `s` holds the scores of this one."""
     sq = step % STAGES
@@ -265,7 +412,7 @@ def _tile(
         dq = warpgroup_mma_wait(0, [dq])
     _hand_over(
         dq, piece.to(gl.int64, bitcast=True), is_first, is_last, q_rows, q_cols, dq_base, dq_stride_t, q_begin, q_len,
-        i * 64, scale, gate, done, step,
+        i * 64, scale, gate, done, step, SHARED,
     )  # fmt: skip
     if MORE:
         s = warpgroup_mma_wait(0, [s_acc])
@@ -275,10 +422,11 @@ def _tile(
 @gluon.jit
 def _consumer(
     GROUP: gl.constexpr, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
-    tile_sample, tile_row, total, scale, dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n,
-    q_smem, do_smem, k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free, ds_full, gate, done,
-    ticket_smem, ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
-    DTYPE: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr,
+    tile_sample, total, tiles_per_unit, num_sequences, scale, dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n,
+    dv_stride_t, dv_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free,
+    ds_full, gate, done, ticket_smem,
+    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
+    DTYPE: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
@@ -299,9 +447,11 @@ def _consumer(
     ki = 0
     ks = ki % KSTAGES
     mbarrier.wait(k_full.index(ks), 0)
-    t = _read_ticket(ticket_smem, ks)
+    t, row = _read_ticket(ticket_smem, ks)
     while t < total:
-        head, sample, row, k_begin, k_len, q_begin, q_len = _item(t, HEADS, tile_sample, tile_row, bounds_k, bounds_q)
+        head, sample, k_begin, k_len, q_begin, q_len = _item(
+            t, tile_sample, bounds_k, bounds_q, tiles_per_unit, num_sequences, HEADS, SHARED
+        )
         head64 = head.to(gl.int64)
         is_first = row == 0
         is_last = row + 128 >= k_len
@@ -327,7 +477,7 @@ def _consumer(
                     GROUP, s, dk, dv, i, step, ks, row, k_len, q_begin, q_len, is_first, is_last, dq_base,
                     piece + i * (HEADS * 64 * H) + place, q_rows, q_cols, own, dq_stride_t, scale,
                     q_smem, do_smem, k_smem, v_smem, k_halves, row_smem, ds_smem, q_full, q_free, ds_full, gate, done,
-                    ACT, STAGES, DTYPE, S_LAYOUT, P_LAYOUT, zero, zero_q, EARLY, AHEAD, AHEAD,
+                    ACT, STAGES, DTYPE, S_LAYOUT, P_LAYOUT, zero, zero_q, EARLY, AHEAD, SHARED, AHEAD,
                 )  # fmt: skip
                 step += 1
             if AHEAD:
@@ -336,7 +486,7 @@ def _consumer(
                         GROUP, s, dk, dv, more, step, ks, row, k_len, q_begin, q_len, is_first, is_last, dq_base,
                         piece + more * (HEADS * 64 * H) + place, q_rows, q_cols, own, dq_stride_t, scale,
                         q_smem, do_smem, k_smem, v_smem, k_halves, row_smem, ds_smem, q_full, q_free, ds_full, gate,
-                        done, ACT, STAGES, DTYPE, S_LAYOUT, P_LAYOUT, zero, zero_q, EARLY, AHEAD, False,
+                        done, ACT, STAGES, DTYPE, S_LAYOUT, P_LAYOUT, zero, zero_q, EARLY, AHEAD, SHARED, False,
                     )  # fmt: skip
                     step += 1
         else:  # no key in this half of the tile: only its half of dQ
@@ -358,7 +508,7 @@ def _consumer(
                 at_piece = (piece + i * (HEADS * 64 * H) + place).to(gl.int64, bitcast=True)
                 _hand_over(
                     dq, at_piece, is_first, is_last, q_rows, q_cols, dq_base, dq_stride_t, q_begin, q_len, i * 64,
-                    scale, gate, done, step,
+                    scale, gate, done, step, SHARED,
                 )  # fmt: skip
                 step += 1
         # The rows of V that this consumer alone has read are free now: results go through them into rows of 16 bytes.
@@ -377,17 +527,19 @@ def _consumer(
         ki += 1
         ks = ki % KSTAGES
         mbarrier.wait(k_full.index(ks), (ki // KSTAGES) & 1)
-        t = _read_ticket(ticket_smem, ks)
+        t, row = _read_ticket(ticket_smem, ks)
 
 
-@gluon.jit(do_not_specialize=["lse_stride_n"])  # it is the number of rows, other in every batch
+@gluon.jit(do_not_specialize=["lse_stride_n", "num_sequences"])  # other in every batch
 def backward_fused_hopper_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, turn_ptr, counter_ptr, lse_ptr, delta_ptr,
-    bounds_k, bounds_q, tile_sample, tile_row, num_tiles, scale,
+    q_desc, k_desc, v_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr,
+    scratch_ptr, turn_ptr, counter_ptr, lse_ptr, delta_ptr,
+    bounds_k, bounds_q, tile_sample, tile_row, num_tiles, tiles_per_unit, num_sequences,
+    scale,
     q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t, do_stride_n,
     dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, lse_stride_n,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
-    SHARED: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    SHARED: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, DIRECT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, H], DTYPE)
@@ -404,7 +556,8 @@ def backward_fused_hopper_kernel(
     q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [KSTAGES, 1], BAR)
     k_free = gl.allocate_shared_memory(gl.int64, [KSTAGES, 1], BAR)
-    ticket_smem = gl.allocate_shared_memory(gl.int32, [KSTAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ticket_smem = gl.allocate_shared_memory(gl.int32, [2 * KSTAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ticket_full = gl.allocate_shared_memory(gl.int64, [KSTAGES, 1], BAR)
     ds_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     gate = gl.allocate_shared_memory(gl.int64, [1], BAR)
     done = gl.allocate_shared_memory(gl.int64, [1], BAR)
@@ -413,31 +566,60 @@ def backward_fused_hopper_kernel(
         mbarrier.init(q_free.index(s), count=2)
     for s in gl.static_range(KSTAGES):
         mbarrier.init(k_full.index(s), count=1)
-        mbarrier.init(k_free.index(s), count=3)
+        mbarrier.init(k_free.index(s), count=2 + (not SHARED) + DIRECT)
+        mbarrier.init(ticket_full.index(s), count=1)
     mbarrier.init(ds_full, count=2)
     mbarrier.init(gate, count=1)
     mbarrier.init(done, count=2)
     fence_async_shared()
-    total = gl.load(num_tiles) * HEADS
-    gl.warp_specialize(
-        [
-            (_consumer, (G(0), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
-                         tile_sample, tile_row, total, scale, dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n,
-                         dv_stride_t, dv_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, ds_smem,
-                         q_full, q_free, k_full, k_free, ds_full, gate, done, ticket_smem,
-                         ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD)),
-            (_consumer, (G(1), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
-                         tile_sample, tile_row, total, scale, dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n,
-                         dv_stride_t, dv_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, ds_smem,
-                         q_full, q_free, k_full, k_free, ds_full, gate, done, ticket_smem,
-                         ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD)),
-            (_producer, (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row,
-                         total, q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
-                         do_stride_t, do_stride_n, lse_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem,
-                         q_full, q_free, k_full, k_free, counter_ptr, ticket_smem,
-                         ACT, HEADS, H, STAGES, KSTAGES, SHARED)),
-            (_gatekeeper, (turn_ptr, bounds_k, bounds_q, tile_sample, tile_row, total, gate, done, k_full, k_free,
-                           ticket_smem, HEADS, KSTAGES)),
-        ],
-        [4, 1, 1], [CONSUMER_REGS, 24, 24],
-    )  # fmt: skip
+    total = (num_sequences + 1) * HEADS if SHARED else gl.load(num_tiles) * HEADS
+    if DIRECT:
+        gl.warp_specialize(
+            [
+                (_consumer, (G(0), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
+                             tile_sample, total, tiles_per_unit, num_sequences, scale, dq_stride_t, dq_stride_n,
+                             dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, q_smem, do_smem,
+                             k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free, ds_full, gate, done,
+                             ticket_smem, ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED)),
+                (_consumer, (G(1), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
+                             tile_sample, total, tiles_per_unit, num_sequences, scale, dq_stride_t, dq_stride_n,
+                             dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, q_smem, do_smem,
+                             k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free, ds_full, gate, done,
+                             ticket_smem, ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED)),
+                (_whole_tiles, (q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample,
+                                tile_row, total, tiles_per_unit, num_sequences, lse_stride_n, q_smem, do_smem, k_smem,
+                                v_smem, row_smem, q_full, q_free, k_full, k_free, ticket_full, counter_ptr, ticket_smem,
+                                ACT, HEADS, H, STAGES, KSTAGES, SHARED)),
+                (_partial_tiles, (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample,
+                                  total, tiles_per_unit, num_sequences, q_stride_t, q_stride_n, k_stride_t, k_stride_n,
+                                  v_stride_t, v_stride_n, do_stride_t, do_stride_n, lse_stride_n, q_smem, do_smem,
+                                  k_smem, v_smem, row_smem, q_full, q_free, k_full, k_free, ticket_full, ticket_smem,
+                                  ACT, HEADS, H, STAGES, KSTAGES, SHARED)),
+                (_gatekeeper, (turn_ptr, bounds_k, bounds_q, tile_sample, total, gate, done, k_full, k_free,
+                               ticket_smem, tiles_per_unit, num_sequences, HEADS, KSTAGES, SHARED)),
+            ],
+            [4, 1, 1, 1], [CONSUMER_REGS, 24, 24, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (G(0), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
+                             tile_sample, total, tiles_per_unit, num_sequences, scale, dq_stride_t, dq_stride_n,
+                             dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, q_smem, do_smem,
+                             k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free, ds_full, gate, done,
+                             ticket_smem, ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED)),
+                (_consumer, (G(1), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
+                             tile_sample, total, tiles_per_unit, num_sequences, scale, dq_stride_t, dq_stride_n,
+                             dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, q_smem, do_smem,
+                             k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free, ds_full, gate, done,
+                             ticket_smem, ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED)),
+                (_producer, (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row,
+                             total, tiles_per_unit, num_sequences, q_stride_t, q_stride_n, k_stride_t, k_stride_n,
+                             v_stride_t, v_stride_n, do_stride_t, do_stride_n, lse_stride_n, q_smem, do_smem, k_smem,
+                             v_smem, row_smem, q_full, q_free, k_full, k_free, counter_ptr, ticket_smem,
+                             ACT, HEADS, H, STAGES, KSTAGES, SHARED)),
+                (_gatekeeper, (turn_ptr, bounds_k, bounds_q, tile_sample, total, gate, done, k_full, k_free,
+                               ticket_smem, tiles_per_unit, num_sequences, HEADS, KSTAGES, SHARED)),
+            ],
+            [4, 1, 1], [CONSUMER_REGS, 24, 24],
+        )  # fmt: skip

@@ -79,6 +79,98 @@ def _producer(
 
 
 @gluon.jit
+def _whole_tiles(
+    q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
+    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+    HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
+    STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
+    RESIDENT: gl.constexpr,
+):  # fmt: skip
+    """Loads Q, and K and V where a tile of them is full."""
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    fill = 0
+    qi = 0
+    fresh = pid >= 0
+    rounds = (total + programs - 1) // programs
+    for i in range(rounds):
+        t, tile, head = pick(i, pid, programs, rounds, total, HEADS, RESIDENT)
+        if t < total:
+            row, q_begin, _q_end, k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
+            head_k = head // GROUP_HEADS
+            q_row = row if SHARED else q_begin + row
+            qs = qi % QSTAGES
+            mbarrier.wait(q_free.index(qs), ((qi // QSTAGES) & 1) ^ 1)
+            mbarrier.expect(q_full.index(qs), GROUPS * 64 * H * 2)
+            for g in gl.static_range(GROUPS):
+                tma.async_copy_global_to_shared(
+                    q_desc, [q_row + g * 64, head * H], q_full.index(qs), q_smem.index(GROUPS * qs + g)
+                )
+            qi += 1
+            to_load = k_len
+            if RESIDENT:  # K and V of this sequence and head may still be there
+                to_load = gl.where(fresh, k_len, 0)
+                fresh = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
+            for j in range(0, to_load // BN * BN, BN):
+                at_fill = fill + j // BN
+                s = at_fill % STAGES
+                phase = ((at_fill // STAGES) & 1) ^ 1
+                mbarrier.wait(k_free.index(s), phase)
+                mbarrier.expect(k_full.index(s), BN * H * 2)
+                tma.async_copy_global_to_shared(k_desc, [k_begin + j, head_k * H], k_full.index(s), k_smem.index(s))
+                mbarrier.wait(v_free.index(s), phase)
+                mbarrier.expect(v_full.index(s), BN * HV * 2)
+                tma.async_copy_global_to_shared(v_desc, [k_begin + j, head_k * HV], v_full.index(s), v_smem.index(s))
+            fill += (to_load + BN - 1) // BN
+
+
+@gluon.jit
+def _partial_tiles(
+    k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+    k_smem, v_smem, k_full, k_free, v_full, v_free,
+    HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
+    STAGES: gl.constexpr, RESIDENT: gl.constexpr,
+):  # fmt: skip
+    """Loads the last tile of K and V where it is not full.
+
+    What lies past the end has to arrive as zeros, which takes a descriptor of its own for each sequence and head. To
+    make one takes as long as the products of a few tiles, hence a warp beside the one that loads all the others.
+    """
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    fill = 0
+    fresh = pid >= 0
+    rounds = (total + programs - 1) // programs
+    for i in range(rounds):
+        t, tile, head = pick(i, pid, programs, rounds, total, HEADS, RESIDENT)
+        if t < total:
+            _row, _q_begin, _q_end, k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
+            to_load = k_len
+            if RESIDENT:
+                to_load = gl.where(fresh, k_len, 0)
+                fresh = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
+            whole = to_load // BN
+            if whole * BN < to_load:
+                head_k = (head // GROUP_HEADS).to(gl.int64)
+                k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head_k * k_stride_n
+                v_base = v_ptr + k_begin.to(gl.int64) * v_stride_t + head_k * v_stride_n
+                k_desc = tma.make_tensor_descriptor(k_base, [k_len, H], [k_stride_t, 1], [BN, H], k_smem.layout)
+                v_desc = tma.make_tensor_descriptor(v_base, [k_len, HV], [v_stride_t, 1], [BN, HV], v_smem.layout)
+                at_fill = fill + whole
+                s = at_fill % STAGES
+                phase = (at_fill // STAGES) & 1
+                mbarrier.wait(k_free.index(s), phase ^ 1)
+                mbarrier.expect(k_full.index(s), BN * H * 2)
+                tma.async_copy_global_to_shared(k_desc, [whole * BN, 0], k_full.index(s), k_smem.index(s))
+                mbarrier.wait(v_free.index(s), phase ^ 1)
+                mbarrier.expect(v_full.index(s), BN * HV * 2)
+                tma.async_copy_global_to_shared(v_desc, [whole * BN, 0], v_full.index(s), v_smem.index(s))
+                mbarrier.wait(k_full.index(s), phase)  # then the descriptors may be written over
+                mbarrier.wait(v_full.index(s), phase)
+            fill += (to_load + BN - 1) // BN
+
+
+@gluon.jit
 def _consumer(
     GROUP: gl.constexpr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
     out_stride_t, out_stride_n, lse_stride_n,
@@ -100,10 +192,18 @@ def _consumer(
     fill = 0
     qi = 0
     rounds = (total + programs - 1) // programs
+    t, tile, head = pick(0, pid, programs, rounds, total, HEADS, RESIDENT)
+    row, q_begin, q_end, _k_begin, k_len = tile_of(
+        gl.where(t < total, tile, 0), tile_sample, tile_row, bounds_q, bounds_k
+    )
     for i in range(rounds):
-        t, tile, head = pick(i, pid, programs, rounds, total, HEADS, RESIDENT)
+        # What the next tile is: asked for here, needed at the end.
+        t1, tile1, head1 = pick(i + 1, pid, programs, rounds, total, HEADS, RESIDENT)
+        there1 = (i + 1 < rounds) & (t1 < total)
+        row1, q_begin1, q_end1, _k_begin1, k_len1 = tile_of(
+            gl.where(there1, tile1, 0), tile_sample, tile_row, bounds_q, bounds_k
+        )
         if t < total:
-            row, q_begin, q_end, _k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
             last = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
             first_fill = fill
             q_row = q_begin + row
@@ -193,193 +293,21 @@ def _consumer(
                     + cols[None, :]
                 )
                 gl.store(pointers, gl.convert_layout(o.to(DTYPE), STORE), mask=(rows < q_end)[:, None])
-
-
-@gluon.jit
-def _load_q(q_smem, index, QREG: gl.constexpr, LAYOUT: gl.constexpr):
-    if QREG:
-        return q_smem.index(index).load(LAYOUT)
-    else:
-        return q_smem.index(index)
-
-
-@gluon.jit
-def _chained_consumer(
-    GROUP: gl.constexpr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-    out_stride_t, out_stride_n, lse_stride_n,
-    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
-    RESIDENT: gl.constexpr, QREG: gl.constexpr,
-):  # fmt: skip
-    pid = gl.program_id(0)
-    programs = gl.num_programs(0)
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HV, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (HV // 8), HV // 8], [4, 1], [1, 0])
-    column = gl.arange(0, BN, layout=gl.SliceLayout(0, S_LAYOUT))
-    zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
-    scale2 = scale * 1.4426950408889634
-    b0, b1, b2, b3, b4 = fold(scale, ACT, FOLD)
-    fill = 0
-    rounds = (total + programs - 1) // programs
-    t, tile, head = pick(0, pid, programs, rounds, total, HEADS, RESIDENT)
-    tile = gl.minimum(tile, total // HEADS - 1)  # past the end: any tile's numbers, not used
-    row, q_begin, q_end, _k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
-    last = is_last_of_run(0, t, rounds, total, tile_sample, HEADS, RESIDENT)
-    active = (t < total) & (q_begin + row + GROUP * 64 < q_end) & (k_len > 0)
-    if t < total:
-        mbarrier.wait(q_full.index(0), 0)
-    if active:
-        mbarrier.wait(k_full.index(0), 0)
-    q = _load_q(q_smem, GROUP, QREG, A_LAYOUT)
-    scores = warpgroup_mma(q, k_smem.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, [scores])
-    mbarrier.arrive(k_free.index(0), count=1, pred=active & last)
-    for i in range(rounds):
-        # What the next tile is: asked for here, needed at the end.
-        t1, tile1, head1 = pick(i + 1, pid, programs, rounds, total, HEADS, RESIDENT)
-        there1 = (i + 1 < rounds) & (t1 < total)
-        row1, q_begin1, q_end1, _k_begin1, k_len1 = tile_of(
-            gl.where(there1, tile1, 0), tile_sample, tile_row, bounds_q, bounds_k
-        )
-        last1 = is_last_of_run(i + 1, t1, rounds, total, tile_sample, HEADS, RESIDENT)
-        active1 = there1 & (q_begin1 + row1 + GROUP * 64 < q_end1) & (k_len1 > 0)
-        qs = i % QSTAGES
-        qs1 = (i + 1) % QSTAGES
-        trips = (k_len + BN - 1) // BN
-        first_row = q_begin + row + GROUP * 64
-        here = t < total
-        after = gl.where(last, fill + trips, fill)  # keys that stay are met again at the same place
-        o = gl.zeros([64, HV], gl.float32, O_LAYOUT)
-        peak = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-        total_p = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
-        if active:
-            s0 = fill % STAGES
-            if ACT == "softmax":
-                if k_len < BN:
-                    scores = gl.where((column < k_len)[None, :], scores, float("-inf"))
-                peak = gl.max(scores, 1) * scale2
-                probs = gl.exp2(scores * scale2 - peak[:, None])
-                total_p = gl.sum(probs, 1)
-            else:
-                probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
-            p = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
-            mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
-            for j in range(1, trips):
-                s1 = (fill + 1) % STAGES
-                phase1 = ((fill + 1) // STAGES) & 1
-                mbarrier.wait(k_full.index(s1), phase1)
-                upcoming = warpgroup_mma(q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
-                acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
-                scores = warpgroup_mma_wait(1, [upcoming])
-                mbarrier.arrive(k_free.index(s1), count=1, pred=last)
-                if ACT == "softmax":
-                    if j == trips - 1:
-                        scores = gl.where((column < k_len - j * BN)[None, :], scores, float("-inf"))
-                    new_peak = gl.maximum(peak, gl.max(scores, 1) * scale2)
-                    probs = gl.exp2(scores * scale2 - new_peak[:, None])
-                    fix = gl.exp2(peak - new_peak)
-                    total_p = total_p * fix + gl.sum(probs, 1)
-                    peak = new_peak
-                else:
-                    probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
-                p_next = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
-                # The barrier also keeps the assembler from hoisting the wait below over the work that it hides.
-                mbarrier.wait(v_full.index(s1), phase1)
-                o, p, p_next = warpgroup_mma_wait(0, [acc, p, p_next])
-                mbarrier.arrive(v_free.index(fill % STAGES), count=1, pred=last)
-                if ACT == "softmax":
-                    o = o * gl.convert_layout(fix, gl.SliceLayout(1, O_LAYOUT))[:, None]
-                p = p_next
-                fill += 1
-            # The first scores of the next tile are computed while this one's output is stored.
-            s1 = after % STAGES
-            phase1 = (after // STAGES) & 1
-            if there1:
-                mbarrier.wait(q_full.index(qs1), ((i + 1) // QSTAGES) & 1)
-            if active1:
-                mbarrier.wait(k_full.index(s1), phase1)
-            q = _load_q(q_smem, GROUPS * qs1 + GROUP, QREG, A_LAYOUT)
-            acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
-            upcoming = warpgroup_mma(q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
-            o, p = warpgroup_mma_wait(1, [acc, p])
-            mbarrier.arrive(v_free.index(fill % STAGES), count=1, pred=last)
-            _store(
-                q_smem.index(GROUPS * qs + GROUP), o, peak, total_p, out_ptr, lse_ptr, first_row, q_end, head, scale,
-                out_stride_t, out_stride_n, lse_stride_n, S_LAYOUT, O_LAYOUT, STORE, HV, DTYPE, ACT, FOLD,
-            )  # fmt: skip
-            fence_async_shared()
-            mbarrier.arrive(q_free.index(qs), count=1)
-            scores = warpgroup_mma_wait(0, [upcoming])
-            mbarrier.arrive(k_free.index(s1), count=1, pred=active1 & last1)
-        else:
-            if here:
-                for _j in range(trips):  # nothing to do in this part: hand the stages on
-                    s0 = fill % STAGES
-                    mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
-                    mbarrier.arrive(k_free.index(s0), count=1, pred=last)
-                    mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
-                    mbarrier.arrive(v_free.index(s0), count=1, pred=last)
-                    fill += 1
-            s1 = after % STAGES
-            if there1:
-                mbarrier.wait(q_full.index(qs1), ((i + 1) // QSTAGES) & 1)
-            if active1:
-                mbarrier.wait(k_full.index(s1), (after // STAGES) & 1)
-            q = _load_q(q_smem, GROUPS * qs1 + GROUP, QREG, A_LAYOUT)
-            scores = warpgroup_mma(q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(0, [scores])
-            mbarrier.arrive(k_free.index(s1), count=1, pred=active1 & last1)
-            if here & (first_row < q_end):
-                _store(
-                    q_smem.index(GROUPS * qs + GROUP), o, peak, total_p, out_ptr, lse_ptr, first_row, q_end, head,
-                    scale, out_stride_t, out_stride_n, lse_stride_n, S_LAYOUT, O_LAYOUT, STORE, HV, DTYPE, ACT, FOLD,
-                )  # fmt: skip
-            fence_async_shared()
-            mbarrier.arrive(q_free.index(qs), count=1, pred=here)
-        fill = after
         t = t1
         head = head1
         row = row1
         q_begin = q_begin1
         q_end = q_end1
         k_len = k_len1
-        last = last1
-        active = active1
-
-
-@gluon.jit
-def _store(
-    stage, o, peak, total_p, out_ptr, lse_ptr, first_row, q_end, head, scale, out_stride_t, out_stride_n, lse_stride_n,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, STORE: gl.constexpr, HV: gl.constexpr, DTYPE: gl.constexpr,
-    ACT: gl.constexpr, FOLD: gl.constexpr,
-):  # fmt: skip
-    if ACT == "softmax":
-        safe = gl.where(total_p > 0.0, total_p, 1.0)
-        lse = gl.where(total_p > 0.0, peak + gl.log2(safe), float("inf"))
-        lrow = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-        gl.store(lse_ptr + head.to(gl.int64) * lse_stride_n + lrow, lse, mask=lrow < q_end)
-        o = o / gl.convert_layout(safe, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    if FOLD:
-        o = o * scale
-    rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
-    cols = gl.arange(0, HV, layout=gl.SliceLayout(0, STORE))
-    pointers = out_ptr + (rows.to(gl.int64) * out_stride_t)[:, None] + head.to(gl.int64) * out_stride_n + cols[None, :]
-    stage.store(o.to(DTYPE))  # through the rows of Q that this group alone has read
-    gl.store(pointers, stage.load(STORE), mask=(rows < q_end)[:, None])
 
 
 @gluon.jit(do_not_specialize=["lse_stride_n"])  # it is the number of rows, other in every batch
 def forward_hopper_kernel(
-    q_desc, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale,
+    q_desc, k_desc, v_desc, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale,
     k_stride_t, k_stride_n, v_stride_t, v_stride_n, out_stride_t, out_stride_n, lse_stride_n,
     ACT: gl.constexpr, HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
-    FOLD: gl.constexpr, RESIDENT: gl.constexpr, CHAINED: gl.constexpr, QREG: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr,
+    FOLD: gl.constexpr, RESIDENT: gl.constexpr, DIRECT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, H], DTYPE)
@@ -404,7 +332,24 @@ def forward_hopper_kernel(
         mbarrier.init(v_free.index(s), count=GROUPS)
     fence_async_shared()
     total = gl.load(num_tiles) * HEADS
-    if GROUPS == 1:
+    if DIRECT and GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             out_stride_t, out_stride_n, lse_stride_n,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                (_whole_tiles, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
+                                q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                                HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
+                (_partial_tiles, (k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
+                                  k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+                                  k_smem, v_smem, k_full, k_free, v_full, v_free,
+                                  HEADS, GROUP_HEADS, H, HV, BN, STAGES, RESIDENT)),
+            ],
+            [1, 1], [24, 24],
+        )  # fmt: skip
+    elif GROUPS == 1:
         gl.warp_specialize(
             [
                 (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
@@ -418,23 +363,26 @@ def forward_hopper_kernel(
             ],
             [1], [24],
         )  # fmt: skip
-    elif CHAINED and GROUPS == 2:
+    elif DIRECT and GROUPS == 2:
         gl.warp_specialize(
             [
-                (_chained_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, QREG)),
-                (_chained_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, QREG)),
-                (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
-                             k_stride_t, k_stride_n, v_stride_t, v_stride_n,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                (_whole_tiles, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
+                                q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                                HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
+                (_partial_tiles, (k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
+                                  k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+                                  k_smem, v_smem, k_full, k_free, v_full, v_free,
+                                  HEADS, GROUP_HEADS, H, HV, BN, STAGES, RESIDENT)),
             ],
-            [4, 1], [CONSUMER_REGS, 24],
+            [4, 1, 1], [CONSUMER_REGS, 24, 24],
         )  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize(
@@ -454,27 +402,30 @@ def forward_hopper_kernel(
             ],
             [4, 1], [CONSUMER_REGS, 24],
         )  # fmt: skip
-    elif CHAINED:
+    elif DIRECT:
         gl.warp_specialize(
             [
-                (_chained_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, QREG)),
-                (_chained_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, QREG)),
-                (_chained_consumer, (G(2), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                (_consumer, (G(2), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, QREG)),
-                (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
-                             k_stride_t, k_stride_n, v_stride_t, v_stride_n,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                (_whole_tiles, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
+                                q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                                HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
+                (_partial_tiles, (k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
+                                  k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+                                  k_smem, v_smem, k_full, k_free, v_full, v_free,
+                                  HEADS, GROUP_HEADS, H, HV, BN, STAGES, RESIDENT)),
             ],
-            [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, 24],
+            [4, 4, 1, 1], [CONSUMER_REGS, CONSUMER_REGS, 24, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(

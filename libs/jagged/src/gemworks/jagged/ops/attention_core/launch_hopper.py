@@ -63,11 +63,12 @@ def streamable(x: Tensor) -> Tensor:
     return x if ok or x.shape[0] == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _descriptor(x: Tensor) -> TensorDescriptor:
+def _descriptor(x: Tensor, rows: int = 64) -> TensorDescriptor:
+    """Of aligned `x` [T, N, H], for boxes of `rows` rows of one head."""
     total, heads, width = x.shape
-    layout: Any = gl.NVMMASharedLayout.get_default_for([64, width], _GL_DTYPES[x.dtype])
+    layout: Any = gl.NVMMASharedLayout.get_default_for([rows, width], _GL_DTYPES[x.dtype])
     flat = x.as_strided((total, heads * width), (x.stride(0), 1))
-    return TensorDescriptor(flat, [total, heads * width], [x.stride(0), 1], [64, width], layout)
+    return TensorDescriptor(flat, [total, heads * width], [x.stride(0), 1], [rows, width], layout)
 
 
 def folds(activation: str, scale: float, dtype: torch.dtype) -> bool:
@@ -83,17 +84,18 @@ def keeps_keys(p: Problem, config: GluonConfig) -> bool:
 
 def forward(p: Problem, out: Tensor, lse: Tensor, config: GluonConfig, *, fold: bool | None = None) -> None:
     sample, row, count = p.tiles(config.height("forward"))
-    q, k, v, bounds = aligned(p.q), streamable(p.k), streamable(p.v), p.schedule.bounds
+    q, k, v, bounds = aligned(p.q), aligned(p.k), aligned(p.v), p.schedule.bounds
     if fold is None:
         fold = folds(p.rule.activation, p.rule.scale, q.dtype)
     with _device_allocator(q.device):
         forward_hopper_kernel[_grid(q, config)](
-            _descriptor(q), k, v, out, lse, bounds[0], bounds[3], sample, row, count, p.rule.scale,
+            _descriptor(q), _descriptor(k, config.block), _descriptor(v, config.block), k, v, out, lse,
+            bounds[0], bounds[3], sample, row, count, p.rule.scale,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1), lse.stride(0),
             ACT=p.rule.activation, HEADS=q.shape[1], GROUP_HEADS=q.shape[1] // k.shape[1], H=q.shape[2], HV=v.shape[2],
             BN=config.block, STAGES=config.stages, QSTAGES=config.resident_stages, GROUPS=config.groups,
             SHARED=p.rule.shared_query, FOLD=fold, RESIDENT=keeps_keys(p, config),
-            CHAINED=config.chained, QREG=config.query_registers, CONSUMER_REGS=config.registers,
+            DIRECT=config.direct, CONSUMER_REGS=config.registers,
             num_warps=4, maxnreg=config.max_registers,
         )  # fmt: skip
 
@@ -133,8 +135,10 @@ def backward_fused(
     p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, config: FusedConfig
 ) -> None:
     """Fills dq (contiguous), dk and dv. Scratch: 512 bytes per query row and head, 4 bytes per 64 of them."""
-    sample, row, count = p.tiles(config.height)
-    q, k, v, d_out, bounds = streamable(p.q), streamable(p.k), streamable(p.v), streamable(d_out), p.schedule.bounds
+    shared = p.rule.shared_query
+    sample, row, count = p.tiles("q128" if shared else config.height)
+    num_sequences, tiles_per_unit = (p.rows_q // p.q.shape[0], triton.cdiv(p.q.shape[0], 128)) if shared else (0, 0)
+    q, k, v, d_out, bounds = aligned(p.q), aligned(p.k), aligned(p.v), aligned(d_out), p.schedule.bounds
     heads, width, num_bounds = q.shape[1], q.shape[2], bounds.shape[1]
     num_tiles = (p.rows_q // 64 + num_bounds) * heads
     # The counter that hands out key tiles, then one per query tile, on a 16-byte boundary.
@@ -143,12 +147,13 @@ def backward_fused(
     scratch = torch.empty(1 if in_one_tile else num_tiles * 64 * width, dtype=torch.float32, device=q.device)
     with _device_allocator(q.device):
         backward_fused_hopper_kernel[(_num_programs(q.device.index or 0),)](
-            q, k, v, d_out, dq, dk, dv, scratch, turn[4:], turn, lse, delta,
-            bounds[2], bounds[1], sample, row, count, p.rule.scale,
+            *(_descriptor(x) for x in (q, k, v, d_out)), q, k, v, d_out, dq, dk, dv, scratch, turn[4:], turn,
+            lse, delta,
+            bounds[2], bounds[1], sample, row, count, tiles_per_unit, num_sequences, p.rule.scale,
             *(s for x in (q, k, v, d_out, dq, dk, dv) for s in (x.stride(0), x.stride(1))), lse.stride(0),
             ACT=p.rule.activation, HEADS=heads, H=width, STAGES=config.stages, KSTAGES=config.key_stages,
-            SHARED=p.rule.shared_query, EARLY=config.early, AHEAD=config.ahead, CONSUMER_REGS=config.registers,
-            num_warps=4,
+            SHARED=shared, EARLY=config.early, AHEAD=config.ahead, DIRECT=config.direct,
+            CONSUMER_REGS=config.registers, num_warps=4,
         )  # fmt: skip
     q_sample, q_row, q_count = p.tiles("q128")
     zero_queries_without_keys_kernel[(q_sample.shape[0],)](

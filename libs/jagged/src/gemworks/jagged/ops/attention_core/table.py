@@ -51,9 +51,8 @@ class GluonConfig:
         overlap: start P^T dO before dP is there (backward_kv only).
         resident_keys: keep K and V over neighbouring tiles of a sequence (forward and backward_q; a 4-D k whose rows
             fit into the stages, otherwise ignored).
-        chained: start on the next tile's first scores before this tile's output is stored (forward; takes
-            resident_stages 2 and groups of at least 2).
-        query_registers: hold Q in registers (with chained).
+        direct: full tiles of K and V through descriptors of the whole tensors, the others by a warp of their own
+            (forward).
     """
 
     block: int
@@ -63,8 +62,7 @@ class GluonConfig:
     resident_stages: int = 1
     overlap: bool = False
     resident_keys: bool = False
-    chained: bool = False
-    query_registers: bool = False
+    direct: bool = False
 
     @property
     def programs(self) -> int:
@@ -89,6 +87,7 @@ class FusedConfig:
         key_stages: key tiles in flight.
         early: start P^T dO before dP is there.
         ahead: compute the scores of the next query tile while dQ of this one is added.
+        direct: full tiles through descriptors of the whole tensors, the others by a warp of their own.
         registers: per thread of a consumer.
     """
 
@@ -96,6 +95,7 @@ class FusedConfig:
     key_stages: int
     early: bool
     ahead: bool
+    direct: bool = False
     registers: int = 240
 
     height: ClassVar[str] = "k128"
@@ -105,10 +105,10 @@ Config = TritonConfig | GluonConfig
 
 # (step, softmax or activation, class of lengths); 128-wide heads. Narrower heads use the same. Not measured yet: "few".
 GLUON: dict[tuple[Step, str, str], GluonConfig] = {
-    ("forward", "softmax", "long"): GluonConfig(128, 2),
-    ("forward", "softmax", "short"): GluonConfig(64, 3, groups=3, registers=160, resident_stages=2),
-    ("forward", "activation", "long"): GluonConfig(64, 3, groups=3, registers=160, resident_stages=2),
-    ("forward", "activation", "short"): GluonConfig(128, 2, resident_stages=2),
+    ("forward", "softmax", "long"): GluonConfig(128, 2, direct=True),
+    ("forward", "softmax", "short"): GluonConfig(64, 3, groups=3, registers=160, resident_stages=2, direct=True),
+    ("forward", "activation", "long"): GluonConfig(64, 3, groups=3, registers=160, resident_stages=2, direct=True),
+    ("forward", "activation", "short"): GluonConfig(128, 2, resident_stages=2, direct=True),
     ("backward_kv", "softmax", "long"): GluonConfig(64, 3, registers=240),
     ("backward_kv", "softmax", "short"): GluonConfig(64, 3, registers=240),
     ("backward_kv", "activation", "long"): GluonConfig(64, 3, registers=240),
@@ -117,8 +117,8 @@ GLUON: dict[tuple[Step, str, str], GluonConfig] = {
     ("backward_q", "softmax", "short"): GluonConfig(64, 3, registers=240, overlap=True),
     ("backward_q", "activation", "long"): GluonConfig(64, 4, registers=240, overlap=True),
     ("backward_q", "activation", "short"): GluonConfig(64, 4, registers=240, overlap=True),
-    ("forward", "softmax", "few"): GluonConfig(128, 2),
-    ("forward", "activation", "few"): GluonConfig(64, 4, resident_stages=2),
+    ("forward", "softmax", "few"): GluonConfig(128, 2, direct=True),
+    ("forward", "activation", "few"): GluonConfig(64, 4, resident_stages=2, direct=True),
     ("backward_kv", "softmax", "few"): GluonConfig(64, 3, registers=240),
     ("backward_kv", "activation", "few"): GluonConfig(64, 3, registers=240),
     ("backward_q", "softmax", "few"): GluonConfig(64, 4, registers=240, overlap=True),
@@ -126,7 +126,14 @@ GLUON: dict[tuple[Step, str, str], GluonConfig] = {
 }
 
 # (softmax or activation, class of lengths): a backward that takes neither backward_kv nor backward_q
-FUSED: dict[tuple[str, str], FusedConfig] = {}
+FUSED: dict[tuple[str, str], FusedConfig] = {
+    ("softmax", "long"): FusedConfig(2, 2, early=True, ahead=True, direct=True),
+    ("softmax", "short"): FusedConfig(2, 2, early=True, ahead=True, direct=True),
+    ("softmax", "few"): FusedConfig(2, 2, early=True, ahead=True, direct=True),
+    ("activation", "long"): FusedConfig(2, 2, early=True, ahead=True, direct=True),
+    ("activation", "short"): FusedConfig(2, 2, early=True, ahead=True, direct=True),
+    ("activation", "few"): FusedConfig(2, 2, early=True, ahead=True, direct=True),
+}
 
 # (step, softmax or activation, bytes of an element, padded head width class)
 TRITON: dict[tuple[Step, str, int, int], TritonConfig] = {

@@ -1,6 +1,7 @@
 """BlockAttention as opaque custom ops: on q, k, v and on one packed projection, each with its backward.
 
-On a CPU the kernels are the formulas in PyTorch; on CUDA the dispatch rules choose between Triton and these formulas.
+On a CPU the kernels are the formulas in PyTorch; on CUDA the dispatch rules choose between Gluon, Triton and these
+formulas.
 
 Letters: T packed rows, N query heads, M key heads, H head width, V value width.
 """
@@ -17,14 +18,15 @@ from gemworks.jagged.ops.block_attention.formulas import BlockArgs, block_backwa
 from torch import Tensor
 
 
-def _uses_triton(q: Tensor) -> bool:
+def _has_kernel(q: Tensor) -> bool:
+    """Whether a kernel runs it; which of the two is the launch's choice."""
     if q.device.type != "cuda":
         return False
-    return backend_of("block_attention", q.dtype, architecture_of(q.device), q.shape[-1]) == "triton"
+    return backend_of("block_attention", q.dtype, architecture_of(q.device), q.shape[-1]) != "reference"
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, args: BlockArgs) -> Tensor:
-    if _uses_triton(q):
+    if _has_kernel(q):
         from gemworks.jagged.ops.block_attention.launch import block_attention_forward
 
         return block_attention_forward(q, k, v, args)
@@ -78,7 +80,7 @@ def block_attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous."""
     args = BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps)
-    if not _uses_triton(q):
+    if not _has_kernel(q):
         return block_backward(dout, q, k, v, args)
     from gemworks.jagged.ops.block_attention.launch import block_attention_backward
 
@@ -133,7 +135,7 @@ def block_attention_qkv_backward_op(
     """The gradient of the packed projection in one tensor: three would cost as many bytes again to join."""
     args = BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps)
     q, k, v = split_heads(qkv, num_heads)
-    if not _uses_triton(qkv):
+    if not _has_kernel(qkv):
         return torch.cat(block_backward(dout, q, k, v, args), dim=1)
     from gemworks.jagged.ops.block_attention.launch import block_attention_backward
 

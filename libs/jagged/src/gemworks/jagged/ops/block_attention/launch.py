@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from gemworks.jagged.dispatch import architecture_of
 from gemworks.jagged.jagged import next_power_of_two
+from gemworks.jagged.ops.attention_core.table import GLUON_ARCHITECTURES
 from gemworks.jagged.ops.block_attention.formulas import BlockArgs
 from gemworks.jagged.ops.block_attention.kernel_block import block_bwd_kernel, block_fwd_kernel
 from torch import Tensor
@@ -43,6 +45,14 @@ def block_config(
 def _config(q: Tensor, k: Tensor, args: BlockArgs, direction: Literal["forward", "backward"]) -> BlockConfig:
     group, rope = q.shape[1] // k.shape[1], args.cos_TJ is not None
     return block_config(args.block, direction, dtype=q.dtype, group=group, rope=rope, qk_norm=args.qk_norm)
+
+
+def _takes_gluon(q: Tensor, k: Tensor, v: Tensor, args: BlockArgs) -> bool:
+    if architecture_of(q.device) not in GLUON_ARCHITECTURES:
+        return False
+    from gemworks.jagged.ops.block_attention.launch_hopper import refusal
+
+    return refusal(q, k, v, args) is None
 
 
 def _unit_columns(x: Tensor) -> Tensor:
@@ -87,6 +97,11 @@ def block_attention_forward(
         out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
+    if config is None and _takes_gluon(q, k, v, args):
+        from gemworks.jagged.ops.block_attention import launch_hopper
+
+        launch_hopper.block_attention_forward(q, k, v, args, out)
+        return out
     config = config or _config(q, k, args, "forward")
     q, k, v = _unit_columns(q), _unit_columns(k), _unit_columns(v)
     cos, sin, table_stride = _tables(args, q)
@@ -123,6 +138,11 @@ def block_attention_backward(
 ) -> None:
     """Write every row of dq, dk and dv, which may be views of one packed gradient. Bit-equal from run to run."""
     if q.shape[0] == 0:
+        return
+    if config is None and _takes_gluon(q, k, v, args):
+        from gemworks.jagged.ops.block_attention import launch_hopper
+
+        launch_hopper.block_attention_backward(dout, q, k, v, dq, dk, dv, args)
         return
     config = config or _config(q, k, args, "backward")
     q, k, v, dout = _unit_columns(q), _unit_columns(k), _unit_columns(v), _unit_columns(dout)

@@ -16,7 +16,16 @@ from gemworks.jagged.ops.flash_attention.op import flash_attention
 from gemworks.jagged.ops.rope.reference import RopeTables
 from torch import Tensor
 
-MAX_FP32_TILE = 64 * 128  # values of q in a block: four such tiles fill the shared memory of an SM
+
+def max_fp32_tile(block: int, group: int) -> int:
+    """Values of q in a float32 block that leave the backward within the shared memory of an SM (compiled for sm_90).
+
+    The backward of grouped heads keeps two sets of tiles, that of 128 rows one of twice as many warps.
+
+    >>> max_fp32_tile(64, 1), max_fp32_tile(64, 4), max_fp32_tile(128, 1)
+    (8192, 4096, 4096)
+    """
+    return 8192 >> ((group > 1) + (block > 64))
 
 
 def block_attention(
@@ -79,7 +88,7 @@ def block_attention(
     if schedule is not None:
         schedule.check("schedule", total=q.shape[0], block=block, device=q.device)
     q, k, v = autocast(q, k, v)
-    if has_kernel(q, v.shape[-1], block):
+    if has_kernel(q, v.shape[-1], block, q.shape[1] // max(k.shape[1], 1)):
         check_attention(q, k, v, offsets_q, None, max_length_q=bound, max_length_k=None, shared_query=False)
         settings = _settings(q, offsets_q, bound, scale, block, causal, rope, qk_norm, qk_norm_eps, schedule)
         return block_attention_op(q, k, v, *settings)
@@ -133,7 +142,7 @@ def block_attention_qkv(
         )
     (qkv,) = autocast(qkv)
     q, k, v = split_heads(qkv, num_heads)
-    if not has_kernel(qkv, qkv.shape[-1], block):
+    if not has_kernel(qkv, qkv.shape[-1], block, num_heads // max(k.shape[1], 1)):
         return block_attention(
             q,
             k,
@@ -156,7 +165,7 @@ def block_attention_qkv(
     return block_attention_qkv_op(qkv, num_heads, *settings)
 
 
-def has_kernel(q: Tensor, value_dim: int, block: int) -> bool:
+def has_kernel(q: Tensor, value_dim: int, block: int, group: int) -> bool:
     """Whether the kernels take these shapes; everything else is the reference backend's.
 
     Widths are multiples of 16 (half a head is whole 16-byte vectors) up to 128; float32 tiles have to fit.
@@ -168,7 +177,7 @@ def has_kernel(q: Tensor, value_dim: int, block: int) -> bool:
         and block in BLOCKS
         and head_dim in BLOCK_HEAD_DIMS
         and value_dim in BLOCK_HEAD_DIMS
-        and (q.dtype != torch.float32 or block * max(head_dim, value_dim) <= MAX_FP32_TILE)
+        and (q.dtype != torch.float32 or block * max(head_dim, value_dim) <= max_fp32_tile(block, group))
     )
 
 

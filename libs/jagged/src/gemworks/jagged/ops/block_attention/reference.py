@@ -13,8 +13,8 @@ from torch import Tensor
 def block_offsets(offsets: Tensor, block: int, total: int) -> Tensor:
     """Offsets of all blocks: each sequence is cut every `block` rows, its last block keeps the rest.
 
-    On the host: exactly sum(ceil(length / block)) blocks. On a device, and while a compiler traces, that number can't be
-    read, so the result has `total // block + B` blocks, the surplus ones empty at the end.
+    On the host: exactly sum(ceil(length / block)) blocks. On a device, and while a compiler traces, that number can't
+    be read, so the result has `total // block + B` blocks, the surplus ones empty at the end.
 
     >>> block_offsets(torch.tensor([0, 5, 5, 7]), 2, 7).tolist()
     [0, 2, 4, 5, 7]

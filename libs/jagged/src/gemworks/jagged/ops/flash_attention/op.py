@@ -14,6 +14,7 @@ from gemworks.jagged.ops.attention_core.reference import SOFTMAX, Rule
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias
 from gemworks.jagged.ops.flash_attention.reference import flash_attention_reference
 from gemworks.jagged.ops.norms.reference import rms_normalize
+from gemworks.jagged.ops.rope.custom_op import norm_rope_op, runs_in_one_pass
 from gemworks.jagged.ops.rope.reference import RopeTables, apply_rope
 from gemworks.jagged.schedule import TileSchedule
 from torch import Tensor
@@ -123,7 +124,10 @@ def flash_attention(
 
 
 def _prepare(x: Tensor, offsets: Tensor | None, rope: RopeTables | None, eps: float | None) -> Tensor:
-    """QK-norm, then rope, in float32, rounded to x's dtype: what the kernels do not do themselves."""
+    """QK-norm, then rope, in float32, rounded to x's dtype: what the attention kernels do not do themselves."""
+    if runs_in_one_pass(x, norm=eps is not None):
+        tables = (None, None) if rope is None else (rope.cos_TJ, rope.sin_TJ)
+        return norm_rope_op(x, *tables, None if offsets is None else offsets[-1:], eps)
     y = clear_past_end(x, offsets).to(torch.float32)
     if eps is not None:
         y = rms_normalize(y, eps)

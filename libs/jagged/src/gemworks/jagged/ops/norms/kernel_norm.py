@@ -59,7 +59,6 @@ def norm_fwd_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ADD: tl.constexpr,
-    READ: tl.constexpr,
 ):
     """One tile of rows: y and, with a residual, h. y and h are contiguous."""
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -68,23 +67,16 @@ def norm_fwd_kernel(
     inside = (row_R < num_rows)[:, None]
     if D != BLOCK_D:
         inside = inside & inside_D
-    h_RD = tl.load(
-        x_ptr + _row_start(row_R, x_outer, x_inner, INNER)[:, None] + col_D,
-        mask=inside,
-        other=0.0,
-        eviction_policy=READ,
-    )
+    h_RD = tl.load(x_ptr + _row_start(row_R, x_outer, x_inner, INNER)[:, None] + col_D, mask=inside, other=0.0)
     h_RD = h_RD.to(tl.float32)
     target = row_R[:, None] * D + col_D
     if HAS_RESIDUAL:
         start_R = _row_start(row_R, residual_outer, residual_inner, INNER)
-        h_RD += tl.load(residual_ptr + start_R[:, None] + col_D, mask=inside, other=0.0, eviction_policy=READ).to(
-            tl.float32
-        )
+        h_RD += tl.load(residual_ptr + start_R[:, None] + col_D, mask=inside, other=0.0).to(tl.float32)
         tl.store(h_ptr + target, h_RD.to(h_ptr.dtype.element_ty), mask=inside)
     if HAS_ADD:  # asked for before the reductions, so that both loads are in flight together
         start_R = _row_start(row_R, add_outer, add_inner, INNER)
-        add_RD = tl.load(add_ptr + start_R[:, None] + col_D, mask=inside, other=0.0, eviction_policy=READ)
+        add_RD = tl.load(add_ptr + start_R[:, None] + col_D, mask=inside, other=0.0)
     h_RD, scale_R = _statistics(h_RD, inside_D, eps, D, BLOCK_D, CENTER)
     y_RD = h_RD * scale_R[:, None]
     if HAS_WEIGHT:
@@ -123,7 +115,6 @@ def norm_bwd_kernel(
     HAS_DWEIGHT: tl.constexpr,
     HAS_DBIAS: tl.constexpr,
     STAGES: tl.constexpr,
-    READ: tl.constexpr,
 ):
     """dx of every P-th tile, and this program's share of dweight and dbias in row `program_id` of [P, D].
 
@@ -145,13 +136,11 @@ def norm_bwd_kernel(
             inside = inside & inside_D
         h_start_R = _row_start(row_R, h_outer, h_inner, INNER)
         dy_start_R = _row_start(row_R, dy_outer, dy_inner, INNER)
-        h_RD = tl.load(h_ptr + h_start_R[:, None] + col_D, mask=inside, other=0.0, eviction_policy=READ).to(tl.float32)
-        g_RD = tl.load(dy_ptr + dy_start_R[:, None] + col_D, mask=inside, other=0.0, eviction_policy=READ).to(
-            tl.float32
-        )
+        h_RD = tl.load(h_ptr + h_start_R[:, None] + col_D, mask=inside, other=0.0).to(tl.float32)
+        g_RD = tl.load(dy_ptr + dy_start_R[:, None] + col_D, mask=inside, other=0.0).to(tl.float32)
         if HAS_DH:
             dh_start_R = _row_start(row_R, dh_outer, dh_inner, INNER)
-            dh_RD = tl.load(dh_ptr + dh_start_R[:, None] + col_D, mask=inside, other=0.0, eviction_policy=READ)
+            dh_RD = tl.load(dh_ptr + dh_start_R[:, None] + col_D, mask=inside, other=0.0)
         h_RD, scale_R = _statistics(h_RD, inside_D, eps, D, BLOCK_D, CENTER)
         n_RD = h_RD * scale_R[:, None]
         if HAS_DWEIGHT:
@@ -176,12 +165,23 @@ def norm_bwd_kernel(
 
 
 @triton.jit(do_not_specialize=["num_partials"])
-def column_sums_kernel(partial_ptr, out_ptr, num_partials, D, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Sum [P, D] over P, always in the same order; `out` may be narrower than float32."""
+def column_sums_kernel(
+    first_ptr, second_ptr, first_out_ptr, second_out_ptr, num_partials, D, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """Sum [P, D] over P, always in the same order, of one matrix or of two (grid [D / COLS, 1 or 2]); an output may be
+    narrower than float32. Few programs have many rows in flight: it is latency that such a small sum would wait for.
+    """
+    partial_ptr = first_ptr
+    if tl.program_id(1) == 1:
+        partial_ptr = second_ptr
     col_C = tl.program_id(0) * COLS + tl.arange(0, COLS)
     sum_RC = tl.zeros([ROWS, COLS], tl.float32)
     for first in range(0, num_partials, ROWS):
         row_R = first + tl.arange(0, ROWS)
         inside = (row_R < num_partials)[:, None] & (col_C < D)[None, :]
         sum_RC += tl.load(partial_ptr + row_R[:, None].to(tl.int64) * D + col_C[None, :], mask=inside, other=0.0)
-    tl.store(out_ptr + col_C, tl.sum(sum_RC, axis=0).to(out_ptr.dtype.element_ty), mask=col_C < D)
+    sum_C = tl.sum(sum_RC, axis=0)
+    if tl.program_id(1) == 0:
+        tl.store(first_out_ptr + col_C, sum_C.to(first_out_ptr.dtype.element_ty), mask=col_C < D)
+    else:
+        tl.store(second_out_ptr + col_C, sum_C.to(second_out_ptr.dtype.element_ty), mask=col_C < D)

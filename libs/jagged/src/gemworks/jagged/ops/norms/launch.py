@@ -5,50 +5,16 @@ Letters: D width, P programs that hold partial sums.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from gemworks.jagged.jagged import next_power_of_two
+from gemworks.jagged.ops.norms.configs import NormConfig, norm_config
 from gemworks.jagged.ops.norms.kernel_norm import column_sums_kernel, norm_bwd_kernel, norm_fwd_kernel
 from torch import Tensor
 
 WARPS_PER_SM = 16  # of a backward that sums columns: enough loads in flight, few enough partial sums
 CPU_PROGRAMS = 3  # under the interpreter: several tiles per program even for small tests
-
-
-@dataclass(frozen=True)
-class NormConfig:
-    """Rows per tile, warps per program, tiles in flight (where a program has more than one), and the programs of a
-    backward that sums columns per multiprocessor. `streams`: rows that are read leave the cache first.
-    """
-
-    rows: int
-    num_warps: int
-    stages: int = 1
-    programs: int | None = None
-    streams: bool = False
-
-    @property
-    def read_policy(self) -> str:
-        return "evict_first" if self.streams else ""
-
-
-def norm_config(width: int, *, sums_columns: bool = False) -> NormConfig:
-    """32 values per thread (four 16-byte vectors in bf16); one warp owns a row as long as it can.
-
-    A row that is spread over several warps pays a trip through shared memory for every reduction; narrow rows share a
-    program, so that each has 8 KiB in flight. A backward that also sums columns (gradients of weight and bias) holds
-    three values more per element and gets half as many, or it would not leave registers for a second program.
-
-    >>> norm_config(512), norm_config(8192).num_warps
-    (NormConfig(rows=2, num_warps=1, stages=1, programs=None, streams=False), 8)
-    """
-    block = next_power_of_two(width)
-    warp_values = 512 if sums_columns else 1024
-    if block <= 256:
-        return NormConfig(4 * warp_values // max(block, 16), 4)
-    return NormConfig(max(warp_values // block, 1), max(block // warp_values, 1), 3 if sums_columns else 1)
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -58,8 +24,7 @@ def _cdiv(a: int, b: int) -> int:
 def _num_programs(device: torch.device, config: NormConfig) -> int:
     if device.type != "cuda":
         return CPU_PROGRAMS
-    programs = config.programs or max(WARPS_PER_SM // config.num_warps, 1)
-    return programs * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(WARPS_PER_SM // config.num_warps, 1) * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _inner_rows(*tensors: Tensor | None) -> int:
@@ -150,7 +115,6 @@ def norm_forward(
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
         HAS_ADD=has_add,
-        READ=config.read_policy,
         num_warps=config.num_warps,
     )
     return y, h
@@ -212,20 +176,24 @@ def norm_backward(
             HAS_DWEIGHT=weight is not None,
             HAS_DBIAS=bias_dtype is not None,
             STAGES=config.stages,
-            READ=config.read_policy,
             num_warps=config.num_warps,
         )
+    wanted = [(x, t) for x, t in ((dweight, None if weight is None else weight.dtype), (dbias, bias_dtype)) if t]
+    sums = iter(_column_sums(wanted))
     return (
         dx,
-        dweight.view(-1) if weight is None else _column_sums(dweight, weight.dtype),
-        dbias.view(-1) if bias_dtype is None else _column_sums(dbias, bias_dtype),
+        dweight.view(-1) if weight is None else next(sums),
+        dbias.view(-1) if bias_dtype is None else next(sums),
     )
 
 
-def _column_sums(partial_PD: Tensor, dtype: torch.dtype) -> Tensor:
-    num_partials, width = partial_PD.shape
-    out = torch.empty(width, dtype=dtype, device=partial_PD.device)
-    cols = 32
-    kernel: Any = column_sums_kernel
-    kernel[(_cdiv(width, cols),)](partial_PD, out, num_partials, width, ROWS=64, COLS=cols, num_warps=4)
-    return out
+def _column_sums(wanted: list[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
+    """The sum over P of one matrix or two of partial sums [P, D], by one kernel."""
+    outs = [torch.empty(x.shape[1], dtype=dtype, device=x.device) for x, dtype in wanted]
+    if outs:
+        (num_partials, width), cols = wanted[0][0].shape, 16
+        kernel: Any = column_sums_kernel
+        kernel[(_cdiv(width, cols), len(outs))](
+            wanted[0][0], wanted[-1][0], outs[0], outs[-1], num_partials, width, ROWS=512, COLS=cols, num_warps=8
+        )
+    return outs

@@ -12,6 +12,8 @@ import torch
 from gemworks.jagged._checks import check_offsets
 from gemworks.jagged._dense import compute_dtype
 from gemworks.jagged._packing import segment_ids
+from gemworks.jagged.ops.norms.reference import rms_normalize
+from gemworks.jagged.ops.rope.custom_op import norm_rope_op, runs_in_one_pass
 from torch import Tensor
 
 
@@ -147,16 +149,25 @@ class _Rotate(torch.autograd.Function):
         return _Rotate.apply(grads[0], cos, sin, not ctx.back), None, None, None
 
 
-def apply_rope(x_TNH: Tensor, tables: RopeTables) -> Tensor:
+def apply_rope(x_TNH: Tensor, tables: RopeTables, *, norm_eps: float | None = None) -> Tensor:
     """Rotate packed [T, N, H] by [T, H / 2] tables; same dtype out, computed in float32 or float64.
+
+    Args:
+        x_TNH: rows, or heads inside a wider projection.
+        tables: of these rows.
+        norm_eps: divide each head by sqrt(mean(x^2) + norm_eps) first, without rounding in between.
 
     >>> offsets = torch.tensor([0, 2])
     >>> x = torch.ones(2, 1, 2)
     >>> apply_rope(x, Rope().tables(offsets, 2, total=2))[0].tolist()  # position 0 does not turn
     [[1.0, 1.0]]
     """
+    if runs_in_one_pass(x_TNH, norm=norm_eps is not None):
+        return norm_rope_op(x_TNH, tables.cos_TJ, tables.sin_TJ, None, norm_eps)
     dtype = x_TNH.dtype
     x = x_TNH.to(compute_dtype(dtype))
+    if norm_eps is not None:
+        x = rms_normalize(x, norm_eps)
     if torch.compiler.is_compiling():  # the same without writing into slices, which a compiler can fuse
         (a, b), cos, sin = x.chunk(2, dim=-1), tables.cos_TJ.to(x.dtype)[:, None], tables.sin_TJ.to(x.dtype)[:, None]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(dtype)

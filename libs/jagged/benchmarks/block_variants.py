@@ -1,0 +1,153 @@
+"""Times the configurations of the BlockAttention kernels on a GPU, each compared with plain Triton first.
+
+    python libs/jagged/benchmarks/block_variants.py --shard 3/8    # beforehand: compiles a share of them
+    python libs/jagged/benchmarks/block_variants.py --out block_variants.csv
+
+What wins belongs into `block_config` of gemworks/jagged/ops/block_attention/launch.py and into launch_hopper.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gemworks.jagged import BlockSchedule, Rope, offsets_from_lengths
+from gemworks.jagged.bench.bandwidth import assert_near
+from gemworks.jagged.bench.blocks import Shape, block_lengths
+from gemworks.jagged.bench.timing import Clock, Time, measure_ceilings
+from gemworks.jagged.ops.block_attention.formulas import BlockArgs
+from torch import Tensor
+
+COLUMNS = ("direction", "front", "tables", "config", "ms", "ms_p20", "ms_p80", "share_of_copy", "error", "note")
+Runner = Callable[[], list[Tensor]]
+
+
+class Batch:
+    """q, k, v, dO of 4 heads of 128, views of one projection, and what the kernels write into."""
+
+    def __init__(self, lengths: Tensor, heads: int, width: int, tail: int = 0) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+        self.offsets, self.total = offsets_from_lengths(lengths).cuda(), int(lengths.sum()) + tail
+        self.table = BlockSchedule.make(self.offsets, total=self.total).table_S3
+        shape = (self.total, 3 * heads, width)
+        qkv = torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+        self.qkv, self.grad = qkv, torch.empty_like(qkv)
+        self.q, self.k, self.v = qkv.split(heads, dim=1)
+        self.dq, self.dk, self.dv = self.grad.split(heads, dim=1)
+        self.dout = torch.randn(self.total, heads, width, device="cuda", dtype=torch.bfloat16, generator=generator)
+        self.out = torch.empty_like(self.dout)
+        self.tables = Rope(time_fraction=0.0).tables(self.offsets, width, total=self.total)
+
+    def args(self, rope: torch.dtype | None, norm: bool, causal: bool = False) -> BlockArgs:
+        cos, sin = (None, None) if rope is None else (self.tables.cos_TJ.to(rope), self.tables.sin_TJ.to(rope))
+        return BlockArgs(self.table, cos, sin, self.q.shape[2] ** -0.5, 64, causal, norm, 1e-6)
+
+    def runner(self, direction: str, args: BlockArgs, config: Any) -> Runner:
+        from gemworks.jagged.ops.block_attention import launch, launch_hopper
+
+        gluon = isinstance(config, launch_hopper.BlockHopperConfig)
+        if direction == "fwd":
+
+            def forward() -> list[Tensor]:
+                if gluon:
+                    launch_hopper.block_attention_forward(self.q, self.k, self.v, args, self.out, config)
+                else:
+                    launch.block_attention_forward(self.q, self.k, self.v, args, out=self.out, config=config)
+                return [self.out]
+
+            return forward
+        grads = (self.dq, self.dk, self.dv)
+
+        def backward() -> list[Tensor]:
+            if gluon:
+                launch_hopper.block_attention_backward(self.dout, self.q, self.k, self.v, *grads, args, config)
+            else:
+                launch.block_attention_backward(self.dout, self.q, self.k, self.v, *grads, args, config=config)
+            return list(grads)
+
+        return backward
+
+
+def configs(direction: str, rope: bool, norm: bool) -> list[Any]:
+    """The shipped one of plain Triton first."""
+    from gemworks.jagged.ops.block_attention.launch import BlockConfig, block_config
+    from gemworks.jagged.ops.block_attention.launch_hopper import BlockHopperConfig
+
+    name: Any = "forward" if direction == "fwd" else "backward"
+    shipped = block_config(64, name, dtype=torch.bfloat16, group=1, rope=rope, qk_norm=norm)
+    ours = [shipped, BlockHopperConfig(4 if direction == "fwd" else 3)]
+    if rope and not norm:
+        ours += [BlockConfig(8, 80), BlockHopperConfig(3)] if direction == "fwd" else [BlockConfig(4, 168)]
+    return ours
+
+
+def compare(batch: Batch, direction: str, args: BlockArgs, config: Any, shipped: Any) -> float:
+    """Relative error of `config` against plain Triton, everything written."""
+
+    def results(config: Any) -> list[Tensor]:
+        for x in (batch.out, batch.grad):
+            x.fill_(float("nan"))
+        return [x.clone() for x in batch.runner(direction, args, config)()]
+
+    worst = 0.0
+    for got, exact in zip(results(config), results(shipped), strict=True):
+        assert bool(got.isfinite().all()), "not everything was written, or not finite"
+        assert_near(got, exact, direction)
+        worst = max(worst, float((got.float() - exact.float()).norm() / exact.float().norm()))
+    return worst
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("block_variants.csv"))
+    parser.add_argument("--shard", default="", metavar="I/N")
+    args = parser.parse_args()
+    small = Batch(torch.tensor([0, 1, 63, 64, 65, 0, 200, 640, 3]), 4, 128, tail=70)
+    fronts = ((None, False), (torch.float16, False), (torch.float32, False), (torch.float16, True))
+    everything = [
+        (direction, rope, norm, config)
+        for direction, (rope, norm) in itertools.product(("fwd", "bwd"), fronts)
+        for config in configs(direction, rope is not None, norm)
+    ]
+    if args.shard:
+        index, count = map(int, args.shard.split("/"))
+        for direction, rope, norm, config in everything[index::count]:
+            small.runner(direction, small.args(rope, norm), config)()
+        torch.cuda.synchronize()
+        return
+    device = torch.device("cuda")
+    clock = Clock(device)
+    copy_gbps = measure_ceilings(clock, device).copy_gbps
+    print(f"copy {copy_gbps:.0f} GB/s", flush=True)
+    shape = Shape()
+    batch = Batch(block_lengths(shape.num_sequences, shape.max_length), shape.num_heads, shape.head_dim)
+    with args.out.open("w", newline="") as file:
+        writer: csv.DictWriter[str] = csv.DictWriter(file, COLUMNS, restval="")
+        writer.writeheader()
+        for direction, rope, norm, config in everything:
+            shipped = configs(direction, rope is not None, norm)[0]
+            moved = (4 if direction == "fwd" else 7) * batch.dout.numel() * 2
+            moved += 0 if rope is None else 2 * batch.tables.cos_TJ.numel() * rope.itemsize
+            row = {"direction": direction, "front": "norm rope" if norm else "rope" if rope else "plain"}
+            row |= {"tables": str(rope), "config": str(config)}
+            settings = batch.args(rope, norm)
+            try:
+                compare(small, direction, small.args(rope, norm), config, shipped)
+                row["error"] = f"{compare(batch, direction, settings, config, shipped):.1e}"
+                t = Time.of(clock.sample(batch.runner(direction, settings, config), 10)[2:])
+                row |= {"ms": f"{t.ms:.4f}", "ms_p20": f"{t.ms_p20:.4f}", "ms_p80": f"{t.ms_p80:.4f}"}
+                row["share_of_copy"] = f"{moved / t.ms / 1e6 / copy_gbps:.3f}"
+            except Exception as error:  # a configuration that does not fit the chip is a result too
+                row["note"] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            writer.writerow(row)
+            file.flush()
+            print("  ".join(row.get(c, "") for c in COLUMNS), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""RMS norm per head and rotation as one opaque custom op: a forward and a backward, each with a kernel per device.
+
+On a CPU the kernels are the formulas in PyTorch; on CUDA Triton where it takes the shape, else these formulas.
+
+Letters: T rows, N heads, H head width, J = H / 2 rotated pairs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gemworks.jagged._dense import compute_dtype
+from gemworks.jagged._imports import when_imported
+from gemworks.jagged.dispatch import architecture_of, backend_of
+from torch import Tensor
+
+
+def _inside(x: Tensor, end: Tensor | None) -> Tensor:
+    """Rows of x that belong to a sequence, in float32 (float64 for float64); 0 in place of the others."""
+    wide = x.to(compute_dtype(x.dtype))
+    if end is None:
+        return wide
+    return torch.where((torch.arange(x.shape[0], device=x.device) < end)[:, None, None], wide, 0)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def _scale(x: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def _forward_cpu(x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | None, eps: float | None) -> Tensor:
+    """`turn(x / sqrt(mean(x^2) + eps))`, either step left out where its arguments are None; contiguous."""
+    y = _inside(x, end)
+    if eps is not None:
+        y = y * _scale(y, eps)
+    if cos is not None and sin is not None:
+        y = _turn(y, cos, sin)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(y)
+
+
+norm_rope_op = torch.library.custom_op("gemworks_jagged::norm_rope", _forward_cpu, mutates_args=(), device_types="cpu")
+
+
+@norm_rope_op.register_kernel("cuda")
+def _forward_cuda(x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | None, eps: float | None) -> Tensor:
+    if _uses_triton(x):
+        from gemworks.jagged.ops.rope.launch import norm_rope_forward
+
+        return norm_rope_forward(x, cos, sin, end, eps)
+    return _forward_cpu(x, cos, sin, end, eps)
+
+
+@norm_rope_op.register_fake
+def _forward_fake(x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | None, eps: float | None) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _backward_cpu(
+    dy: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | None, eps: float | None
+) -> Tensor:
+    """The gradient of x, contiguous: dy turned back, then the norm's `scale (g - n mean(g n))`."""
+    g = _inside(dy, end)
+    if cos is not None and sin is not None:
+        g = _turn(g, cos, -sin)
+    if eps is not None:
+        wide = _inside(x, end)
+        scale = _scale(wide, eps)
+        n = wide * scale
+        g = (g - n * (g * n).mean(-1, keepdim=True)) * scale
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(g)
+
+
+norm_rope_backward_op = torch.library.custom_op(
+    "gemworks_jagged::norm_rope_backward", _backward_cpu, mutates_args=(), device_types="cpu"
+)
+
+
+@norm_rope_backward_op.register_kernel("cuda")
+def _backward_cuda(
+    dy: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | None, eps: float | None
+) -> Tensor:
+    if _uses_triton(x):
+        from gemworks.jagged.ops.rope.launch import norm_rope_backward
+
+        return norm_rope_backward(dy, x, cos, sin, end, eps)
+    return _backward_cpu(dy, x, cos, sin, end, eps)
+
+
+@norm_rope_backward_op.register_fake
+def _backward_fake(
+    dy: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | None, eps: float | None
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, cos, sin, end, ctx.eps = inputs
+    ctx.save_for_backward(x, cos, sin, end)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, cos, sin, end = ctx.saved_tensors
+    return norm_rope_backward_op(dy, x, cos, sin, end, ctx.eps), None, None, None, None
+
+
+norm_rope_op.register_autograd(_backward, setup_context=_save)
+
+
+def runs_in_one_pass(x: Tensor, *, norm: bool) -> bool:
+    """Whether x should go through the op: on CUDA; a compiler fuses a rotation alone well, but not a norm with it."""
+    on_gpu = x.device.type == "cuda" and x.dtype != torch.float64
+    return on_gpu and (norm or not torch.compiler.is_compiling())
+
+
+def _uses_triton(x: Tensor) -> bool:
+    if x.shape[-1] % 2 or x.dtype == torch.float64:
+        return False
+    return backend_of("apply_rope", x.dtype, architecture_of(x.device)) == "triton"
+
+
+def _register_flops(flop_counter: Any) -> None:
+    """Only matrix products count."""
+    for op in (torch.ops.gemworks_jagged.norm_rope, torch.ops.gemworks_jagged.norm_rope_backward):
+        flop_counter.register_flop_formula(op)(lambda *args, **kwargs: 0)
+
+
+when_imported("torch.utils.flop_counter", _register_flops)

@@ -1,0 +1,125 @@
+"""Compiled regions: graphs are shared per budget and never across budgets; quantised saved activations in the graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gemworks.netmem import policy as policy_module
+from gemworks.netmem.fused import pack, unpack
+from gemworks.netmem.policy import apply_policy, partitioner_budget, treated_forward
+from torch import nn
+from torch._functorch import config as functorch_config
+
+# importing the partitioner's decompositions runs torch's own deprecated torch.jit.script_method
+pytestmark = [
+    pytest.mark.reference,
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
+COMPILE = {"backend": "aot_eager_decomp_partition"}
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+@pytest.fixture
+def model(monkeypatch) -> nn.Sequential:
+    monkeypatch.setattr(policy_module, "has_region_budget", lambda: False)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return nn.Sequential(*[Layer(32) for _ in range(4)]).bfloat16()
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    model.zero_grad()
+    x = torch.randn(8, 64, 32, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    model(x).float().square().mean().backward()
+    assert x.grad is not None
+    return torch.cat([g.float().flatten() for g in (x.grad, *[p.grad for p in model.parameters()]) if g is not None])
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """Bytes that the compiled nodes of a graph hold, without parameters."""
+    x = torch.randn(8, 64, 32).bfloat16().requires_grad_()
+    known = {p.untyped_storage()._cdata for p in model.parameters()}
+    nodes, sizes, seen = [model(x).sum().grad_fn], {}, set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "Compiled" in node.name():
+            for t in node.saved_tensors:  # type: ignore[attr-defined]
+                if t is not None and t.untyped_storage()._cdata not in known:
+                    sizes[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        nodes += [n for n, _ in node.next_functions]
+    return sum(sizes.values())
+
+
+def everywhere(model: nn.Module, choice: str) -> dict[str, str]:
+    return {name: choice for name, _ in model.named_children()}
+
+
+def test_one_compilation_per_budget_and_none_borrowed(model, monkeypatch):
+    compiled = []
+    original = policy_module._inner_compiler
+
+    def counting(inner, options):
+        compiler = original(inner, options)
+
+        def compile_one(*args):
+            compiled.append(functorch_config.activation_memory_budget)  # type: ignore[attr-defined]
+            return compiler(*args)
+
+        return compile_one
+
+    monkeypatch.setattr(policy_module, "_inner_compiler", counting)
+    policy_module._backend.cache_clear()
+    expected, held = None, []
+    for choice in ("keep", "recompute@0.5", "recompute", "keep"):
+        with apply_policy(model, everywhere(model, choice), compile_kwargs=COMPILE):
+            got = gradients(model)
+            held.append(saved_bytes(model))
+        expected = got if expected is None else expected
+        assert torch.equal(got, expected), choice
+    # four equal regions share a graph, another budget never does, and the second "keep" finds the first one's
+    assert compiled == [1.0, 0.5, 0.0]
+    assert held[0] == held[3] > held[2]
+    policy_module._backend.cache_clear()
+
+
+def test_quantised_in_the_graph(model):
+    with apply_policy(model, everywhere(model, "keep"), compile_kwargs=COMPILE):
+        expected, held = gradients(model), saved_bytes(model)
+    with apply_policy(model, everywhere(model, "quantise_fused"), compile_kwargs=COMPILE):
+        got, held_coded = gradients(model), saved_bytes(model)
+    sqnr_db = 10 * torch.log10(expected.square().sum() / (got - expected).square().sum())
+    assert 25 < sqnr_db < 60
+    assert held_coded < 0.75 * held  # inputs of the graph stay as they are
+
+
+def test_pack_leaves_statistics_and_small_tensors_alone():
+    wide = torch.randn(64, 1024)
+    assert pack(wide) is wide
+    small = torch.randn(64).bfloat16()
+    assert unpack(pack(small)) is small
+    x = torch.randn(64, 1024).bfloat16()
+    codes, scale, dtype = pack(x)
+    assert (codes.dtype, scale.shape, dtype) == (torch.float8_e4m3fn, (64, 1), torch.bfloat16)
+    torch.testing.assert_close(unpack((codes, scale, dtype)), x, rtol=0.07, atol=0.01)
+
+
+def test_bad_choices():
+    for text in ("recompute@", "recompute@2", "recompute@x"):
+        with pytest.raises(ValueError, match="within"):
+            partitioner_budget(text)
+    layer = Layer(8)
+    for choice in ("quantise_fused", "recompute@0.3"):
+        with pytest.raises(ValueError, match="compile_kwargs"):
+            treated_forward(layer, layer.forward, choice, engine=None, codec=None, compile_kwargs=None)

@@ -1,0 +1,150 @@
+"""A plan's pace: copies keep to the queues that the solver computed, whatever the regions between do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gemworks.netmem.arena import PinnedArena
+from gemworks.netmem.budget import Option, Pace, Region, StepProfile, evaluate
+from gemworks.netmem.movers import DelayedMover
+from gemworks.netmem.offload import OffloadEngine, memory_order
+from gemworks.netmem.policy import apply_policy
+from torch import nn
+
+pytestmark = pytest.mark.reference
+NUM = 6
+X = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(NUM)])
+
+
+def make_step(rate: float, moved_bytes: int, granule_bytes: int = 0) -> StepProfile:
+    keep, away = Option("keep", 1, 2, 0, 0, 0), Option("offload", 1, 2, 0, 0, 0, moved_bytes=moved_bytes)
+    regions = tuple(Region(str(i), (keep, away)) for i in range(NUM))
+    return StepProfile(
+        regions, up_bytes_per_s=rate, down_bytes_per_s=rate, window_bytes=1 << 20, granule_bytes=granule_bytes
+    )
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_pace_is_the_two_queues():
+    plan = evaluate(make_step(rate=4, moved_bytes=10), ["offload"] + ["keep"] * (NUM - 1))
+    assert plan.stall_s == 0
+    assert [plan.pace[str(i)].leaving_bytes for i in range(NUM)] == [10, 6, 2, 0, 0, 0]
+    # what has to be back when a region's backward ends: 8 bytes less for every backward between
+    assert [plan.pace[str(i)].returning_bytes for i in range(NUM)] == [0, 10, 2, 0, 0, 0]
+
+
+def test_a_granule_is_counted_once_per_queue_that_is_not_empty():
+    step = make_step(rate=4, moved_bytes=10, granule_bytes=3)
+    assert [step.in_flight_bytes(q) for q in (0, 1, 1 << 21)] == [0, 4, 1 << 20]
+    with pytest.raises(ValueError, match="granule_bytes"):
+        make_step(rate=4, moved_bytes=1, granule_bytes=-1)
+
+
+# with a million calls of delay nothing is done before somebody waits for it, as when the host is far ahead of a GPU
+@pytest.mark.parametrize(("seed", "max_delay"), [(0, 3), (1, 3), (2, 10**6)])
+def test_only_the_first_region_moves_and_is_back_before_its_backward(seed, max_delay):
+    model = make_model()
+    expected = gradients(model, X)
+    mover = DelayedMover(seed, max_delay=max_delay)
+    engine = OffloadEngine(
+        PinnedArena(1 << 20, pin=False), device="cpu", window_bytes=1 << 20, min_bytes=64, mover=mover
+    )
+    moved = (32 * 64 + 32 * 64 + 32 * 16) * 4
+    plan = evaluate(make_step(rate=moved / 2, moved_bytes=moved), ["offload"] + ["keep"] * (NUM - 1))
+    fetched, original = [], engine._fetch
+
+    def fetch(parcel):
+        fetched.append(parcel.state.value)
+        return original(parcel)
+
+    engine._fetch = fetch
+    with apply_policy(model, plan, engine=engine):
+        for _ in range(3):
+            model.zero_grad()
+            loss = model(X).square().sum()
+            assert engine.stats().num_live > 0
+            assert engine.stats().in_flight_bytes == 0, "device bytes are still held at the end of forward"
+            fetched.clear()
+            loss.backward()
+            assert fetched, "nothing was moved"
+            assert set(fetched) <= {"returning", "resident"}, "a tensor was asked for before it was on its way"
+            for p, grad in zip(model.parameters(), expected, strict=True):
+                assert p.grad is not None
+                assert torch.equal(p.grad, grad)
+    assert engine.stats().num_live == 0
+    assert mover.num_expired_targets == 0
+
+
+def test_without_the_plan_nobody_tells_the_engine():
+    """The same choices as a mapping: the counterpart that shows that the test above can fail."""
+    model = make_model()
+    engine = OffloadEngine(
+        PinnedArena(1 << 20, pin=False), device="cpu", window_bytes=1 << 20, min_bytes=64, mover=DelayedMover(0, 1000)
+    )
+    with apply_policy(model, {"0": "offload"} | {str(i): "keep" for i in range(1, NUM)}, engine=engine):
+        loss = model(X).square().sum()
+        assert engine.stats().in_flight_bytes > 0
+        loss.backward()
+
+
+def test_bytes_ahead_stay_within_the_pace_rounded_up_to_a_tensor():
+    engine = OffloadEngine(PinnedArena(1 << 20, pin=False), device="cpu", window_bytes=1 << 20, min_bytes=64)
+    leaves = [torch.randn(100, requires_grad=True) for _ in range(8)]
+    with engine.saving():
+        outs = [x.sin() for x in leaves]
+    engine.end_forward(0)
+    assert engine.stats().in_flight_bytes == 0
+    engine.begin_backward(8, 8, 0)
+    assert engine.stats().in_flight_bytes == 0
+    engine.begin_backward(8, 8, 500)
+    assert engine.stats().in_flight_bytes == 800  # two tensors of 400 bytes: the first ends below 500
+    engine.begin_backward(6, 8, 0)  # a region's own tensors come whatever the pace says of earlier ones
+    assert engine.stats().in_flight_bytes == 800
+    torch.stack(outs).sum().backward()
+    assert all(x.grad is not None and torch.equal(x.grad, x.detach().cos()) for x in leaves)
+
+
+def test_pace_of_a_plan_that_moves_nothing_costs_nothing():
+    model = make_model()
+    plan = evaluate(make_step(1, 1), ["keep"] * NUM)
+    assert plan.pace["0"] == Pace(0, 0)
+    with apply_policy(model, plan):
+        assert model[0].forward.__qualname__.endswith("forward")
+        assert not hasattr(model[0].forward, "__wrapped__")
+
+
+@pytest.mark.parametrize("codec", [None, "fp8_row"])
+def test_exact_strides_come_back(codec):
+    engine = OffloadEngine(PinnedArena(1 << 20, pin=False), device="cpu", window_bytes=0, min_bytes=64)
+    base = torch.randn(4, 8, 6)
+    found = {}
+
+    class Save(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *kept):
+            ctx.save_for_backward(*kept)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, *grads):
+            found["saved"] = ctx.saved_tensors
+            return grads[0], None, None, None
+
+    kept = (base.permute(2, 0, 1), base[:, :, :1], base.transpose(0, 1)[:3])
+    with engine.saving(codec=codec, exact_strides=True):
+        out = Save.apply(torch.ones(1, requires_grad=True), *kept)
+    out.sum().backward()
+    for a, b in zip(found["saved"], kept, strict=True):
+        assert a.stride() == b.stride()
+        torch.testing.assert_close(a, b, rtol=0.07, atol=0.01)
+        assert (memory_order(b) is not None and codec is not None) or torch.equal(a, b)

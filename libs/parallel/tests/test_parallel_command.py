@@ -1,0 +1,61 @@
+"""`python -m gemworks.parallel`: the same content for people and as JSON; mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from gemworks.parallel import presets
+from gemworks.parallel.__main__ import main
+from gemworks.parallel.profile import gem_like
+
+PLAN = ["--gpus", "64", "--shard", "64", "--expert", "2", "--table-group", "8", "--replica-shard", "8"]
+
+
+def _files(folder: Path) -> list[str]:
+    presets.roce_cluster(64).to_toml(folder / "cluster.toml")
+    (folder / "model.json").write_text(gem_like(num_layers=1, table_rows=10**8).to_json())
+    return ["--cluster", str(folder / "cluster.toml"), "--model", str(folder / "model.json")]
+
+
+def test_simulate_prints_for_people_and_as_json_and_writes_a_trace(
+    tmp_path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = _files(tmp_path)
+    (tmp_path / "errors.csv").write_text("config,split,predicted_ms,measured_ms,error_pct\na,validate,1,1,2.5\n")
+    assert main(["simulate", *where, *PLAN, "--errors", str(tmp_path / "errors.csv")]) == 0
+    text = capsys.readouterr().out
+    assert "MFU" in text
+    assert "median 2.5 %" in text
+    assert main(["simulate", *where, *PLAN, "--json", "--trace", str(tmp_path / "t.json")]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert f"step     {content['step_us'] / 1e3:.2f} ms" in text
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+def test_search_and_place_print_for_people_and_as_json(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = _files(tmp_path)
+    assert main(["search", *where, "--top", "3"]) == 0
+    assert "plans fit" in capsys.readouterr().out
+    assert main(["search", *where, "--top", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"]["step_us"] == found["plans"][0]["step_us"]
+    assert main(["place", *where, *PLAN]) == 0
+    assert "predicted" in capsys.readouterr().out
+    assert main(["place", *where, *PLAN, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["views"]["sparse"]["tiers"]["replica_shard"] == "nvlink"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["search", "--cluster", "nowhere.toml"], "expected one of ['gb200', 'h200', 'roce']"),
+        (["search", "--model", "nothing.json"], "expected gem-like"),
+        (["place", "--cluster", "h200", "--shard", "3"], "expected a divisor of the world size 8"),
+        (["simulate", "--cluster", "h200", "--shard", "8", "--table-group", "8"], "need "),
+    ],
+)
+def test_mistakes_end_in_one_line_and_code_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,180 @@
+"""The ladder: rows are configurations, equal where they must be, resumed, and never dropped."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from gemworks.gem.config import GemConfig
+from gemworks.gem.data import open_source
+from gemworks.gem.implement import quantise_linears
+from gemworks.gem.ladder.__main__ import main
+from gemworks.gem.ladder.page import in_order, write_page
+from gemworks.gem.ladder.rows import COLUMNS
+from gemworks.gem.ladder.settings import FULL_STACK, RUNGS, WITHOUT, build
+from gemworks.gem.ladder.step import fp8_flops, padding_share, read_batches, recompute_share, run_steps
+from gemworks.gem.model import Gem
+from gemworks.gem.presets import get_preset, load_config
+
+pytestmark = pytest.mark.reference
+CPU = torch.device("cpu")
+
+
+def tiny(**sets: str) -> GemConfig:
+    texts = [f"{key.replace('__', '.')}={value}" for key, value in sets.items()]
+    return load_config("tiny", sets=["data.batch_size=8", "train.dtype=float32", *texts])
+
+
+def differing(a: object, b: object, path: str = "") -> set[str]:
+    """Dotted keys in which two mappings differ."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return {name for key in a for name in differing(a[key], b[key], f"{path}.{key}" if path else key)}
+    return set() if a == b else {path}
+
+
+def test_every_row_adds_one_thing():
+    """A row changes its own few keys of the configuration above it, and a row that cannot run changes none."""
+    config = get_preset("large")
+    configs = build(config)
+    above, changed = config, {}
+    for rung in RUNGS:
+        changed[rung.name] = differing(above.to_mapping(), configs[rung.name].to_mapping())
+        if not rung.side:
+            above = configs[rung.name]
+    sets = {
+        "padded_compiled": {"train.compile"},
+        "jagged_varlen_eager": {"kernels.layout", "kernels.attention", "kernels.pooling"},
+        "attention": {"kernels.attention"},
+        "gdpa": {"kernels.pffn", "kernels.pooling"},
+        "fused_qk": {"kernels.fused_qk"},
+        "norms": {"kernels.norm"},
+        "stream": {"kernels.stream"},
+        "compiled": {"train.compile"},
+        "fast_gelu": {"model.pffn_activation"},
+        "fp8_linears": {"kernels.linears"},
+        "batch_x2": {"data.batch_size"},
+    }
+    for name, keys in sets.items():
+        assert changed[name] == keys, name
+    for rung in RUNGS:
+        assert bool(changed[rung.name]) != bool(rung.refusal), rung.name
+    full = configs[FULL_STACK].to_mapping()
+    for name, change in WITHOUT.items():
+        assert differing(full, change(configs[FULL_STACK]).to_mapping()), name
+
+
+@pytest.mark.parametrize("attention", ["block", "full"])
+def test_rows_train_to_the_same_loss(attention: str):
+    """Real steps: the padded row, and each row that only changes kernels, take the same path in float32."""
+    base = tiny(model__attention=attention)
+    source = open_source(base.data)
+    batches = read_batches(base, source, 3, pin=False)
+    configs = build(base)
+    losses = {
+        name: run_steps(configs[name], source, batches, CPU, warmup=1).loss
+        for name in ("padded_eager", "gdpa", "fused_qk", "norms", "stream")
+    }
+    for name, loss in losses.items():
+        assert loss == pytest.approx(losses["norms"], rel=2e-5), (name, losses)
+
+
+def test_the_padded_row_knows_its_padding():
+    base = tiny()
+    batches = read_batches(base, open_source(base.data), 2, pin=False)
+    padded = build(base)["padded_eager"]
+    rows = sum(8 * e.max_length for b in batches for e in b.events.values())
+    tokens = sum(int(e.offsets_S[-1]) for b in batches for e in b.events.values())
+    assert padding_share(padded, batches) == pytest.approx(1 - tokens / rows)
+    assert padding_share(base, batches) == 0.0
+
+
+def test_recompute_counts_the_layers_once_more():
+    from gemworks.gem.efficiency import count_expected_flops
+
+    config = tiny(kernels__activations="recompute")
+    count = count_expected_flops(config, open_source(config.data).schema)
+    share = recompute_share(config, count)
+    assert 0.3 < share < 1 / 3  # a third of forward + backward, without what lies outside the layers
+    assert recompute_share(tiny(), count) == 0.0
+
+
+def test_fp8_flops_are_those_of_the_converted_linears():
+    """On a model whose linears are all converted, the share of the projections is theirs by the counter."""
+    base = get_preset("tiny").with_model(
+        dim=256, num_heads=2, mask_dim=128, embedding_dim=64, expert_dim=128, wukong_rank=8, gate_dim=128
+    )
+    config = base.with_data(batch_size=4).with_kernels(linears="fp8_block128", linears_min_features=128)
+    source = open_source(config.data)
+    (batch,) = read_batches(config, source, 1, pin=False)
+    model = Gem(source.schema, config)
+    report = quantise_linears(model, config.kernels)
+    assert "attention.qkv" in report
+    tokens = sum(int(e.offsets_S[-1]) for e in batch.events.values())
+    sequence = 3 * tokens * (8 * 256**2 * config.model.num_layers + 4 * 256**2)  # HSP is reused in the odd layer
+    total = fp8_flops(model, config, batch)
+    assert sequence <= total < 2 * sequence
+    assert fp8_flops(model, base, batch) == 0.0
+
+
+def test_command_appends_resumes_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [part for name in ("norms", "padded_eager", "bbs", "jagged_varlen_eager") for part in ("--rows", name)]
+    command = ["--smoke", "--attention", "block", "--no-local", "--out", str(tmp_path), *rows]
+    assert main(command) == 0
+    path = tmp_path / "ladder_h200.csv"
+    with path.open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert tuple(found[0]) == COLUMNS
+    assert [row["row"] for row in found] == ["norms", "padded_eager", "bbs", "jagged_varlen_eager"]
+    by_name = {row["row"]: row for row in found}
+    assert by_name["bbs"]["note"].startswith("not measured: ")
+    assert "Error" in by_name["jagged_varlen_eager"]["note"]  # no CPU kernel
+    assert by_name["norms"]["ne"] == by_name["padded_eager"]["ne"]
+    assert by_name["norms"]["step_mfu"] == ""  # a CPU has no peak
+    assert float(by_name["padded_eager"]["padding"]) > 0.2
+    capsys.readouterr()
+    assert main(command) == 0  # everything is there: nothing is measured again
+    assert "samples/s" not in capsys.readouterr().out
+    page = tmp_path / "docs" / "ladder.md"
+    assert main(["--page", str(page), "--out", str(tmp_path)]) == 0
+    text = page.read_text()
+    assert "not measured: " in text
+    assert text.index("| padded_eager |") < text.index("| norms |")
+    assert "`norms` over `padded_eager`: x" in text
+
+
+def test_budget_stops_before_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    command = ["--smoke", "--attention", "block", "--no-local", "--rows", "norms", "--out", str(tmp_path)]
+    assert main([*command, "--budget-s", "-1"]) == 0
+    assert "start the same command again" in capsys.readouterr().out
+    assert not (tmp_path / "ladder_h200.csv").exists()
+
+
+def test_wrong_settings_are_the_callers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["--smoke", "--set", "model.dimm=3", "--out", str(tmp_path)]) == 2
+    assert "did you mean" in capsys.readouterr().err
+
+
+def test_page_without_measurements_says_so(tmp_path: Path):
+    write_page(tmp_path / "ladder.md", tmp_path)
+    assert "Not measured yet" in (tmp_path / "ladder.md").read_text()
+
+
+def test_page_takes_the_last_measurement_in_the_ladders_order():
+    rows = [
+        {"row": name, "batch": "8", "ms": ms} for name, ms in (("norms", "1"), ("padded_eager", "2"), ("norms", "3"))
+    ]
+    assert [(row["row"], row["ms"]) for row in in_order(rows)] == [("padded_eager", "2"), ("norms", "3")]
+
+
+def test_the_largest_batch_stops_where_memory_does(monkeypatch: pytest.MonkeyPatch):
+    """Running out of memory at 5 samples or more: the last size of the search that fits is 4."""
+    from gemworks.gem.ladder import __main__ as ladder
+
+    def steps(config: GemConfig, *args: object, **options: object) -> None:
+        assert config.kernels.layout == "padded"
+        if config.data.batch_size > 4:
+            raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(ladder, "run_steps", steps)
+    assert ladder.largest_batch(tiny(), CPU, limit=64) == 4
+    assert ladder.largest_batch(tiny(), CPU, limit=3) == 3

@@ -1,0 +1,199 @@
+"""The documentation: every block of its pages runs, and the site builds with no broken link.
+
+A page's Python blocks and its `$ gemworks ...` lines run in order, as one program, in an empty folder. `torchx run`
+lines run as dry runs, `make` lines must name a target. What else a console block may hold is listed, not run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NOT_RUN = ("pip install", "torchx status", "torchx log", "torchx cancel", "PYTHONPATH=", ".venv/bin/python", "python ")
+# READMEs of packages and of the repository: test_repo_readmes.py
+PAGES = sorted(
+    path
+    for pattern in ("docs/*.md", "docs/howto/*.md", "*/*/docs/*.md", "*/*/src/**/README.md", "examples/README.md",
+                    "CONTRIBUTING.md")
+    for path in ROOT.glob(pattern)
+    if FENCE.search(path.read_text(encoding="utf-8"))
+)  # fmt: skip
+
+# Runs a page: Python as it is, `gemworks` lines through the command line's own entry.
+RUNNER = """
+import builtins, runpy, sys, tomllib, warnings
+settings = tomllib.load(open(sys.argv[1], "rb"))["tool"]["pytest"]["ini_options"]
+for line in settings["filterwarnings"]:
+    action, message, category, module = (line.split(":") + [""] * 3)[:4]
+    warnings.filterwarnings(action, message, getattr(builtins, category or "Warning"), module)
+sys.path.insert(0, ".")
+runpy.run_path(sys.argv[2], run_name="__main__")
+"""
+
+
+def console_lines(block: str) -> list[str]:
+    """The commands of a console block."""
+    return [line.removeprefix("$ ").split("    #")[0].strip() for line in block.splitlines() if line.startswith("$ ")]
+
+
+def program(text: str) -> str:
+    """A page as one Python program, each block at its own line numbers."""
+    lines = [""] * (text.count("\n") + 1)
+    for match in FENCE.finditer(text):
+        first = text.count("\n", 0, match.start(2))
+        if match[1] == "python":
+            block = match[2].splitlines()
+        elif match[1] == "console":
+            block = [_as_python(line) for line in match[2].splitlines()]
+        else:
+            continue
+        lines[first : first + len(block)] = block
+    return "\n".join(lines)
+
+
+def _as_python(line: str) -> str:
+    command = line.removeprefix("$ ").split("    #")[0].strip() if line.startswith("$ ") else ""
+    if not command.startswith("gemworks "):
+        return ""
+    words = shlex.split(command)[1:]
+    return f"from gemworks.cli.app import run as _run; assert _run({words!r}) == 0, {command!r}"
+
+
+def run_page(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = folder / "page.py"
+    path.write_text(source, encoding="utf-8")
+    sources = [str(p) for p in (*sorted(ROOT.glob("*/*/src")), ROOT / "tools/src")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    command = [sys.executable, "-c", RUNNER, str(ROOT / "pyproject.toml"), str(path)]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_page_runs(page: Path, tmp_path: Path) -> None:
+    source = program(page.read_text(encoding="utf-8"))
+    if not source.strip():
+        pytest.skip("nothing in it that Python or gemworks runs")
+    done = run_page(source, tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_console_lines_are_known(page: Path) -> None:
+    """Nothing in a console block that no test looks at, except what is listed."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for match in FENCE.finditer(page.read_text(encoding="utf-8")):
+        for line in console_lines(match[2]) if match[1] == "console" else []:
+            words = shlex.split(line)
+            if words[0] == "make":
+                assert {word for word in words[1:] if "=" not in word} <= targets, line
+            elif words[0].startswith(".ci/"):
+                assert (ROOT / words[0]).is_file(), line
+            else:
+                assert line.startswith(("gemworks ", "torchx run ", *NOT_RUN)), line
+
+
+def torchx_lines() -> list[str]:
+    text = (ROOT / "docs/howto/launch.md").read_text(encoding="utf-8")
+    return [
+        line for match in FENCE.finditer(text) for line in console_lines(match[2]) if line.startswith("torchx run ")
+    ]
+
+
+@pytest.mark.parametrize("line", torchx_lines())
+def test_torchx_line_is_accepted(line: str, tmp_path: Path) -> None:
+    """A dry run, with the entry points that an installation would register."""
+    project = tomllib.loads((ROOT / "recipes/gem/pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = tmp_path / "site" / "gemworks_gem-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gemworks-gem\nVersion: 0\n")
+    entries = [f"[{g}]\n" + "".join(f"{n} = {t}\n" for n, t in e.items()) for g, e in project["entry-points"].items()]
+    (info / "entry_points.txt").write_text("\n".join(entries))
+    words = shlex.split(line)
+    command = [sys.executable, "-c", "from torchx.cli.main import main; main()", "run", "--dryrun", *words[2:]]
+    sources = [str(p) for p in (tmp_path / "site", *sorted(ROOT.glob("*/*/src")), ROOT / "tools/src")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sources), "HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "=== SCHEDULER REQUEST ===" in done.stdout
+    assert "gemworks.gem" in done.stdout.split("=== SCHEDULER REQUEST ===")[1]
+
+
+def test_a_wrong_block_fails(tmp_path: Path) -> None:
+    """The runner can fail: at the page's own line, on warnings, and on commands."""
+    done = run_page(program("# Page\n\n```python\n1 / 0\n```\n"), tmp_path)
+    assert "line 4" in done.stderr
+    done = run_page(program("```python\nimport warnings\nwarnings.warn('old', UserWarning)\n```\n"), tmp_path)
+    assert "UserWarning: old" in done.stderr
+    done = run_page(program("```console\n$ gemworks config --preset smal\n```\n"), tmp_path)
+    assert "AssertionError: gemworks config --preset smal" in done.stderr
+
+
+def build_site(config: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    sources = [str(p) for p in (*sorted(ROOT.glob("*/*/src")), ROOT / "tools/src")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sources), "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(out)]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+class Links(HTMLParser):
+    """The links and the anchors of a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.anchors.add(values.get("id") or "")
+        self.links += [link for name in ("href", "src") if (link := values.get(name))]
+
+
+def broken_links(site: Path) -> list[str]:
+    """Links of a built site that lead nowhere. Links to other hosts are not followed."""
+    pages = {path.resolve(): Links(path) for path in site.rglob("*.html") if path.name != "404.html"}
+    found = []
+    for path, page in pages.items():
+        for link in page.links:
+            target, _, anchor = unquote(link).partition("#")
+            if "://" in link or link.startswith(("mailto:", "data:")):
+                continue
+            file = (path.parent / target.partition("?")[0]).resolve() if target else path
+            if not file.is_file() or (anchor and file in pages and anchor not in pages[file].anchors):
+                found.append(f"{path.relative_to(site.resolve())}: {link}")
+    return found
+
+
+@pytest.mark.slow
+def test_site_builds_without_a_broken_link(tmp_path: Path) -> None:
+    done = build_site(ROOT / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    for page in ("index", "support", "measured", "howto/launch", "libraries/jagged", "decisions/index"):
+        assert (tmp_path / "site" / f"{page}.html").is_file(), page
+    assert broken_links(tmp_path / "site") == []
+    support = (tmp_path / "site/support.html").read_text(encoding="utf-8")
+    assert "<td>block_attention</td>" in support
+    assert "mxfp8" in support
+
+
+@pytest.mark.slow
+def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
+    page = ROOT / "docs/howto/_broken.md"
+    page.write_text("# Broken\n\n[nowhere](index.md#there-is-no-such-place)\n", encoding="utf-8")
+    try:
+        done = build_site(ROOT / "mkdocs.yml", tmp_path / "site")
+    finally:
+        page.unlink()
+    assert done.returncode != 0

@@ -1,0 +1,98 @@
+"""Two CSV files of one benchmark, row by row: what became slower, what faster, beyond the spread of both."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# What names a measurement; the other columns hold its result, the machine, or who ran it.
+KEY_COLUMNS = (
+    *("op", "layer", "row", "shape", "head_dim", "direction", "format", "setting", "attention", "impl", "batch"),
+    *("dtype", "law", "mean_len", "max_len", "seed", "gpu", "num_gpus"),
+)
+# Columns that name the row to a reader; the rest of the key says the same in all rows of most files.
+NAME_COLUMNS = ("op", "layer", "row")  # one of them is in every file
+SHOWN_COLUMNS = (*NAME_COLUMNS, "shape", "head_dim", "direction", "format", "setting", "attention", "impl", "law")
+Row = Mapping[str, str]
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a benchmark's CSV.
+
+    Raises:
+        ValueError: there is no such file, or it is no benchmark's.
+    """
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r}: got no file, expected a CSV that `gemworks bench` wrote")
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader)
+    columns = reader.fieldnames or ()
+    if "ms" not in columns or not set(NAME_COLUMNS) & set(columns):
+        raise ValueError(
+            f"{str(path)!r}: got the columns {', '.join(columns)}, expected ms and {', '.join(NAME_COLUMNS[:-1])} or "
+            f"{NAME_COLUMNS[-1]}, as `gemworks bench` writes them"
+        )
+    return rows
+
+
+def compare(old: Sequence[Row], new: Sequence[Row]) -> list[dict[str, Any]]:
+    """Match rows by what they measured; of several alike the last counts.
+
+    A change is real when the 20 % to 80 % spreads don't touch: "slower", "faster", otherwise "same". A row that only
+    one side has, or has without a time, is "new" or "gone".
+
+    Returns:
+        One dict per row: the key columns that either has, `old_ms`, `new_ms`, `ratio` (new / old) and `verdict`.
+    """
+    before, after = ({_key(row): row for row in rows if row.get("ms")} for rows in (old, new))
+    found = []
+    for key in [*after, *(key for key in before if key not in after)]:
+        a, b = before.get(key), after.get(key)
+        item: dict[str, Any] = {name: value for name, value in zip(KEY_COLUMNS, key, strict=True) if value}
+        item |= {"old_ms": None if a is None else float(a["ms"]), "new_ms": None if b is None else float(b["ms"])}
+        if a is None or b is None:
+            found.append(item | {"ratio": None, "verdict": "new" if a is None else "gone"})
+            continue
+        verdict = "same"
+        if _bound(b, "ms_p20") > _bound(a, "ms_p80"):
+            verdict = "slower"
+        elif _bound(b, "ms_p80") < _bound(a, "ms_p20"):
+            verdict = "faster"
+        ratio = item["new_ms"] / item["old_ms"] if item["old_ms"] else None
+        found.append(item | {"ratio": ratio, "verdict": verdict})
+    return found
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return tuple(row.get(name) or "" for name in KEY_COLUMNS)
+
+
+def _bound(row: Row, name: str) -> float:
+    return float(row.get(name) or row["ms"])
+
+
+def print_comparison(found: Sequence[Mapping[str, Any]], old: Path) -> None:
+    """A table for people; slower rows first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    order = ("slower", "faster", "new", "gone", "same")
+    counts = {verdict: sum(item["verdict"] == verdict for item in found) for verdict in order}
+    table = Table(
+        title=f"against {old}: " + ", ".join(f"{n} {v}" for v, n in counts.items() if n), title_justify="left"
+    )
+    table.add_column("what")
+    for name in ("old ms", "new ms", "new / old"):
+        table.add_column(name, justify="right")
+    table.add_column("is")
+    color = {"slower": "red", "faster": "green"}
+    for item in sorted(found, key=lambda i: order.index(i["verdict"])):
+        figures = ["-" if item[k] is None else f"{item[k]:.4g}" for k in ("old_ms", "new_ms")]
+        ratio = "-" if item["ratio"] is None else f"{item['ratio']:.3f}"
+        verdict = item["verdict"]
+        mark = f"[{color[verdict]}]{verdict}[/]" if verdict in color else verdict
+        table.add_row(" ".join(str(item[k]) for k in SHOWN_COLUMNS if k in item), *figures, ratio, mark)
+    Console().print(table)

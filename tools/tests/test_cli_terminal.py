@@ -1,0 +1,108 @@
+"""The command in a real terminal of 80 columns, and piped: width, colour, progress, exit codes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.reference
+
+PROGRAM = "from gemworks.cli.app import main; main()"
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Without what would tell the program about width and colour."""
+    hidden = ("COLUMNS", "LINES", "NO_COLOR", "TERMINAL_WIDTH", "FORCE_COLOR", "TERM")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return kept | {"TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)} | more
+
+
+def in_terminal(*arguments: str, columns: int = 80, **more: str) -> tuple[int, str]:
+    """Run the command with all three streams on a new pseudo-terminal; its exit code and what it showed."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    child = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment(**more))
+    os.close(slave)
+    shown = b""
+    while True:
+        try:
+            block = os.read(master, 65536)
+        except OSError:  # Linux says EIO when the other end is closed
+            break
+        if not block:
+            break
+        shown += block
+    os.close(master)
+    return child.wait(), shown.decode("utf-8").replace("\r\n", "\n")
+
+
+def piped(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    return subprocess.run(command, env=environment(**more), capture_output=True, text=True, check=False)
+
+
+def test_help_fits_80_columns_in_colour() -> None:
+    code, text = in_terminal("plan", "simulate", "--help")
+    assert code == 0
+    assert COLOUR.search(text)
+    lines = CONTROL.sub("", text).splitlines()
+    assert max(map(len, lines)) == 80
+
+
+def test_no_color_is_honoured() -> None:
+    code, text = in_terminal("mfu", "--preset", "tiny", "--step-ms", "10", NO_COLOR="1")
+    assert code == 0
+    assert "MFU" in text
+    assert set(COLOUR.findall(text)) <= {"\x1b[0m", "\x1b[1m", "\x1b[3m"}  # bold and italic are no colours
+
+
+def test_tables_shrink_to_the_terminal() -> None:
+    code, text = in_terminal("mfu", "--preset", "tiny", "--step-ms", "10", columns=40)
+    assert code == 0
+    assert max(map(len, CONTROL.sub("", text).splitlines())) <= 46  # the last line is a sentence
+
+
+def test_wrong_input_is_red_on_a_terminal() -> None:
+    code, text = in_terminal("config", "--preset", "smal")
+    assert code == 2
+    assert text.startswith("\x1b[31merror: preset: got 'smal'")
+
+
+def test_piped_is_plain_text() -> None:
+    done = piped("mfu", "--preset", "tiny", "--step-ms", "10")
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout + done.stderr
+    wrong = piped("config", "--preset", "smal")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith("error: preset: got 'smal'")
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    """`gemworks ... | head -1`"""
+    command = f'"{sys.executable}" -c "{PROGRAM}" plan ranks --cluster h200 --gpus 8 --shard 8 --json | head -1'
+    done = subprocess.run(["bash", "-c", command], env=environment(), capture_output=True, text=True, check=False)
+    assert done.stdout == "{\n"
+    assert "Traceback" not in done.stderr
+
+
+def test_bench_shows_progress_in_one_line(tmp_path: Path) -> None:
+    """On a terminal the program's lines pass by in a status line that is gone at the end; the table stays."""
+    arguments = ["bench", "parallel", "--out", str(tmp_path / "out"), "--", "balance", "--max-ranks", "8"]
+    code, text = in_terminal(*arguments)
+    assert code == 0
+    assert re.search(r"\d:\d\d:\d\d bench parallel", CONTROL.sub("", text))
+    stays = CONTROL.sub("", text).split("\r")[-1].splitlines()
+    assert stays[0].startswith("bench parallel: 0 rows")
+    assert stays[-1] == f"written to {tmp_path / 'out'}"
