@@ -143,8 +143,9 @@ def test_kernels_compile_without_spilling(which, architecture, activation, tmp_p
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("activation", ["softmax", "fast_gelu"])
 @pytest.mark.parametrize("square", [False, True])
-def test_kernels_on_the_device(activation, square):
-    """Head-wide scales (the Gluon kernel on sm_90) and squares (the plain one), against float64 of the values.
+def test_on_the_device(activation, square):
+    """Head-wide scales and squares against float64 of the values, by the default way or, where GEMWORKS_FP8_KERNELS
+    names them, the kernels (gluon takes head-wide scales, plain everything).
 
     A score of the FP8 units is off by under 2^-8 of the largest product (13 bits of 32 aligned products, four times).
     """

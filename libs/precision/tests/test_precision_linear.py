@@ -334,3 +334,28 @@ def test_grouped_input_is_checked():
         mx_grouped_linear(torch.randn(4, 64), torch.randn(2, 64, 64), offsets)
     with pytest.raises(ValueError, match="multiples of 32"):
         mx_grouped_linear(torch.randn(4, 16), torch.randn(1, 64, 16), offsets)
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "mxfp8_regroup128", "fp8_block128"])
+def test_square_inputs_change_the_weight_gradient_alone(kind):
+    """P5: dW is the product of dy's columns and the squares of x, and keeps its SQNR; y and dx stay as they are."""
+    x, w, dy = torch.randn(200, 256), torch.randn(128, 256) / 16, torch.randn(200, 128)
+    results = []
+    for square in (False, True):
+        leaf, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
+        y = mx_linear(leaf, weight, None, recipe(kind, square_inputs=square))
+        y.backward(dy)
+        results.append((y.detach(), leaf.grad, weight.grad))
+    (y0, dx0, dw0), (y1, dx1, dw1) = results
+    assert torch.equal(y0, y1)
+    assert torch.equal(dx0, dx1)
+    assert not torch.equal(dw0, dw1)
+    exact = dy.double().t() @ x.double()
+    noise = (dw1.double() - exact).square().sum()
+    assert 10 * torch.log10(exact.square().sum() / noise) >= 24
+
+
+def test_square_inputs_go_with_neither_a_kept_plane_nor_a_transform():
+    for changes in ({"save": "both"}, {"hadamard_size": 32}):
+        with pytest.raises(ValueError, match="square_inputs"):
+            recipe("fp8_block128", square_inputs=True, **changes)

@@ -117,6 +117,9 @@ def bench_linear(bench: Bench) -> None:
                 chosen = recipe(kind.value, save=save)
                 name = "gemworks" if save == "high_precision" else "gemworks_save_both"
                 layer.record(kind.value, name, lambda a, b, c=chosen: mx_linear(a, b, None, c))
+        for kind in (GemmKind.MXFP8_REGROUP128, GemmKind.FP8_BLOCK128):
+            chosen = recipe(kind.value, square_inputs=True)
+            layer.record(kind.value, "gemworks_square_inputs", lambda a, b, c=chosen: mx_linear(a, b, None, c))
         if bench.device.type == "cuda":
             transformer_engine_rows(layer)
         layer.publish()

@@ -148,12 +148,15 @@ def linear_backward(
             dw = (dy_MN.t() @ dense_x.to(dy_MN.dtype)).to(dw_dtype)
         else:
             if source is not None and source.dim == 0:
-                plane_x = source
+                plane_x_t = source.t()
             else:
                 dense_x = x_MK if source is None else source.dequantize(dy_MN.dtype)
                 spec_x = _spec(chosen.wgrad, chosen, chosen.wgrad.right, hadamard=chosen.hadamard)
-                plane_x = cast(dense_x, 0, spec_x, chosen.backend)[0]
-            dw = gemm(columns.t(), plane_x.t(), chosen.wgrad.kind, dw_dtype, chosen.backend)
+                if chosen.square_inputs:
+                    plane_x_t = cast(dense_x.t(), None, spec_x, chosen.backend)[0]
+                else:
+                    plane_x_t = cast(dense_x, 0, spec_x, chosen.backend)[0].t()
+            dw = gemm(columns.t(), plane_x_t, chosen.wgrad.kind, dw_dtype, chosen.backend)
     return dx, dw
 
 
@@ -244,10 +247,14 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.recipe_text, ctx.step, ctx.x_dtype, ctx.num_features = recipe_text, step, x.dtype, x.shape[1]
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(codes, scales, counts)
+    # Otherwise a zero gradient as large as the kept plane is written in each backward.
+    ctx.set_materialize_grads(False)
     del chosen, save
 
 
 def _backward(ctx, dy, *_unused):
+    if dy is None:
+        return None, None, None, None, None, None, None
     x, weight, codes, scales = ctx.saved_tensors
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
     dx, dw = torch.ops.gemworks_precision.linear_backward(

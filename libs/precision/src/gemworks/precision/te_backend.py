@@ -45,6 +45,7 @@ def check_recipe(chosen: Recipe) -> None:
         "hadamard_size": chosen.hadamard_size,
         "row_weights": chosen.row_weights,
         "square_weights": chosen.square_weights,
+        "square_inputs": chosen.square_inputs,
     }
     asked = [name for name, value in extras.items() if value]
     formats = {f.value for gemm in (chosen.forward, chosen.dgrad, chosen.wgrad) for f in (gemm.left, gemm.right)}

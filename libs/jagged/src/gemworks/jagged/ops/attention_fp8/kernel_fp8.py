@@ -50,19 +50,6 @@ def load_values(
     return x.to(DTYPE)
 
 
-@triton.jit
-def values_kernel(
-    codes, scales, out, total, st, sn, scale_st, scale_sn, out_st, out_sn,
-    H: tl.constexpr, R: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
-    """Codes times scales, [T, N, H]: what the backward reads."""
-    rows = tl.program_id(0) * BT + tl.arange(0, BT)
-    head = tl.program_id(1).to(tl.int64)
-    x = load_values(codes + head * sn, scales + head * scale_sn, rows, rows < total, st, scale_st, H, R, W, DTYPE)
-    at = rows.to(tl.int64)[:, None] * out_st + tl.arange(0, H)[None, :]
-    tl.store(out + head * out_sn + at, x, mask=(rows < total)[:, None])
-
-
 @triton.jit(do_not_specialize=["left", "right", "lse_sn"])  # else batches differ to the compiler
 def fp8_kernel(
     q, k, v, sq, sk, sv, out, lse, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale, left, right,

@@ -30,13 +30,8 @@ _SCHEMA = (
 def _values(
     q: Tensor, k: Tensor, v: Tensor, q_scales: Tensor, k_scales: Tensor, v_scales: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    multiply = dequantize_rows
-    if q.device.type == "cuda" and q.shape[2] & (q.shape[2] - 1) == 0 and v.shape[2] & (v.shape[2] - 1) == 0:
-        from gemworks.jagged.ops.attention_fp8 import launch
-
-        multiply = launch.values
-    v_values = v if v_scales is None else multiply(v, v_scales, dtype)
-    return multiply(q, q_scales, dtype), multiply(k, k_scales, dtype), v_values
+    v_values = v if v_scales is None else dequantize_rows(v, v_scales, dtype)
+    return dequantize_rows(q, q_scales, dtype), dequantize_rows(k, k_scales, dtype), v_values
 
 
 def _on_host(
@@ -58,6 +53,9 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     from gemworks.jagged.ops.attention_fp8 import launch
 
+    if not launch.enabled():
+        values = _values(q, k, v, q_scales, k_scales, v_scales, rest[3])
+        return torch.ops.gemworks_jagged.attention_forward(*values, *rest[4:])
     call = Call(q, k, *rest[4:])
     with torch.cuda.device(q.device):
         problem = _problem(q, k, v, call, architecture_of(q.device))

@@ -1,6 +1,6 @@
 """FP8 attention on planes of this library against bf16 attention: rows `op=attention_fp8` of precision_h200.csv.
 
-    python libs/precision/benchmarks/attention_fp8.py --out DIR
+    python recipes/gem/benchmarks/attention_fp8.py --out DIR
 
 Needs gemworks.jagged beside gemworks.precision. Checks first: attention of the dequantised values. Lengths uniform on
 [1, max], normal q, k and v, four heads of 128.
