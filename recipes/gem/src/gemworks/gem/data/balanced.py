@@ -113,8 +113,8 @@ class BalancedLoader(Loader):
         if (then, ranks) != (now, self.world_size) and not edge and position < self.num_samples:
             raise ValueError(
                 f"loader state: {then} samples a step on {ranks} ranks when saved, {now} on {self.world_size} now, in "
-                "the middle of a balanced window; resume with the same data.batch_size and number of ranks, or from the "
-                "end of an epoch"
+                "the middle of a balanced window; resume with the same data.batch_size and number of ranks, or from "
+                "the end of an epoch"
             )
         super().load_state_dict(state)
 
