@@ -118,5 +118,8 @@ def test_mistakes_are_named() -> None:
     next(iter(half))
     with pytest.raises(ValueError, match="in the middle of a balanced window"):
         loaders(2)[0].load_state_dict(half.state_dict())
+    two = BalancedLoader(SOURCE, "train", balance_window=WINDOW, batch_size=half.batch_size // 2, world_size=2)
+    with pytest.raises(ValueError, match=r"on 1 ranks when saved.* on 2 now"):
+        two.load_state_dict(half.state_dict())  # as many samples a step, but dealt by two
     with pytest.raises(ValueError, match="balance_window"):
         DataConfig(balance_window=-1)

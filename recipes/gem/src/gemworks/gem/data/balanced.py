@@ -95,6 +95,7 @@ class BalancedLoader(Loader):
             **super().state_dict(),
             "balance_window": self.balance_window,
             "step_samples": self.batch_size * self.world_size,
+            "num_ranks": self.world_size,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -109,12 +110,14 @@ class BalancedLoader(Loader):
                 f"{self.balance_window} now; resume with data.balance_window as it was, or start a new run"
             )
         then, now = int(state.get("step_samples", 0)), self.batch_size * self.world_size
+        ranks = int(state.get("num_ranks", 0))
         position = int(state.get("position", 0))
         edge = position % (self.balance_window * then or 1) == 0 and position % self._window_samples == 0
-        if then != now and not edge and position < self.num_samples:
+        if (then, ranks) != (now, self.world_size) and not edge and position < self.num_samples:
             raise ValueError(
-                f"loader state: {then} samples a step when saved, {now} now, in the middle of a balanced window; "
-                "resume with the same data.batch_size, or from the end of an epoch"
+                f"loader state: {then} samples a step on {ranks} ranks when saved, {now} on {self.world_size} now, in "
+                "the middle of a balanced window; resume with the same data.batch_size and number of ranks, or from "
+                "the end of an epoch"
             )
         super().load_state_dict(state)
 

@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from gemworks.gem.schema import Batch, Schema
 from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
+T = TypeVar("T")
 
 
 class Source(Protocol):
@@ -239,13 +240,13 @@ class Loader:
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
 
-def _ahead(make: Callable[[int], Batch], positions: range, depth: int, num_threads: int) -> Iterator[Batch]:
+def _ahead(make: Callable[[int], T], positions: range, depth: int, num_threads: int) -> Iterator[T]:
     """`map(make, positions)` with up to `depth` results prepared by threads, in order.
 
     An exception in `make` is raised here, after the batches before it. Closing the iterator ends the threads.
     """
     rest = iter(positions)
-    ahead: deque[Future[Batch]] = deque()
+    ahead: deque[Future[T]] = deque()
     executor = ThreadPoolExecutor(min(num_threads, depth), thread_name_prefix="gemworks-prefetch")
 
     def submit() -> None:
