@@ -188,7 +188,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield here
     finally:
         subprocess.run(["scancel", "--user=root"], env=env, capture_output=True, timeout=60, check=False)
-        time.sleep(1)
+        end = time.monotonic() + 30  # steps that run on when their daemons are gone stay for ever
+        while here.run("squeue", "--noheader", check=False).stdout.strip() and time.monotonic() < end:
+            time.sleep(0.5)
         pids = [int(p.read_text()) for p in folder.glob("*.pid") if p.read_text().strip()]
         pids += [int(p.read_text()) for p in folder.glob("munge.pid") if int(p.read_text()) not in pids]
         for pid in pids:
