@@ -13,9 +13,8 @@ from gemworks.jagged.ops.rope.launch import MAX_HEADS, NUM_WARPS, rows_of_tile
 
 
 def main(architecture: str) -> None:
-    from compile_tile_kernels import (
-        compile_kernel,
-    )  # beside this script; a test run that collects doctests has no such path
+    # beside this script; a test run that collects doctests has no such path
+    from compile_tile_kernels import compile_kernel
 
     for width in (32, 64, 128, 256):
         for kernel in (kernel_rope.norm_rope_fwd_kernel, kernel_rope.norm_rope_bwd_kernel):
