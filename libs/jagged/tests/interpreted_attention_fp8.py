@@ -1,6 +1,6 @@
-"""The plain FP8 attention kernel under Triton's interpreter, in fp32, against the definition; run by
-test_jagged_attention_fp8.py in a process of its own."""
+"""The plain FP8 attention kernel under Triton's interpreter, in fp32, against the definition."""
 
+import pytest
 import torch
 from gemworks.jagged import TileSchedule
 from gemworks.jagged._dense import Mask
@@ -21,7 +21,17 @@ def plane(rows, heads, square, seed):
     return codes, torch.randint(118, 123, shape, generator=generator, dtype=torch.uint8)
 
 
-def check(activation, square, v_codes, mask=FULL, heads_k=2):
+@pytest.mark.parametrize(
+    ("activation", "square", "v_codes", "mask", "heads_k"),
+    [
+        ("softmax", False, False, FULL, 2),
+        ("softmax", True, True, FULL, 2),
+        ("relu", True, False, FULL, 2),
+        ("softmax", False, True, Mask(9, 0, "bottom_right"), 2),
+        ("relu", False, True, FULL, 1),
+    ],
+)
+def test_equals_the_definition(activation, square, v_codes, mask, heads_k):
     (q, sq), (k, sk), (v, sv) = (plane(70, h, square, s) for s, h in enumerate((2, heads_k, heads_k)))
     q_values, k_values, v_values = (dequantize_rows(c, s, torch.float32) for c, s in ((q, sq), (k, sk), (v, sv)))
     rule = Rule(0.1, activation, mask, False)
@@ -34,20 +44,10 @@ def check(activation, square, v_codes, mask=FULL, heads_k=2):
     out, lse = launch.forward(problem, sq, sk, sv if v_codes else None, torch.float32)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, lse_expected, rtol=1e-4, atol=1e-5)
-    print("equal", activation, square, v_codes)
 
 
-def check_factors():
+def test_factors():
     scales = torch.randint(0, 256, (70, 3), dtype=torch.uint8)
     ours = launch.factors(scales)
     assert ours.stride(0) % 4 == 0
     assert torch.equal(ours.t().nan_to_num(-1), scale_values(scales).nan_to_num(-1))
-
-
-if __name__ == "__main__":
-    check_factors()
-    check("softmax", False, False)
-    check("softmax", True, True)
-    check("relu", True, False)
-    check("softmax", False, True, Mask(9, 0, "bottom_right"))
-    check("relu", False, True, heads_k=1)

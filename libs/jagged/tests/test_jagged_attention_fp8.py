@@ -109,16 +109,6 @@ def test_what_does_not_fit_is_refused():
         gdpa_fp8(q, k, v, sq, sk, sv, OFFSETS, max_length_q=64, scale=1.0, activation="swish")
 
 
-@pytest.mark.interpret
-def test_the_plain_kernel_under_the_interpreter():
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).parent / "interpreted_attention_fp8.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.count("equal") == 5
-
-
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("which", "architecture", "activation"),
