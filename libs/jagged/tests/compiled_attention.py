@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEADS = 4
+INTEGERS = ("left", "right", "total", "tiles_per_unit", "num_sequences")
 
 
 def arguments(
@@ -42,7 +43,7 @@ def arguments(
             kind = "*i32"
         elif base == "scale":
             kind = "fp32"
-        elif base.endswith(("_st", "_sn", "stride_t", "stride_n")) or base in ("left", "right", "total"):
+        elif base.endswith(("_st", "_sn", "stride_t", "stride_n")) or base in INTEGERS:
             kind = "i32"
         else:
             kind = f"*{dtype}"
