@@ -192,5 +192,5 @@ def test_compiled_layers_train_like_eager_ones() -> None:
     for _ in zip(eager.steps(), compiled.steps(), strict=True):
         assert compiled.take_row().loss == pytest.approx(eager.take_row().loss, rel=1e-4)
     assert set(compiled.model.state_dict()) == set(eager.model.state_dict())  # checkpoints are the same
-    assert compiled.model.head.mlp._compiled_call_impl is not None
-    assert eager.model.head.mlp._compiled_call_impl is None
+    assert hasattr(compiled.model.head.mlp.forward, "_torchdynamo_orig_callable")
+    assert not hasattr(eager.model.head.mlp.forward, "_torchdynamo_orig_callable")
