@@ -235,7 +235,9 @@ def test_a_killed_job_is_requeued_and_goes_on(cluster: Cluster) -> None:
 
     os.kill(trainer(cluster, handle), signal.SIGKILL)
     wait_for("the requeue", 60, lambda: cluster.job(handle)["Restarts"] == "1")
-    cluster.run("scontrol", "update", f"JobId={handle.rpartition('/')[2]}", "StartTime=now")  # Slurm waits two minutes
+    # Slurm waits two minutes, and counts in seconds: a start in the second that revoked the credential is refused
+    time.sleep(2)
+    cluster.run("scontrol", "update", f"JobId={handle.rpartition('/')[2]}", "StartTime=now")
     wait_for("the second start", 120, lambda: "going on after step" in cluster.out(handle))
     resumed = int(cluster.out(handle).split("going on after step ")[1].split()[0])
     assert resumed >= 10
