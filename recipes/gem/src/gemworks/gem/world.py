@@ -160,7 +160,7 @@ def _packed(good: bool, value: object) -> bytes:
         value = RuntimeError(f"{type(value).__name__}: {value}")
     try:
         return pickle.dumps((good, value))
-    except Exception:
+    except Exception:  # what cannot be pickled raises anything; a failure still has to reach the others
         if good:
             raise
         return pickle.dumps((False, RuntimeError(f"{type(value).__name__}: {value}")))

@@ -11,7 +11,7 @@ Shapes: B samples of a batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -76,8 +76,7 @@ class BalancedLoader(Loader):
         def make(start: int) -> list[Batch]:
             return self._window(epoch, start)
 
-        # `_ahead` is typed for single batches and hands on whatever `make` returns.
-        return cast(Any, _ahead)(make, starts, 1, 1) if self.prefetch else (make(s) for s in starts)
+        return _ahead(make, starts, 1, 1) if self.prefetch else (make(s) for s in starts)
 
     def _window(self, epoch: int, start: int) -> list[Batch]:
         step, size = self.batch_size * self.world_size, self.batch_size // SUB_BATCHES
