@@ -48,7 +48,8 @@ def test_twin_equals_definition(
     )
     rest = {n: random(total, heads, value_width) for n in ("residual", "add") if n in parts}
     rest |= {n: random(heads * value_width) for n in ("weight", "bias") if n in parts}
-    e = NormEpilogue(kind, **{n: x.double() for n, x in rest.items()})
+    r, a, w, b = (rest.get(n) for n in ("residual", "add", "weight", "bias"))
+    e = NormEpilogue(kind, *(None if x is None else x.double() for x in (r, a, w, b)), eps=1e-6)  # pyright: ignore[reportArgumentType]
     settings: Any = {"max_length_q": 33, "scale": 0.3, "activation": "gelu"}
     truth = gdpa(q.double(), k.double(), v.double(), offsets, epilogue=e, **settings)
     for x in (q, *(rest[n] for n in ("residual",) if n in parts)):
@@ -57,10 +58,10 @@ def test_twin_equals_definition(
     problem = Problem(
         q, k.flatten(0, 1), v.flatten(0, 1), Rule(0.3, "gelu", Mask(), False), schedule, ROWS, "sm_90", total, ROWS
     )
-    args = launch_norm.NormArgs(*(rest.get(n) for n in ("residual", "add", "weight", "bias")), e.eps, kind == "layer")
+    args = launch_norm.NormArgs(r, a, w, b, e.eps, kind == "layer")
     y, h = (torch.full((total, heads, value_width), NAN, dtype=dtype) for _ in range(2))
     launch_norm.triton_forward(problem, args, y, h, table.TritonConfig(16, 16, 4, 1))
-    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    tolerance: Any = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
     torch.testing.assert_close(y.double(), truth, **tolerance)
     assert not h[used:].any()
 

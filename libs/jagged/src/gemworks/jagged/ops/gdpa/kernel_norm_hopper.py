@@ -4,9 +4,9 @@ Letters: M query rows of a tile (64 for each consumer), n key rows of a tile (BN
 
 A program takes a tile of query rows through all heads, so that it has whole rows in the end. One warp loads; two
 consumer warpgroups compute act(scale Q K^T) V head by head and store it; a warpgroup of its own then adds the residual
-to the rows of a tile, normalises them and adds what comes after, while the consumers are at the next tile: what the norm
-reads is in the L2 cache, and its waiting costs the tensor cores nothing. The keys of a sequence are whole tiles, so
-descriptors of the whole tensors do.
+to the rows of a tile, normalises them and adds what comes after, while the consumers are at the next tile: what the
+norm reads is in the L2 cache, and its waiting costs the tensor cores nothing. The keys of a sequence are whole tiles,
+so descriptors of the whole tensors do.
 """
 
 from gemworks.jagged._triton.hopper_common import fold, sync_threads, tile_of, weigh, zigzag
