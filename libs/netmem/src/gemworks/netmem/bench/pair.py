@@ -276,10 +276,11 @@ def pair_fsdp(rows: Rows, device: torch.device, smoke: bool) -> None:
         # where the trace says what took SMs, and for how long
         trace = _trace_of(step, device)
         report = overlap_report(trace).devices[0]
-        copies = verify_copy_engines(trace).fsdp_copy_us
+        check = verify_copy_engines(trace)
         share = "" if report.sm_share is None else f"SM share of communication {report.sm_share:.4f}, "
         texts[impl] = (
-            f"{share}CTAs {_ctas(trace)}, exposed {report.exposed_us:.0f} us, FSDP copies {copies:.0f} us"
+            f"{share}CTAs {_ctas(trace)}, exposed {report.exposed_us:.0f} us, "
+            f"{check.peer_copies} peer copies, FSDP copies {check.fsdp_copy_us:.0f} us"
             if device.type == "cuda"
             else ""
         )
