@@ -69,5 +69,11 @@ def test_pair_smoke_run_under_torchrun(tmp_path):
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
     rows = read(out)
     quantized = {"quantized_all_gather", "quantized_reduce_scatter"}
-    assert {r["op"] for r in rows} == {"all_gather", "reduce_scatter", "fsdp_stack", *quantized}
+    assert {r["op"] for r in rows} == {
+        "all_gather",
+        "reduce_scatter",
+        "gather_beside_offload",
+        "fsdp_stack",
+        *quantized,
+    }
     assert any("not run" in r["setting"] for r in rows)
