@@ -50,9 +50,9 @@ norm_rope_op = torch.library.custom_op("gemworks_jagged::norm_rope", _forward_cp
 @norm_rope_op.register_kernel("cuda")
 def _forward_cuda(x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | None, eps: float | None) -> Tensor:
     if _uses_triton(x):
-        from gemworks.jagged.ops.rope.launch import norm_rope_forward
+        from gemworks.jagged.ops.rope.launch import norm_rope
 
-        return norm_rope_forward(x, cos, sin, end, eps)
+        return norm_rope(x, cos, sin, end, eps)
     return _forward_cpu(x, cos, sin, end, eps)
 
 
@@ -86,9 +86,9 @@ def _backward_cuda(
     dy: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | None, eps: float | None
 ) -> Tensor:
     if _uses_triton(x):
-        from gemworks.jagged.ops.rope.launch import norm_rope_backward
+        from gemworks.jagged.ops.rope.launch import norm_rope
 
-        return norm_rope_backward(dy, x, cos, sin, end, eps)
+        return norm_rope(x, cos, sin, end, eps, dy=dy)
     return _backward_cpu(dy, x, cos, sin, end, eps)
 
 
