@@ -119,6 +119,7 @@ def hopper_forward(
         launch[(_num_programs(q.device.index or 0),)](
             q_desc, factors_k, k, v, factors_q, out, lse, bounds[0], bounds[3], sample, row, count, p.rule.scale,
             factors_k.stride(0), k.stride(0), k.stride(1), v.stride(0), v.stride(1), factors_q.stride(0),
-            out.stride(0), out.stride(1), lse.stride(0), ACT=p.rule.activation, HEADS=heads, GROUP_HEADS=heads // k.shape[1], H=width, BN=block_n,
+            out.stride(0), out.stride(1), lse.stride(0),
+            ACT=p.rule.activation, HEADS=heads, GROUP_HEADS=heads // k.shape[1], H=width, BN=block_n,
             STAGES=stages, CONSUMER_REGS=REGISTERS, num_warps=4,
         )  # fmt: skip
