@@ -43,13 +43,13 @@ class Context:
             "num_gpus": "1" if cuda else "0",
             "clock_mhz": "" if mhz is None else f"{mhz:.0f}",
             "command": f"python -m gemworks.jagged.bench {shlex.join(self.arguments)}".strip(),
-            "commit": _commit(),
+            "commit": commit(),
             "torch": torch.__version__,
-            "triton": _triton_version(),
+            "triton": triton_version(),
         }
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit of the working tree, or of the environment variable GEMWORKS_COMMIT where there is no git."""
     if named := os.environ.get("GEMWORKS_COMMIT"):
         return named
@@ -66,7 +66,7 @@ def _commit() -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def _triton_version() -> str:
+def triton_version() -> str:
     try:
         import triton
     except ImportError:
