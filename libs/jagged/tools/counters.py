@@ -102,7 +102,7 @@ def child(label: str) -> None:
 
 def command_of(ncu: str, label: str, log: Path) -> list[str]:
     return [
-        *(ncu, "--profile-from-start", "off", "--nvtx", "--print-nvtx-rename", "none", "--clock-control", "none"),
+        *(ncu, "--profile-from-start", "off", "--nvtx", "--clock-control", "none"),
         *("--csv", "--page", "raw", "--log-file", str(log)),
         *(x for section in SECTIONS for x in ("--section", section)),
         *(sys.executable, __file__, "--child", label),
