@@ -43,7 +43,7 @@ def probe(
     """
     need("gemworks.precision", "gemworks-precision")
     with quiet():
-        from gemworks.precision.probe import probe as run_probe
+        from gemworks.precision import probe as run_probe
 
         made = _call(source)
         options: dict[str, Any] = {"min_sqnr_db": min_sqnr_db, "min_speedup": min_speedup}
