@@ -6,6 +6,7 @@ commands are looked at in test_repo_shell_blocks.py.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
@@ -137,12 +138,30 @@ def broken_links(site: Path) -> list[str]:
 def test_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     done = build_site(ROOT / "mkdocs.yml", tmp_path / "site")
     assert done.returncode == 0, done.stderr
-    for page in ("index", "support", "measured", "howto/launch", "libraries/jagged", "decisions/index"):
+    shown = ("index", "support", "measured/index", "measured/jagged_h200", "ladder", "howto/launch", "libraries/jagged",
+             "libraries/precision_numerics", "decisions/index", "changes/cli")  # fmt: skip
+    for page in shown:
         assert (tmp_path / "site" / f"{page}.html").is_file(), page
     assert broken_links(tmp_path / "site") == []
     support = (tmp_path / "site/support.html").read_text(encoding="utf-8")
-    assert "<td>block_attention</td>" in support
+    assert "<td><code>block_attention</code></td>" in support
     assert "mxfp8" in support
+    navigation = (tmp_path / "site/measured/index.html").read_text(encoding="utf-8")
+    assert re.search(
+        r'href="\.\./ladder\.html" class="md-nav__link">\s*<span class="md-ellipsis">\s*The MFU ladder', navigation
+    )
+
+
+def test_one_line_of_support_says_no_more_than_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs/_site")
+    tables = importlib.import_module("tables")
+    from gemworks import jagged
+
+    rows = jagged.support()
+    lines = tables.grouped_support(rows)
+    assert len(lines) == len({(row.op, row.backend, row.max_head_dim) for row in rows})
+    with pytest.raises(ValueError, match="expected every combination"):
+        tables.grouped_support(rows[1:])
 
 
 @pytest.mark.slow

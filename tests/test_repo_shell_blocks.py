@@ -87,7 +87,9 @@ def test_command_is_understood(line: str) -> None:
         assert line.startswith(NOT_LOOKED_AT), f"{COMMANDS[line]}: nothing here looks at {line!r}"
 
 
-@pytest.mark.parametrize("path", [p for p in DOCUMENTS if blocks(p, "toml")], ids=lambda p: p.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "path", [p for p in DOCUMENTS if blocks(p, "toml")], ids=lambda p: p.relative_to(ROOT).as_posix()
+)
 def test_toml_block_is_toml(path: Path) -> None:
     for block in blocks(path, "toml"):
         assert tomllib.loads(block)

@@ -207,9 +207,7 @@ def _jagged_ops(devices: list[str]) -> list[dict[str, Any]]:
                     rows.append(row | _none(error))
                     continue
                 found = {"backend": chosen.backend, "config": chosen.config, "reason": chosen.reason}
-                rows.append(
-                    row | found | {"alternatives": alternatives(table, dtype, _place(device), chosen.backend)}
-                )
+                rows.append(row | found | {"alternatives": alternatives(table, dtype, _place(device), chosen.backend)})
     return rows
 
 

@@ -128,7 +128,10 @@ def print_findings(findings: dict[str, Any]) -> None:
     _print_paragraphs("why", [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()])
     _print_paragraphs(
         "for faster backends",
-        [f"{', '.join(item['ops'])}: {item['do'] or 'nothing to install'}. {item['why']}" for item in findings["advice"]]
+        [
+            f"{', '.join(item['ops'])}: {item['do'] or 'nothing to install'}. {item['why']}"
+            for item in findings["advice"]
+        ]
         or ["nothing: every op has the best backend that it can have here"],
     )
     _print_paragraphs("problems", findings["problems"], style="red")

@@ -87,9 +87,7 @@ def alternatives(
     return found
 
 
-def advise(
-    gpus: Gpus, packages: Sequence[Mapping[str, Any]], ops: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def advise(gpus: Gpus, packages: Sequence[Mapping[str, Any]], ops: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What to do for faster backends.
 
     Args:
