@@ -25,6 +25,7 @@ from gemworks.jagged.ops.flash_attention.bias import AttentionBias
 from gemworks.jagged.ops.flash_attention.op import flash_attention
 from gemworks.jagged.ops.flash_attention.packed import flash_attention_qkv
 from gemworks.jagged.ops.gdpa.activations import Activation
+from gemworks.jagged.ops.gdpa.epilogue import NormEpilogue
 from gemworks.jagged.ops.gdpa.op import gdpa
 from gemworks.jagged.ops.norms.op import layer_norm, rms_norm
 from gemworks.jagged.ops.pooling.op import seed_pool
@@ -47,6 +48,7 @@ __all__ = [
     "BlockSchedule",
     "Explanation",
     "Jagged",
+    "NormEpilogue",
     "Rope",
     "RopeTables",
     "SupportRow",
