@@ -1,5 +1,6 @@
 """Attention, norms and pooling on packed variable-length sequences, without padding."""
 
+from gemworks.jagged._checks import debug_checks
 from gemworks.jagged.convert import (
     from_cu_seqlens,
     from_keyed,
@@ -59,6 +60,7 @@ __all__ = [
     "block_attention_qkv",
     "concat",
     "concat_batch",
+    "debug_checks",
     "expand_rows",
     "explain",
     "flash_attention",
