@@ -58,6 +58,8 @@ def test_package_has_its_targets(package):
     )
     assert sources["sources"] == ["src/**/*.py"]
     assert tests["sources"] == ["tests/**/test_*.py"]
+    (helpers,) = targets["python_test_utils"]
+    assert helpers["sources"] == ["tests/**/*.py", "!tests/**/test_*.py"], "what tests import that is no test"
     assert distribution["provides"] == {"name": package.distribution}
     assert distribution["generate_setup"] is False, "the package's own pyproject.toml builds it"
     assert ":src@resolve=cpu" in distribution["dependencies"]

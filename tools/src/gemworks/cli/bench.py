@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 from gemworks.cli.compare import compare, print_comparison, read_rows
 from gemworks.cli.options import Json
-from gemworks.cli.output import need, print_error, print_json
+from gemworks.cli.output import print_error, print_json
 from gemworks.gem.errors import RUN_FAILED, WRONG_INPUT
 
 LAST_LINES = 12  # of a failed program's output, shown when they went by as progress
@@ -174,7 +174,6 @@ def _bench(
 ) -> None:
     suite = SUITES[name]
     before = None if old is None else read_rows(old)  # a wrong name answers before anything is measured
-    need(suite.module.removesuffix(".bench"), "-".join(suite.module.split(".")[:2]))
     folder = _new_folder(name, out)
     launcher = ["-m"] if nproc == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(nproc), "-m"]
     arguments = [*(suite.smoke if smoke else ()), *(rest or ())]

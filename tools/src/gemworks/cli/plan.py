@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from gemworks.cli.options import Json
-from gemworks.cli.output import need, print_json, quiet
+from gemworks.cli.output import print_json, quiet
 
 if TYPE_CHECKING:
     from gemworks.parallel import ClusterSpec, ModelProfile, ParallelPlan, SimulationConfig
@@ -62,7 +62,6 @@ def search(
 
     Example: gemworks plan search --gpus 4096 --picture plan.svg
     """
-    need("gemworks.parallel", "gemworks-parallel")
     with quiet():
         from gemworks import parallel
 
@@ -98,7 +97,6 @@ def simulate(
     Example: gemworks plan simulate --gpus 4096 --shard 256 --expert 2 --expert-shard 16 --table-group 256
     --replica-shard 8 --trace step.json
     """
-    need("gemworks.parallel", "gemworks-parallel")
     with quiet():
         from gemworks import parallel
 
@@ -134,7 +132,6 @@ def ranks(
 
     Example: gemworks plan ranks --cluster h200 --gpus 8 --shard 8 --table-group 4 --replica-shard 2
     """
-    need("gemworks.parallel", "gemworks-parallel")
     with quiet():
         from gemworks import parallel
 

@@ -22,7 +22,7 @@ from gemworks.netmem.bench.stack import SMOKE, StackSize
 from gemworks.netmem.ledger import HBM, BandwidthLedger
 from gemworks.netmem.measure import measure
 
-SUITES = ("links", "offload_copies", "small_copy_under_bulk", "quantise", "stash", "budgets")
+SUITES = ("links", "offload_copies", "small_copy_under_bulk", "turns", "quantise", "stash", "budgets")
 
 
 def _ledger(device: torch.device, smoke: bool) -> BandwidthLedger:

@@ -174,11 +174,13 @@ def forward(p: Problem) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def backward(p: Problem, d_out: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), shaped and typed as q, k, v, contiguous."""
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.q, p.k, p.v))
+def backward(p: Problem, d_out: Tensor, out: Tensor | None, lse: Tensor | None, into: list[Tensor]) -> None:
+    """Fills `into`: dq, dk, dv, shaped and typed as q, k, v; a row's heads and columns lie side by side."""
+    dq, dk, dv = into
     if p.rows_q == 0 or p.k.shape[0] == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        for grad in into:
+            grad.zero_()
+        return
     d_out = rowwise(d_out)
     if p.rule.is_softmax:
         assert out is not None
@@ -198,8 +200,7 @@ def backward(p: Problem, d_out: Tensor, out: Tensor | None, lse: Tensor | None) 
     else:
         _backward_in_two(p, d_out, lse, delta, shares, dk, dv)
     if p.rule.shared_query:
-        dq = shares.view(-1, *p.q.shape).sum(0).to(p.q.dtype)
-    return dq, dk, dv
+        dq.copy_(shares.view(-1, *p.q.shape).sum(0))
 
 
 def _backward_in_two(

@@ -187,13 +187,32 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call, architecture = Call(q, k, *rest), architecture_of(q.device)
-    if not _kernels_take(q, k, v, call, architecture):
-        return _backward_on_host(d_out, q, k, v, out, lse, *rest)
-    from gemworks.jagged.ops.attention_core import launch
+    into: list[Tensor] = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    backward_into(into, d_out, q, k, v, out, lse, *rest)
+    return into[0], into[1], into[2]
 
-    with torch.cuda.device(q.device):
-        return launch.backward(_problem(q, k, v, call, architecture), d_out, out, lse)
+
+def backward_into(
+    into: list[Tensor],
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    *rest: Any,
+) -> None:
+    """Fills dq, dk and dv: rows may be strided, a row's heads and columns lie side by side. Not differentiable."""
+    if q.device.type == "cuda":
+        call, architecture = Call(q, k, *rest), architecture_of(q.device)
+        if _kernels_take(q, k, v, call, architecture):
+            from gemworks.jagged.ops.attention_core import launch
+
+            with torch.cuda.device(q.device):
+                launch.backward(_problem(q, k, v, call, architecture), d_out, out, lse, into)
+            return
+    for x, grad in zip(into, _backward_on_host(d_out, q, k, v, out, lse, *rest), strict=True):
+        x.copy_(grad)
 
 
 @attention_forward.register_fake
@@ -233,7 +252,7 @@ def _differentiate(ctx: Any, d_out: Tensor | None, _d_lse: Tensor | None) -> tup
 attention_forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _count_pairs(q: Tensor, k: Tensor, *rest: Any) -> int:
+def count_pairs(q: Tensor, k: Tensor, *rest: Any) -> int:
     """Admitted pairs: exact for offsets on the host, else the bound that shapes and max lengths give."""
     offsets_q, offsets_k, _, _, num_sequences, rows_k, max_q, max_k, _, _, left, right, align, shared_query = rest
     window = min(left + right + 1, UNBOUNDED)
@@ -255,14 +274,14 @@ def _count_pairs(q: Tensor, k: Tensor, *rest: Any) -> int:
 
 
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **_: Any) -> int:
-    return 2 * _count_pairs(q, k, *rest) * q.shape[1] * (q.shape[2] + v.shape[2])
+    return 2 * count_pairs(q, k, *rest) * q.shape[1] * (q.shape[2] + v.shape[2])
 
 
 def _backward_flops(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, *rest: Any, out_val: Any = None, **_: Any
 ) -> int:
     """Five products: the recomputed logits, dP, dV, dQ and dK, as torch counts its own attention."""
-    return 2 * _count_pairs(q, k, *rest) * q.shape[1] * (3 * q.shape[2] + 2 * v.shape[2])
+    return 2 * count_pairs(q, k, *rest) * q.shape[1] * (3 * q.shape[2] + 2 * v.shape[2])
 
 
 def _register_flops(flop_counter: Any) -> None:
