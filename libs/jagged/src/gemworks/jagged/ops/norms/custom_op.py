@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._dense import compute_dtype
 from gemworks.jagged._imports import when_imported
 from gemworks.jagged.dispatch import architecture_of, backend_of
@@ -32,7 +33,7 @@ def _norm_cpu(
     return y.contiguous(), h
 
 
-norm_op = torch.library.custom_op("gemworks_jagged::norm", _norm_cpu, mutates_args=(), device_types="cpu")
+norm_op = custom_op("norm", _norm_cpu, device="cpu")
 
 
 @norm_op.register_kernel("cuda")
@@ -107,9 +108,7 @@ def _norm_backward_cpu(
     return dx.to(h.dtype).contiguous(), dweight, dbias
 
 
-norm_backward_op = torch.library.custom_op(
-    "gemworks_jagged::norm_backward", _norm_backward_cpu, mutates_args=(), device_types="cpu"
-)
+norm_backward_op = custom_op("norm_backward", _norm_backward_cpu, device="cpu")
 
 
 @norm_backward_op.register_kernel("cuda")
