@@ -7,6 +7,7 @@ it prints is progress; the table comes from the CSV, which holds no row whose co
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from gemworks.cli.options import Json
 from gemworks.cli.output import print_error, print_json
 from gemworks.gem.errors import RUN_FAILED, WRONG_INPUT
 
+STEP = re.compile(r"\[(\d+)/(\d+)\] ")  # how a program says which of its steps begins
 LAST_LINES = 12  # of a failed program's output, shown when they went by as progress
 
 
@@ -241,18 +243,29 @@ def _run(command: Sequence[str], log: Path, title: str) -> tuple[int, list[str]]
 
 @contextlib.contextmanager
 def _progress(title: str) -> Iterator[tuple[Callable[[str], None], bool]]:
-    """How lines are shown: in a moving status line on a terminal, one after the other elsewhere, always on stderr."""
+    """How lines are shown: as a bar with the last one beside it on a terminal, one after the other elsewhere.
+
+    Always on standard error. A line that starts with `[3/8]` moves the bar; until there is one it only shows that
+    something happens.
+    """
     if not sys.stderr.isatty():
         yield (lambda line: print(line, file=sys.stderr, flush=True)), True
         return
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(title)
-        width = max(20, progress.console.width - 12)
-        yield (lambda line: progress.update(task, description=f"{title}: {line}"[:width])), False
+    text = TextColumn("{task.description}", markup=False)
+    with Progress(TimeElapsedColumn(), BarColumn(20), text, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=None)
+        width = max(20, progress.console.width - 30)  # of the elapsed time and the bar
+
+        def show(line: str) -> None:
+            if step := STEP.match(line):
+                # the step that begins now is not done
+                progress.update(task, completed=int(step[1]) - 1, total=int(step[2]))
+            progress.update(task, description=f"{title}: {line}"[:width])
+
+        yield show, False
 
 
 FIGURES = ("ms", "tflops", "gbps", "roofline_fraction", "ratio_to_best_peer")
