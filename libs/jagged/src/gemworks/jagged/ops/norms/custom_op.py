@@ -74,7 +74,7 @@ def _norm_backward_cpu(
     bias_dtype: torch.dtype | None,
     eps: float,
     center: bool,
-    offsets: Tensor | None = None,
+    offsets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias), the latter two empty where there is no such parameter.
 
@@ -120,7 +120,7 @@ def _norm_backward_cuda(
     bias_dtype: torch.dtype | None,
     eps: float,
     center: bool,
-    offsets: Tensor | None = None,
+    offsets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _uses_triton(h, center):
         from gemworks.jagged.ops.norms.launch import norm_backward
@@ -138,7 +138,7 @@ def _norm_backward_fake(
     bias_dtype: torch.dtype | None,
     eps: float,
     center: bool,
-    offsets: Tensor | None = None,
+    offsets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     width = h.shape[-1:]
     dweight = h.new_empty(0, dtype=torch.float32) if weight is None else weight.new_empty(width)
@@ -163,7 +163,7 @@ def _backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Any, ...]
         return (None,) * 7
     if dy is None:
         dy = torch.zeros_like(h)
-    dx, dweight, dbias = norm_backward_op(dy, dh, h, weight, ctx.bias_dtype, ctx.eps, ctx.center)
+    dx, dweight, dbias = norm_backward_op(dy, dh, h, weight, ctx.bias_dtype, ctx.eps, ctx.center, None)
     return (
         dx,
         None if weight is None else dweight,
