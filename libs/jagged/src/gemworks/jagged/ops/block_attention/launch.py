@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
+from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.dispatch import architecture_of
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.block_attention.formulas import BlockArgs
 from gemworks.jagged.ops.block_attention.kernel_block import block_bwd_kernel, block_fwd_kernel
 from torch import Tensor
+
+_block_fwd_kernel = quick(block_fwd_kernel)
+_block_bwd_kernel = quick(block_bwd_kernel)
 
 
 @dataclass(frozen=True)
@@ -83,11 +88,12 @@ def _config(
     return block_config(args.block, direction, dtype=q.dtype, group=group, rope=rope, qk_norm=args.qk_norm)
 
 
-def _hopper() -> Any:
-    """Gluon, imported where it runs only."""
+@cache
+def _hopper() -> tuple[Any, Any]:
+    """Gluon, imported where it runs only: forward and backward."""
     from gemworks.jagged.ops.block_attention import kernel_block_hopper
 
-    return kernel_block_hopper
+    return quick(kernel_block_hopper.block_fwd_hopper_kernel), quick(kernel_block_hopper.block_bwd_hopper_kernel)
 
 
 def _unit_columns(x: Tensor) -> Tensor:
@@ -143,7 +149,7 @@ def block_attention_forward(
     q, k, v = _unit_columns(q), _unit_columns(k), _unit_columns(v)
     config = config or _config(args, "forward", q, k, v, out)
     cos, sin, table_stride = _tables(args, q)
-    kernel: Any = _hopper().block_fwd_hopper_kernel if config.gluon else block_fwd_kernel
+    kernel = _hopper()[0] if config.gluon else _block_fwd_kernel
     kernel[(args.table_S3.shape[0] * q.shape[1],)](
         q,
         k,
@@ -180,7 +186,7 @@ def block_attention_backward(
     q, k, v, dout = _unit_columns(q), _unit_columns(k), _unit_columns(v), _unit_columns(dout)
     config = config or _config(args, "backward", q, k, v, dout, dq, dk, dv)
     cos, sin, table_stride = _tables(args, q)
-    kernel: Any = _hopper().block_bwd_hopper_kernel if config.gluon else block_bwd_kernel
+    kernel = _hopper()[1] if config.gluon else _block_bwd_kernel
     kernel[(args.table_S3.shape[0] * k.shape[1],)](
         q,
         k,
