@@ -44,16 +44,17 @@ def test_gluon_equals_its_twin(
     args = BlockArgs(table, cos, sin, width**-0.5, block, causal, norm, 1e-6)
     assert launch.gluon_takes(args, q, k, v, dout)
     plain = {
-        direction: launch.block_config(block, direction, dtype=dtype, group=1, rope=rope is not None, qk_norm=norm)
+        direction: launch.block_config(block, direction, dtype=dtype, group=1, rope=rope is not None, qk_norm=norm)  # pyright: ignore[reportArgumentType]
         for direction in ("forward", "backward")
-    }  # pyright: ignore[reportArgumentType]
+    }
     results = []
     for configs in (plain, {d: launch.gluon_config(block, d) for d in plain}, None):  # pyright: ignore[reportArgumentType]
         configs = configs or {d: launch.gluon_config(block, d) for d in plain}  # pyright: ignore[reportArgumentType]
         out, grad = torch.full_like(dout, NAN), torch.full_like(qkv, NAN)
         launch.block_attention_forward(q, k, v, args, out=out, config=configs["forward"])
-        launch.block_attention_backward(dout, q, k, v, *grad.split(4, dim=1), args, config=configs["backward"])
-        results.append((out, *grad.split(4, dim=1)))
+        dq, dk, dv = grad.split(4, dim=1)
+        launch.block_attention_backward(dout, q, k, v, dq, dk, dv, args, config=configs["backward"])
+        results.append((out, dq, dk, dv))
     for name, twin, got, again in zip(("out", "dq", "dk", "dv"), *results, strict=True):
         assert got.isfinite().all(), name
         assert torch.equal(got, again), name

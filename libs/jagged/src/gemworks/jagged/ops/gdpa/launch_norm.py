@@ -120,9 +120,8 @@ def gluon_forward(p: Problem, args: NormArgs, y: Tensor, h: Tensor, config: Gluo
 def triton_forward(p: Problem, args: NormArgs, y: Tensor, h: Tensor, config: table.TritonConfig) -> None:
     sample, row, count = p.tiles(config.height("forward"))
     others, strides = args.tensors(p.q)
-    constants = launch._constants(p, config)
-    for name in ("MASKED", "BOTTOM_RIGHT", "SHARED"):
-        del constants[name]
+    wanted = ("ACT", "GROUP", "H", "V", "BH", "BV", "BM", "BN", "PRECISION", "num_warps", "num_stages")
+    constants = {name: value for name, value in launch._constants(p, config).items() if name in wanted}
     width = next_power_of_two(p.q.shape[1] * p.v.shape[2])
     gdpa_norm_kernel[(sample.shape[0],)](
         p.q, p.k, p.v, h, y, *others, p.schedule.bounds[1, -1:], p.schedule.bounds[0], p.schedule.bounds[3],
