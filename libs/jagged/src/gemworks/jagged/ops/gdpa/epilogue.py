@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from gemworks.jagged._checks import check_float
+from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._imports import when_imported
 from gemworks.jagged.dispatch import KERNEL_DTYPES, architecture_of
 from gemworks.jagged.ops.attention_core import op
@@ -112,9 +113,7 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
     return y.to(q.dtype).contiguous(), h.contiguous()
 
 
-gdpa_norm_op = torch.library.custom_op(
-    "gemworks_jagged::gdpa_norm", _composed, mutates_args=(), device_types="cpu", schema=_SCHEMA
-)
+gdpa_norm_op = custom_op("gdpa_norm", _composed, _SCHEMA, device="cpu")
 
 
 @gdpa_norm_op.register_kernel("cuda")
