@@ -296,6 +296,27 @@ def check_linear(device: torch.device) -> None:
                     raise AssertionError(f"{kind} save={save} {name}: {noise:.1f} dB, expected at least {gate}")
 
 
+def check_transformer_engine(device: torch.device) -> None:
+    """Transformer Engine's block scaling against ours: the same blocks, powers of two and products, so y, dx and dw
+    agree far better than either does with exact products. Needs transformer_engine and a Hopper GPU."""
+    for m, k, n in ((512, 1024, 768), (4096, 512, 1536)):
+        generator = torch.Generator(device).manual_seed(m + k + n)
+        x, w, dy = (torch.randn(*s, device=device, generator=generator).bfloat16() for s in ((m, k), (n, k), (m, n)))
+        results = []
+        for backend in ("auto", "transformer_engine"):
+            leaf, weight = x.clone().requires_grad_(), torch.nn.Parameter(w / k**0.5)
+            y = mx_linear(leaf, weight, None, recipe("fp8_block128", backend=backend))
+            y.backward(dy)
+            assert leaf.grad is not None
+            assert weight.grad is not None
+            results.append((y.detach(), leaf.grad, weight.grad))
+        for name, ours, theirs in zip(("y", "dx", "dw"), *results, strict=True):
+            noise = sqnr_db(ours.double(), theirs)
+            print(f"transformer_engine {m}x{k}x{n} {name}: {noise:.1f} dB from ours", flush=True)
+            if not noise >= 35.0:
+                raise AssertionError(f"transformer_engine {m}x{k}x{n} {name}: {noise:.1f} dB from ours, expected 35")
+
+
 CHECKS: dict[str, Callable[[torch.device], None]] = {
     "cast:contract": check_contract,
     "cast:tile": check_tile_casts,

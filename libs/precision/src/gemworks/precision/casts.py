@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from gemworks.precision import quantization
@@ -26,6 +27,14 @@ class CastSpec:
     scale_mode: ScaleMode = ScaleMode.RCEIL
     stochastic: Stochastic | None = None
     hadamard: Hadamard | None = None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Looked up several times for each cast.
+        return hash((self.kind, self.format, self.scale_mode, self.stochastic, self.hadamard))
 
     @property
     def block(self) -> int:
@@ -92,7 +101,14 @@ def device_of(x: Tensor) -> DeviceSpec:
     return device_spec(x.device)
 
 
+@lru_cache(maxsize=256)
+def _backend_on_gpu(kind: GemmKind, device: torch.device, backend: str) -> str:
+    return choose("cast", kind, (0, 0, 0), device_spec(device), backend).backend
+
+
 def _backend_of(x: Tensor, spec: CastSpec, backend: str) -> str:
+    if x.is_cuda:
+        return _backend_on_gpu(spec.kind, x.device, backend)
     chosen = choose("cast", spec.kind, (0, 0, 0), device_of(x), backend).backend
     if chosen == "triton" and x.device.type == "cpu" and backend == "auto" and interpreting():
         return "reference"  # the interpreter is for tests that name it

@@ -34,7 +34,7 @@ class GemmKind(StrEnum):
     @property
     def block(self) -> int:
         """Multiple that the layer's features must be of (1 for bf16)."""
-        return {"bf16": 1, "mxfp8": 32}.get(self.value, 128)
+        return 1 if self is GemmKind.BF16 else (32 if self is GemmKind.MXFP8 else 128)
 
 
 class Save(StrEnum):

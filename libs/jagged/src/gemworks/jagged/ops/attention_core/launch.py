@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import triton
+from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core import table
 from gemworks.jagged.ops.attention_core.kernel_backward import backward_bias_kernel as _backward_bias
@@ -22,11 +23,11 @@ from gemworks.jagged.schedule import TileSchedule
 from torch import Tensor
 
 # Triton's kernels are not callables to a type checker.
-forward_kernel: Any = _forward
-backward_bias_kernel: Any = _backward_bias
-backward_kv_kernel: Any = _backward_kv
-backward_q_kernel: Any = _backward_q
-delta_kernel: Any = _delta
+forward_kernel: Any = quick(_forward)
+backward_bias_kernel: Any = quick(_backward_bias)
+backward_kv_kernel: Any = quick(_backward_kv)
+backward_q_kernel: Any = quick(_backward_q)
+delta_kernel: Any = quick(_delta)
 UNBOUNDED = 1 << 30
 DELTA_ROWS = 32
 BIAS_WORKERS = 256  # programs a head, each with sums of its own: a constant, or repeats on another device would differ

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from gemworks.jagged._checks import is_host
+from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._dense import Align, Mask
 from gemworks.jagged._imports import when_imported
 from gemworks.jagged._packing import Plan, Side, make_plan
@@ -124,16 +125,8 @@ def _backward_on_host(
     return backward_reference(d_out, q, k, v, out, lse, call.plan(q, k), call.rule)
 
 
-attention_forward = torch.library.custom_op(
-    "gemworks_jagged::attention_forward", _forward_on_host, mutates_args=(), device_types="cpu", schema=_FORWARD_SCHEMA
-)
-attention_backward = torch.library.custom_op(
-    "gemworks_jagged::attention_backward",
-    _backward_on_host,
-    mutates_args=(),
-    device_types="cpu",
-    schema=_BACKWARD_SCHEMA,
-)
+attention_forward = custom_op("attention_forward", _forward_on_host, _FORWARD_SCHEMA, device="cpu")
+attention_backward = custom_op("attention_backward", _backward_on_host, _BACKWARD_SCHEMA, device="cpu")
 
 
 def make_problem(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str, bias: Any = None) -> Any:
