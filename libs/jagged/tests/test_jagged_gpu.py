@@ -196,8 +196,9 @@ def test_bias(kind: str, mask: dict[str, Any], dtype: torch.dtype) -> None:
             leaves[3], None if kind == "shared" else leaves[4], times_q.to(device),
             None if kind == "self" else times_k.to(device), 60,
         )  # fmt: skip
+        q, k, v = leaves[:3]
         out = flash_attention(
-            *leaves[:3], None if kind == "shared" else offsets_q.to(device),
+            q, k, v, None if kind == "shared" else offsets_q.to(device),
             None if kind == "self" else offsets_k.to(device), max_length_q=None if kind == "shared" else 1024,
             max_length_k=None if kind == "self" else 512, bias=bias, shared_query=kind == "shared", **mask,
         )  # fmt: skip

@@ -52,6 +52,8 @@ class GluonConfig:
         overlap: start P^T dO before dP is there (backward_kv only).
         resident_keys: keep K and V over neighbouring tiles of a sequence (forward and backward_q; a 4-D k whose rows
             fit into the stages, otherwise ignored).
+        keys_first: load a tile's first keys before its queries (forward).
+        one_release: one signal for K of a tile and V of the one before (forward; not with resident keys).
     """
 
     block: int
@@ -61,6 +63,8 @@ class GluonConfig:
     resident_stages: int = 1
     overlap: bool = False
     resident_keys: bool = False
+    keys_first: bool = False
+    one_release: bool = False
 
     @property
     def programs(self) -> int:

@@ -90,8 +90,8 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Any, ...], call: Cal
     from gemworks.jagged.ops.attention_core import launch
 
     position, time, times_q, times_k, unit = tables
-    rows = (None if x is None else x.detach().t().contiguous().float() for x in (position, time))
-    bias = launch.Bias(*rows, times_q, times_q if times_k is None else times_k, unit)
+    by_position, by_time = (None if x is None else x.detach().t().contiguous().float() for x in (position, time))
+    bias = launch.Bias(by_position, by_time, times_q, times_q if times_k is None else times_k, unit)
     return make_problem(q, k, v, call, architecture_of(q.device), bias)
 
 
