@@ -58,7 +58,7 @@ def check(
 
     monkeypatch.setattr(table, "choose", lambda *_: table.TritonConfig(TILE, TILE, 4, 1))
     monkeypatch.setattr(table, "bias_config", lambda _: table.TritonConfig(TILE, TILE // 2, 4, 1))
-    monkeypatch.setattr(biased, "kernels_take", lambda *_, **__: True)
+    monkeypatch.setattr(biased, "_kernels_take", lambda *_, **__: True)
     monkeypatch.setattr(biased, "architecture_of", lambda _: "sm_90")
     monkeypatch.setattr(launch, "BIAS_WORKERS", 3)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
