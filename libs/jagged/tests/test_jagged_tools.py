@@ -85,12 +85,21 @@ def test_the_pages_say_what_the_rows_say(targets: Any) -> None:
     assert targets.filled(changed) == text
 
 
-NCU = """==PROF== Connected to process 1
-"ID","Kernel Name","thread Domain:Push/Pop_Range:PL_Type","gpu__time_duration.sum","smsp__issue_active.avg.pct_of_peak_sustained_active","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active","launch__registers_per_thread","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio","smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"
-"","","","ns","%","%","register/thread","inst","inst"
-"0","forward_kernel","1 fwd","1,413,216","40.93","55.20","128","0.88","2.42"
-"1","backward_kernel","","2,000","10","20","64","",""
-"""
+NAMES = (
+    *("ID", "Kernel Name", "Id:Domain:Start/Stop_Range:PL_Type", "gpu__time_duration.sum"),
+    "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "launch__registers_per_thread",
+    "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio",
+    "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio",
+)
+LINES = (
+    NAMES,
+    ("", "", "", "ns", "%", "%", "register/thread", "inst", "inst"),
+    ("0", "forward_kernel", "1 <default domain>:fwd:none", "1,413,216", "40.93", "55.20", "128", "0.88", "2.42"),
+    ("1", "fill", "2 <default domain>:bwd:none", "2,000", "10", "20", "64", "", ""),
+)
+NCU = "==PROF== Connected to process 1\n" + "\n".join(",".join(f'"{x}"' for x in line) for line in LINES) + "\n"
 
 
 def test_counters_are_read_as_ncu_writes_them() -> None:
@@ -103,5 +112,6 @@ def test_counters_are_read_as_ncu_writes_them() -> None:
     assert got["registers"] == "128"
     assert got["waits"] == "barrier 2.42; wait 0.88"
     assert got["dram_percent"] == ""
+    assert [counters.direction_of(k) for k in (first, second)] == ["fwd", "bwd"]
     assert counters.summary(second)["us"] == "2.0"
     assert counters.parse("==ERROR== no counters here\n") == []
