@@ -58,6 +58,8 @@ def test_package_has_its_targets(package):
     )
     assert sources["sources"] == ["src/**/*.py"]
     assert tests["sources"] == ["tests/**/test_*.py"]
+    (helpers,) = targets["python_test_utils"]
+    assert helpers["sources"] == ["tests/**/*.py", "!tests/**/test_*.py"], "what tests import that is no test"
     assert distribution["provides"] == {"name": package.distribution}
     assert distribution["generate_setup"] is False, "the package's own pyproject.toml builds it"
     assert ":src@resolve=cpu" in distribution["dependencies"]
@@ -84,6 +86,12 @@ def test_both_kinds_of_machine_are_resolves():
     ((kinds, fields),) = defaults.items()
     assert len(kinds) == 4
     assert fields == {"resolve": tuple(constraints)}
+
+
+def test_pants_leaves_out_what_make_test_leaves_out():
+    settings = tomllib.loads((ROOT / "pants.toml").read_text(encoding="utf-8"))
+    (marked,) = settings["pytest"]["args"]
+    assert f"pytest {marked.replace(chr(39), chr(34))} " in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_every_dependency_of_a_package_is_a_target(packages):

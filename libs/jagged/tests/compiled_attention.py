@@ -36,6 +36,7 @@ def arguments(
         if name in constants:
             signature[name] = "constexpr"
             continue
+        assert not kernel.params[i].is_constexpr, f"{name} has no value, here or in the launch"
         base = name.removesuffix("_ptr")
         if base in ("lse", "delta", "scratch"):
             kind = "*fp32"

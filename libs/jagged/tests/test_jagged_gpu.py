@@ -363,7 +363,7 @@ def test_schedule_is_cheap_j6() -> None:
     with torch.cuda.graph(graph):
         TileSchedule.build(offsets, total_q=q.shape[0])
     build = do_bench(graph.replay)
-    assert build < 0.15 * forward, f"{build:.3f} ms against {forward:.3f} ms"
+    assert build < 0.05 * forward, f"{build:.3f} ms against {forward:.3f} ms"
 
 
 def test_fallbacks_say_so_once() -> None:

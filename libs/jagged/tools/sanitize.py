@@ -1,16 +1,17 @@
 """Every kernel once on small shapes, for compute-sanitizer: no result is looked at, its accesses are.
 
+    python libs/jagged/tools/sanitize.py      # compiles, so that the next lines only run
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1   # or a read past one tensor lands in another
     compute-sanitizer --tool memcheck --error-exitcode 9 python libs/jagged/tools/sanitize.py
-    compute-sanitizer --tool racecheck --error-exitcode 9 python libs/jagged/tools/sanitize.py attention
+    compute-sanitizer --tool racecheck --error-exitcode 9 python libs/jagged/tools/sanitize.py attention --shard 0/4
 
 Prints a line per call, so that a report below it belongs to that call.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -78,11 +79,17 @@ def norms() -> Iterator[tuple[str, Call]]:
 
 def main() -> None:
     suites = {"attention": attention, "blocks": blocks, "norms": norms}
-    for suite in sys.argv[1:] or suites:
-        for name, call in suites[suite]():
-            print(name, flush=True)
-            call().float().sum().backward()
-            torch.cuda.synchronize()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", nargs="*", default=list(suites), help=f"of {', '.join(suites)}; all by default")
+    parser.add_argument("--only", default="", help="calls whose name contains this")
+    parser.add_argument("--shard", default="0/1", metavar="I/N", help="every n-th call, for n processes side by side")
+    args = parser.parse_args()
+    index, count = map(int, args.shard.split("/"))
+    calls = [call for suite in args.suite for call in suites[suite]() if args.only in call[0]]
+    for name, call in calls[index::count]:
+        print(name, flush=True)
+        call().float().sum().backward()
+        torch.cuda.synchronize()
     print("done", flush=True)
 
 

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from gemworks.netmem import kernel_codec
+from gemworks.netmem.arbiter import CopyArbiter
 from gemworks.netmem.arena import PinnedArena
 from gemworks.netmem.bench.stack import StackSize, make_stack
 from gemworks.netmem.budget import Option, Region, StepProfile, evaluate
@@ -142,6 +143,29 @@ def test_a_paced_plan_moves_ahead_of_need_and_frees_memory():
         before = engine.stats().num_rescued
         loss.backward()
         assert engine.stats().num_rescued == before
+
+
+def test_o1_bit_equal_gradients_through_an_arbiter_shared_with_a_stash():
+    device = torch.device("cuda", 0)
+    model, batch = make_stack(SIZE, device)
+    expected = gradients(model, batch)
+    arbiter = CopyArbiter(CudaMover(device, chunk_bytes=1 << 18), piece_bytes=1 << 18)
+    engine = OffloadEngine(
+        PinnedArena(256 << 20), device=device, window_bytes=1 << 20, min_bytes=1 << 12, mover=arbiter.port(1)
+    )
+    stash = StateStash(PinnedArena(128 << 20), device=device, mover=arbiter.port(0))
+    table = torch.arange(16 << 20, device=device, dtype=torch.float32)
+    stash.add("table", [table])
+    with apply_policy(model, {name: "offload" for name in model.regions}, engine=engine):  # noqa: C420
+        for _ in range(5):
+            stash.park("table")
+            got = gradients(model, batch)
+            stash.restore("table")
+            for a, b in zip(got, expected, strict=True):
+                assert torch.equal(a, b)
+            assert torch.equal(table, torch.arange(16 << 20, device=device, dtype=torch.float32))
+    arbiter.synchronize()
+    assert engine.stats().num_live == 0
 
 
 def test_stash_frees_device_memory():

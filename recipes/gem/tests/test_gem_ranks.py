@@ -102,6 +102,10 @@ def test_two_processes_equal_one(together: tuple[Path, Path, list[Outcome]]) -> 
     summary = RunDir.open(two).summary()
     assert summary is not None
     assert summary["num_ranks"] == 2
+    first, second = ((two / name).read_text() for name in ("train.log", "rank_1.log"))
+    for text in ("ranks: 2; each takes its part", " 14/14  loss", "valid at step 14: NE"):
+        assert text in first
+        assert text in second
 
 
 def test_m2_uneven_ends_lose_no_sample_and_repeat_none(together: tuple[Path, Path, list[Outcome]]) -> None:

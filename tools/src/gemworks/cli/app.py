@@ -7,6 +7,7 @@ Exit codes: 0 fine, 1 the run failed, 2 the user's input is wrong, 75 stopped by
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -21,7 +22,7 @@ from gemworks.cli.diagnose import mfu, probe, trace
 from gemworks.cli.options import ConfigFile, Json, Preset, Sets
 from gemworks.cli.output import print_error, print_json, quiet
 from gemworks.cli.plan import plan_app
-from gemworks.gem.errors import WRONG_INPUT, report
+from gemworks.gem.errors import WRONG_INPUT, end, report, write_error_file
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
@@ -88,7 +89,7 @@ def train(
     resolved = run_config(preset, config, sets or (), run_dir)
     with quiet():
         summary = run_training(resolved, run_dir, console=_progress_console(json))
-    if json:
+    if json and os.environ.get("RANK", "0") == "0":  # of several processes one prints; the summary is the same on each
         print_json(summary)
 
 
@@ -197,6 +198,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         usage = getattr(error, "format_message", None)  # how typer, and click under older ones, say it
         if usage is None:
+            write_error_file(error)
             return report(error)
         if type(error).__name__ != "NoArgsIsHelpError":
             print_error(f"{usage()} (gemworks --help says more)")
@@ -208,7 +210,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """Entry point of the console script."""
-    sys.exit(run())
+    end(run())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Quantise and offload are saved-tensor hooks around either kind; `quantise_fused`
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,6 +35,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 # Share of the partitioner's default memory that a compiled region keeps.
 PARTITIONER_BUDGETS = {KEEP: 1.0, RECOMPUTE_CHEAP: 0.5, RECOMPUTE: 0.0}
+# Graphs of one code object that dynamo may hold while a policy is on or is profiled: one per choice and kind of region.
+# Its own limit, 8, is a guard against code that never stops recompiling.
+MAX_GRAPHS = 128
 # Results that selective recomputation keeps: what costs matrix products to make again.
 EXPENSIVE_OPS = frozenset(
     getattr(torch.ops.aten, name).default
@@ -86,11 +90,22 @@ def compile_with_budget(
         kwargs["backend"] = _backend(budget, quantise, kwargs.get("backend"))
         return torch.compile(forward, **kwargs)
 
+    # a closure's float turns symbolic as soon as the same code is compiled with another one, which an annotation can't
+    # be; a string is a constant
+    text = repr(float(budget))
+
     def annotated(*args: Any, **kw: Any) -> Any:
-        with torch.autograd.graph.region_activation_memory_budget(budget):
+        with torch.autograd.graph.region_activation_memory_budget(float(text)):
             return forward(*args, **kw)
 
     return torch.compile(annotated if budget != 1.0 else forward, **kwargs)
+
+
+def room_for_graphs() -> contextlib.AbstractContextManager[Any]:
+    """Lets dynamo hold a graph per choice of the same code; with `fullgraph` its usual limit is an error."""
+    from torch._dynamo import config
+
+    return config.patch(recompile_limit=max(config.recompile_limit, MAX_GRAPHS))  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -293,6 +308,10 @@ def apply_policy(
     undo: list[Callable[[], None]] = []
     applied = AppliedPolicy(dict(choices), undo)
     try:
+        if compile_kwargs is not None:
+            room = contextlib.ExitStack()
+            undo.append(room.close)
+            room.enter_context(room_for_graphs())
         for name, choice in choices.items():
             module = find_region(model, name)
             had = module.__dict__.get("forward")

@@ -7,6 +7,7 @@ estimates from shapes.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
@@ -29,7 +30,7 @@ from gemworks.netmem.budget import (
 from gemworks.netmem.codec import Codec
 from gemworks.netmem.ledger import HBM, BandwidthLedger
 from gemworks.netmem.offload import OffloadEngine
-from gemworks.netmem.policy import apply_policy, find_region, treated_forward
+from gemworks.netmem.policy import apply_policy, find_region, room_for_graphs, treated_forward
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -354,7 +355,8 @@ def profile(
     for name in order:
         key = name if alike is None else alike(name)
         if key not in known:
-            known[key] = options(name)
+            with room_for_graphs() if compile_kwargs is not None else contextlib.nullcontext():
+                known[key] = options(name)
     measured = tuple(Region(name, known[name if alike is None else alike(name)]) for name in order)
     # the whole step as it runs with every region on its first choice, so that what lies outside the regions is left
     first = {r.name: r.options[0].choice for r in measured}

@@ -86,6 +86,13 @@ class StepGraph:
         self.ops.append(Op(name, "compute", us, self._after(deps), next(iter(parts), "compute"), parts))
         return len(self.ops) - 1
 
+    def launch(self, host_us: float) -> int | None:
+        """Half of what the host does for a layer: before its compute is launched, or after."""
+        if host_us <= 0:
+            return None
+        self.ops.append(Op("launch", "host", host_us / 2, self._after([]), "waiting for the host"))
+        return len(self.ops) - 1
+
     def collective(
         self,
         view: View,
@@ -190,7 +197,8 @@ class StepGraph:
             late = i - 2 if c.overlap_exchange else i - 1
             inputs += [v for k, v in returned.items() if k == late]
             parts = self.layer_parts(x, False) | self._copies(x, weights[i] is not None, False)
-            done.append(self.compute(f"forward {x.name}", parts, inputs))
+            done.append(self.compute(f"forward {x.name}", parts, [*inputs, self.launch(x.forward_host_us)]))
+            self.launch(x.forward_host_us)
             if x.kind == "expert":
                 returned[i] = self.collective(
                     "experts",
@@ -239,7 +247,8 @@ class StepGraph:
                     "sparse", "replica_shard", "all_gather", table_bytes, [before], "backward"
                 )
             parts = self.layer_parts(x, True) | self._copies(x, weights[i] is not None, True)
-            back[i] = self.compute(f"backward {x.name}", parts, inputs)
+            back[i] = self.compute(f"backward {x.name}", parts, [*inputs, self.launch(x.backward_host_us)])
+            self.launch(x.backward_host_us)
             if x.kind == "expert":
                 back_returned[i] = self.collective(
                     "experts",

@@ -22,7 +22,7 @@ from gemworks.netmem.bench.stack import SMOKE, StackSize
 from gemworks.netmem.ledger import HBM, BandwidthLedger
 from gemworks.netmem.measure import measure
 
-SUITES = ("links", "offload_copies", "small_copy_under_bulk", "quantise", "stash", "budgets")
+SUITES = ("links", "offload_copies", "small_copy_under_bulk", "turns", "quantise", "stash", "budgets")
 
 
 def _ledger(device: torch.device, smoke: bool) -> BandwidthLedger:
@@ -109,7 +109,9 @@ def main(argv: list[str] | None = None) -> int:
     rows = Rows(device, ledger.capacity[HBM] / 1e9, _matmul_tflops(device, args.smoke), path=out)
     setup = single.Setup(device, ledger, rows, args.smoke, args.compile)
     failed = []
-    for name in SUITES if "all" in args.suite else args.suite:
+    suites = SUITES if "all" in args.suite else args.suite
+    for number, name in enumerate(suites, 1):
+        print(f"[{number}/{len(suites)}] {name}", flush=True)
         try:
             if name == "budgets":
                 budgets(setup, size)

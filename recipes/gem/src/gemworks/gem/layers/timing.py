@@ -6,13 +6,16 @@ kernel runs. A kernel counts as a product by its name.
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import quantiles
+from pathlib import Path
+from statistics import median, quantiles
 
 import torch
 from gemworks.gem.layers.parts import Part, Product
@@ -97,6 +100,34 @@ def time_call(run: Callable[[], None], device: torch.device, *, repeats: int, wa
         mark.record()
     torch.cuda.synchronize(device)
     return Time.of([a.elapsed_time(b) for a, b in pairwise(marks)])
+
+
+def host_ms(run: Callable[[], None], *, repeats: int = 5) -> float:
+    """What the host needs to start one call, with nothing in the device's queue; on a GPU only."""
+    samples = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        samples.append(1e3 * (time.perf_counter() - began))
+    torch.cuda.synchronize()
+    return median(samples)
+
+
+def host_functions(run: Callable[[], None], *, repeats: int = 5) -> list[tuple[str, float, float]]:
+    """Functions by their own time on the host, per call: (name, ms, calls); backward runs on this thread for it."""
+    profiler = cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False):
+        run()
+        profiler.enable()
+        for _ in range(repeats):
+            run()
+        profiler.disable()
+    rows = []
+    for (file, line, name), (_, calls, own, *_) in pstats.Stats(profiler).stats.items():  # pyright: ignore[reportAttributeAccessIssue]
+        place = f"{'/'.join(Path(file).parts[-3:])}:{line} " if line else ""
+        rows.append((f"{place}{name}", 1e3 * own / repeats, calls / repeats))
+    return sorted(rows, key=lambda row: -row[1])
 
 
 def split_call(run: Callable[[], None], *, repeats: int = 3) -> Split:

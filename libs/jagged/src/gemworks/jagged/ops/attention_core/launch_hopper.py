@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import triton
+from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core.kernel_backward import zero_queries_without_keys_kernel as _zero
 from gemworks.jagged.ops.attention_core.kernel_backward_fused_hopper import backward_fused_hopper_kernel as _fused
@@ -24,10 +25,10 @@ from triton.runtime import _allocation
 # Scales between which every folded coefficient is a normal float32; others are multiplied score by score.
 FOLD_RANGE = (1e-3, 1e3)
 # Triton's kernels are not callables to a type checker.
-forward_hopper_kernel: Any = _forward
-backward_hopper_kernel: Any = _backward
-backward_fused_hopper_kernel: Any = _fused
-zero_queries_without_keys_kernel: Any = _zero
+forward_hopper_kernel: Any = quick(_forward)
+backward_hopper_kernel: Any = quick(_backward)
+backward_fused_hopper_kernel: Any = quick(_fused)
+zero_queries_without_keys_kernel: Any = quick(_zero)
 _GL_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -63,10 +64,15 @@ def streamable(x: Tensor) -> Tensor:
     return x if ok or x.shape[0] == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
+@lru_cache(maxsize=64)
+def _layout(width: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([64, width], _GL_DTYPES[dtype])
+
+
 def _descriptor(x: Tensor) -> TensorDescriptor:
     """Of aligned `x` [T, N, H], for boxes of 64 rows of one head."""
     total, heads, width = x.shape
-    layout: Any = gl.NVMMASharedLayout.get_default_for([64, width], _GL_DTYPES[x.dtype])
+    layout = _layout(width, x.dtype)
     flat = x.as_strided((total, heads * width), (x.stride(0), 1))
     return TensorDescriptor(flat, [total, heads * width], [x.stride(0), 1], [64, width], layout)
 

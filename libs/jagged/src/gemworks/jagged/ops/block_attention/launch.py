@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.block_attention.formulas import BlockArgs
 from gemworks.jagged.ops.block_attention.kernel_block import block_bwd_kernel, block_fwd_kernel
 from torch import Tensor
+
+_block_fwd_kernel = quick(block_fwd_kernel)
+_block_bwd_kernel = quick(block_bwd_kernel)
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,7 @@ def block_attention_forward(
     config = config or _config(q, k, args, "forward")
     q, k, v = _unit_columns(q), _unit_columns(k), _unit_columns(v)
     cos, sin, table_stride = _tables(args, q)
-    kernel: Any = block_fwd_kernel
-    kernel[(args.table_S3.shape[0] * q.shape[1],)](
+    _block_fwd_kernel[(args.table_S3.shape[0] * q.shape[1],)](
         q,
         k,
         v,
@@ -127,8 +130,7 @@ def block_attention_backward(
     config = config or _config(q, k, args, "backward")
     q, k, v, dout = _unit_columns(q), _unit_columns(k), _unit_columns(v), _unit_columns(dout)
     cos, sin, table_stride = _tables(args, q)
-    kernel: Any = block_bwd_kernel
-    kernel[(args.table_S3.shape[0] * k.shape[1],)](
+    _block_bwd_kernel[(args.table_S3.shape[0] * k.shape[1],)](
         q,
         k,
         v,
