@@ -42,7 +42,9 @@ def test_equals_flash_attention_of_the_parts(heads: int, key_heads: int, turn: b
     (exact,) = torch.autograd.grad(expected, wide, d_out.double())
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(d_qkv.double(), exact, rtol=tolerance, atol=tolerance * max(1.0, exact.abs().max().item()))
+    torch.testing.assert_close(
+        d_qkv.double(), exact, rtol=tolerance, atol=tolerance * max(1.0, exact.abs().max().item())
+    )
 
 
 @pytest.mark.parametrize("norm", [True, False])
