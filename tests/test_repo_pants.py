@@ -88,6 +88,12 @@ def test_both_kinds_of_machine_are_resolves():
     assert fields == {"resolve": tuple(constraints)}
 
 
+def test_pants_leaves_out_what_make_test_leaves_out():
+    settings = tomllib.loads((ROOT / "pants.toml").read_text(encoding="utf-8"))
+    (marked,) = settings["pytest"]["args"]
+    assert f"pytest {marked.replace(chr(39), chr(34))} " in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
 def test_every_dependency_of_a_package_is_a_target(packages):
     known = {target["name"] for target in read_build(ROOT / "constraints")[0]["python_requirement"]}
     for package in packages:

@@ -28,11 +28,11 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)} | more
 
 
-def in_terminal(*arguments: str, columns: int = 80, **more: str) -> tuple[int, str]:
+def in_terminal(*arguments: str, columns: int = 80, program: str = PROGRAM, **more: str) -> tuple[int, str]:
     """Run the command with all three streams on a new pseudo-terminal; its exit code and what it showed."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    command = [sys.executable, "-c", PROGRAM, *arguments]
+    command = [sys.executable, "-c", program, *arguments]
     child = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment(**more))
     os.close(slave)
     shown = b""
@@ -94,12 +94,31 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
+# A benchmark program of two steps, in the place of gemworks.jagged.bench.
+SUITE = """
+from gemworks.cli import app, bench
+bench.SUITES = {"jagged": bench.Suite("two_steps", lambda folder: str(folder / "jagged.csv"), (), "")}
+app.main()
+"""
+TWO_STEPS = """
+import sys, time
+print("[1/2] first", flush=True)
+time.sleep(0.4)
+print("[2/2] second", flush=True)
+time.sleep(0.4)
+open(sys.argv[-1], "w").write("op,ms\\nfirst,1\\nsecond,2\\n")
+"""
+
+
 def test_bench_shows_progress_in_one_line(tmp_path: Path) -> None:
-    """On a terminal the program's lines pass by in a status line that is gone at the end; the table stays."""
-    arguments = ["bench", "parallel", "--out", str(tmp_path / "out"), "--", "balance", "--max-ranks", "8"]
-    code, text = in_terminal(*arguments)
+    """On a terminal a bar moves with the program's steps and is gone at the end; the table stays."""
+    (tmp_path / "two_steps.py").write_text(TWO_STEPS)
+    path = os.pathsep.join([str(tmp_path), *(p for p in sys.path if p)])
+    code, text = in_terminal("bench", "jagged", "--out", str(tmp_path / "out"), program=SUITE, PYTHONPATH=path)
     assert code == 0
-    assert re.search(r"\d:\d\d:\d\d bench parallel", CONTROL.sub("", text))
-    stays = CONTROL.sub("", text).split("\r")[-1].splitlines()
-    assert stays[0].startswith("bench parallel: 0 rows")
+    shown = CONTROL.sub("", text)
+    assert re.search(r"\d:\d\d:\d\d ━+╺?━+ bench jagged: \[2/2\] second", shown)
+    assert all(len(line) <= 80 for line in re.split(r"[\r\n]", shown))
+    stays = shown.split("\r")[-1].splitlines()
+    assert stays[0].strip() == "bench jagged: 2 rows"
     assert stays[-1] == f"written to {tmp_path / 'out'}"

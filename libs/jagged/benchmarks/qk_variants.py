@@ -2,8 +2,9 @@
 
     python libs/jagged/benchmarks/qk_variants.py --out qk_variants.csv
 
-Each way is checked against float32 formulas first. "packed" is `flash_attention_qkv` of one projection, "apart"
-`flash_attention` of its parts; "core" is attention alone, of q and k that are ready.
+Each way is checked against the first one by kernel, so the formulas in PyTorch check them all. "packed" is
+`flash_attention_qkv` of one projection, "apart" `flash_attention` of its parts; "core" is attention alone, of q and k
+that are ready.
 """
 
 from __future__ import annotations

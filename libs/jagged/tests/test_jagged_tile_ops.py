@@ -122,7 +122,7 @@ def test_ops_are_registered_soundly() -> None:
     for args in ((x, w, w, x, x, 1e-5, True), (x, None, None, None, None, 1e-6, False)):
         torch.library.opcheck(norm_op.overload, args)
     torch.library.opcheck(
-        norm_backward_op.overload, (x.detach(), None, x.detach(), w.detach(), torch.float32, 1e-5, True)
+        norm_backward_op.overload, (x.detach(), None, x.detach(), w.detach(), torch.float32, 1e-5, True, None)
     )
     qkv, schedule, tables = block_inputs(heads=2, key_heads=1, rope=True)
     q, k, v = (part.detach().clone().requires_grad_() for part in qkv.split([2, 1, 1], dim=1))

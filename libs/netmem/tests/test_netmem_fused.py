@@ -8,6 +8,7 @@ from gemworks.netmem import policy as policy_module
 from gemworks.netmem.fused import pack, unpack
 from gemworks.netmem.policy import apply_policy, partitioner_budget, treated_forward
 from torch import nn
+from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 
 # importing the partitioner's decompositions runs torch's own deprecated torch.jit.script_method
@@ -92,6 +93,24 @@ def test_one_compilation_per_budget_and_none_borrowed(model, monkeypatch):
     assert compiled == [1.0, 0.5, 0.0]
     assert held[0] == held[3] > held[2]
     policy_module._backend.cache_clear()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_more_budgets_than_dynamo_keeps_graphs_by_itself(monkeypatch, native):
+    if native and not policy_module.has_region_budget():
+        pytest.skip("this torch has no region_activation_memory_budget")
+    if not native:
+        monkeypatch.setattr(policy_module, "has_region_budget", lambda: False)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Layer(32) for _ in range(2)]).bfloat16()
+    limit = dynamo_config.recompile_limit  # type: ignore[attr-defined]
+    with apply_policy(model, everywhere(model, "keep"), compile_kwargs=COMPILE):
+        expected = gradients(model)
+    for i in range(limit + 1):
+        with apply_policy(model, everywhere(model, f"recompute@{i / 16}"), compile_kwargs=COMPILE):
+            assert torch.equal(gradients(model), expected)
+    assert dynamo_config.recompile_limit == limit  # type: ignore[attr-defined]
 
 
 def test_quantised_in_the_graph(model):

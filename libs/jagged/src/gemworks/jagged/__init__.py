@@ -1,5 +1,6 @@
 """Attention, norms and pooling on packed variable-length sequences, without padding."""
 
+from gemworks.jagged._checks import debug_checks
 from gemworks.jagged.convert import (
     from_cu_seqlens,
     from_keyed,
@@ -26,6 +27,7 @@ from gemworks.jagged.ops.flash_attention.op import flash_attention
 from gemworks.jagged.ops.flash_attention.packed import flash_attention_qkv
 from gemworks.jagged.ops.flash_attention.packed_pool import flash_attention_pool
 from gemworks.jagged.ops.gdpa.activations import Activation
+from gemworks.jagged.ops.gdpa.epilogue import NormEpilogue
 from gemworks.jagged.ops.gdpa.op import gdpa
 from gemworks.jagged.ops.norms.op import layer_norm, rms_norm
 from gemworks.jagged.ops.pooling.op import seed_pool
@@ -48,6 +50,7 @@ __all__ = [
     "BlockSchedule",
     "Explanation",
     "Jagged",
+    "NormEpilogue",
     "Rope",
     "RopeTables",
     "SupportRow",
@@ -58,6 +61,7 @@ __all__ = [
     "block_attention_qkv",
     "concat",
     "concat_batch",
+    "debug_checks",
     "expand_rows",
     "explain",
     "flash_attention",

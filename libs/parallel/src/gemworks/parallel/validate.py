@@ -55,7 +55,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRow:
-    """A row of simulator_error.csv; `error_pct` is (predicted - measured) / measured."""
+    """A row of simulator_error.csv; `error_pct` is (predicted - measured) / measured, `num_gpus` those of the run."""
 
     config: str
     split: Literal["calibrate", "validate"]
@@ -264,7 +264,7 @@ def validate(
     validate_tokens: Sequence[int] = (6144, 12288),
     depths: Sequence[int] | None = None,
     repeats: int = 5,
-    budget_s: float = 0.2,
+    budget_s: float = 0.12,
     report: Callable[[Sequence[ErrorRow]], None] = lambda rows: None,
 ) -> tuple[list[ErrorRow], ClusterSpec]:
     """Calibrate, predict, measure; every rank of the world calls it and gets the same rows but for rounding.
@@ -288,8 +288,8 @@ def validate(
         cluster = measure_cluster(cluster, device=device, sizes=sizes)
     rows: list[ErrorRow] = []
 
-    def add(config: str, split: Literal["calibrate", "validate"], predicted: float, measured: float, on: int) -> None:
-        rows.append(error_row(config, split, predicted, measured, on))
+    def add(config: str, split: Literal["calibrate", "validate"], predicted: float, measured: float) -> None:
+        rows.append(error_row(config, split, predicted, measured, world))
         report(rows[-1:])
 
     kinds: tuple[Kind, ...] = ("alone",) if world == 1 else ("shard", "replica", "expert")
@@ -297,7 +297,7 @@ def validate(
     if world > 1:
         hosts = {kind: host_times(kind, timer, dtype) for kind in kinds}
         for kind, (f, b) in hosts.items():
-            add(f"{kind} launch of a block", "calibrate", f + b, f + b, world)
+            add(f"{kind} launch of a block", "calibrate", f + b, f + b)
     for width in widths:
         layers = {"dense": LayerTimes("dense", width, calibrate_tokens, timer, dtype)}
         if "expert" in kinds:
@@ -306,7 +306,7 @@ def validate(
             for tokens, at_depth, _, whole in layer.points:
                 f, b, lf, lb = layer.at(tokens)
                 config = f"{layer.kind} blocks {at_depth}x{width} tokens {tokens}"
-                add(config, "calibrate", at_depth * (f + b) + lf + lb, whole, 1)
+                add(config, "calibrate", at_depth * (f + b) + lf + lb, whole)
 
         def predict(case: Case, slowdown: float | None, layers: Mapping[str, LayerTimes] = layers) -> float:
             layer = layers["expert" if case.kind == "expert" else "dense"]
@@ -325,18 +325,13 @@ def validate(
             box = [slowdown]
             dist.broadcast_object_list(box, src=0, device=device)
             (slowdown,) = box
-            add(f"{beside.name} (slowdown {slowdown:.3f})", "calibrate", predict(beside, slowdown), measured, world)
+            add(f"{beside.name} (slowdown {slowdown:.3f})", "calibrate", predict(beside, slowdown), measured)
         for tokens in validate_tokens:
             for kind in kinds:
                 for depth in depths or ((6, 10) if world == 1 else (6,)):
                     case = Case(kind=kind, depth=depth, width=width, tokens=tokens)
-                    add(
-                        case.name,
-                        "validate",
-                        predict(case, slowdown),
-                        timer.ms(case_steps(case, device, dtype)[1]),
-                        world,
-                    )
+                    measured = timer.ms(case_steps(case, device, dtype)[1])
+                    add(case.name, "validate", predict(case, slowdown), measured)
                     if device.type == "cuda":
                         torch.cuda.empty_cache()
     return rows, cluster
@@ -351,7 +346,7 @@ def error_row(
         split=split,
         predicted_ms=predicted,
         measured_ms=measured,
-        error_pct=100 * (predicted - measured) / measured,
+        error_pct=100 * (predicted - measured) / measured if predicted != measured else 0.0,
         num_gpus=num_gpus,
     )
 

@@ -282,9 +282,9 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.tune is not None and not failures:
         tune(bench, chosen.out, chosen.tune, chosen.warm)
         return 0
-    for part, (job, needs) in jobs.items():
-        if part not in parts:
-            continue
+    wanted = {part: jobs[part] for part in jobs if part in parts}
+    for number, (part, (job, needs)) in enumerate(wanted.items(), 1):
+        print(f"[{number}/{len(wanted)}] {part}", flush=True)
         broken = [op for op in failures if op.split(":")[0] in needs]
         if broken:
             print(f"not timed: {part}, as {broken} failed", flush=True)

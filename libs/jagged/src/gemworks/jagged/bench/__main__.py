@@ -274,7 +274,7 @@ def main(argv: list[str] | None = None, *, restarts: bool = False) -> int:
         if state.seconds > args.budget_s:
             print(f"{label}: not run, the budget of {args.budget_s:.0f} s is spent", flush=True)
             continue
-        print(f"{label} ({state.seconds:.0f} s)", flush=True)
+        print(f"[{index + 1}/{len(steps)}] {label} ({state.seconds:.0f} s)", flush=True)
         state.failed += step()
         if cuda:
             torch.cuda.empty_cache()

@@ -22,6 +22,7 @@ FUSED_HEAD_DIM = 128
 TRITON_ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON_MAX_HEAD_DIM = 256
+MAX_TIME_BUCKETS = 64  # a shift by more is undefined
 FEW_QUERIES = 64  # rows of a shared query up to which a second consumer group would have nothing to do
 SHORT_KEYS = 256  # bound of the keys up to which a tile's K and V are a few kilobytes that the L2 cache must deliver
 
@@ -169,6 +170,7 @@ class Shape:
         grouped: several query heads per key head.
         max_length_k: the bound of the key lengths.
         shared_rows: R of a shared query, else 0.
+        biased: with an additive bias.
     """
 
     activation: str
@@ -180,6 +182,7 @@ class Shape:
     grouped: bool
     max_length_k: int
     shared_rows: int = 0
+    biased: bool = False
 
     @property
     def lengths(self) -> str:
@@ -200,6 +203,8 @@ def gluon_refusal(step: Step, shape: Shape, architecture: str) -> str | None:
         return f"gluon takes equal head widths of q, k and v in {GLUON_HEAD_DIMS}, not {widths}"
     if shape.masked:
         return "gluon has no causal or window mask"
+    if shape.biased:
+        return "gluon has no bias"
     if shape.grouped and step != "forward":
         return "gluon's backward has no grouped heads"
     return None

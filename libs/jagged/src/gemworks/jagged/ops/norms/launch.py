@@ -130,9 +130,13 @@ def norm_backward(
     *,
     eps: float,
     center: bool,
+    offsets: Tensor | None = None,
     config: NormConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias); the latter two are empty without weight or bias. Bit-equal from run to run on one GPU."""
+    """(dx, dweight, dbias); the latter two are empty without weight or bias. Bit-equal from run to run on one GPU.
+
+    With `offsets` (integers on the device) rows past the last of them get 0 and add nothing to dweight and dbias.
+    """
     width = h.shape[-1]
     has_affine = weight is not None or bias_dtype is not None
     config = config or norm_config(width, sums_columns=has_affine)
@@ -158,6 +162,8 @@ def norm_backward(
             dx,
             dweight,
             dbias,
+            h if offsets is None else offsets.contiguous(),
+            0 if offsets is None else offsets.shape[0] - 1,
             num_rows,
             eps,
             dy_outer,
@@ -175,6 +181,7 @@ def norm_backward(
             HAS_WEIGHT=weight is not None,
             HAS_DWEIGHT=weight is not None,
             HAS_DBIAS=bias_dtype is not None,
+            HAS_END=offsets is not None,
             STAGES=config.stages,
             num_warps=config.num_warps,
         )
