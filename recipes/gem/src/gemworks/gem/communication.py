@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
+from torch._C._autograd import DeviceType, _profiler_enabled
 from torch.profiler import ProfilerActivity, profile
 
 EVERY_SECONDS = 10.0
@@ -54,7 +54,7 @@ class CommunicationProbe:
     def __call__(self) -> Iterator[None]:
         self._num_steps += 1
         late = self._num_steps > SKIPPED_STEPS and time.monotonic() >= self._next
-        if self._alone or not late or torch._C._autograd._profiler_enabled():
+        if self._alone or not late or _profiler_enabled():
             yield
             return
         cuda = self._device.type == "cuda"
