@@ -94,6 +94,16 @@ RULES: tuple[Rule, ...] = (
         "attention_core/table.py",
     ),
     Rule("triton", NORM_OPS, KERNEL_DTYPES, TILE_ARCHITECTURES, BOTH, None, "norms/launch.py"),
+    Rule(  # one query head per key head, blocks of 64 (of 128 at head width 128); else the next rule's kernel
+        "gluon",
+        ("block_attention",),
+        table.GLUON_DTYPES,
+        table.GLUON_ARCHITECTURES,
+        BOTH,
+        max(table.GLUON_HEAD_DIMS),
+        "block_attention/launch.py",
+        table.GLUON_HEAD_DIMS,
+    ),
     Rule(
         "triton",
         ("block_attention",),
@@ -230,6 +240,8 @@ def explain(
     for rule in [r for r in RULES if op in r.ops]:
         refusal = rule.refusal(op, dtype, place, head_dim)
         config = rule.config
+        if refusal is None and rule.backend == "gluon" and op == "block_attention" and "grouped" in features:
+            refusal = "gluon has no grouped heads in block_attention"
         shape: table.Shape | None = None
         if refusal is None and rule.backend != "reference" and op in KERNEL_OPS:
             width = head_dim or 128
