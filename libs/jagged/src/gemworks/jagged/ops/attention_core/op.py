@@ -49,7 +49,7 @@ def attention(
         side_q, side_k: the same object for self-attention.
         schedule: of this batch; None lets the kernel build its own.
     """
-    out, _ = torch.ops.gemworks_jagged.attention_forward(
+    out, _ = attention_forward(
         q,
         k,
         v,
@@ -245,9 +245,7 @@ def _differentiate(ctx: Any, d_out: Tensor | None, _d_lse: Tensor | None) -> tup
     none = (None, None, [None] * len(tiles), None, *[None] * len(ctx.rest))
     if d_out is None:
         return None, None, None, *none
-    grads = torch.ops.gemworks_jagged.attention_backward(
-        d_out, q, k, v, out, lse, offsets_q, offsets_k, tiles, ctx.heights, *ctx.rest
-    )
+    grads = attention_backward(d_out, q, k, v, out, lse, offsets_q, offsets_k, tiles, ctx.heights, *ctx.rest)
     return *grads, *none
 
 
