@@ -96,8 +96,18 @@ NAMES = (
 LINES = (
     NAMES,
     ("", "", "", "ns", "%", "%", "register/thread", "inst", "inst"),
-    ("0", "forward_kernel", "1 <default domain>:fwd:none", "1,413,216", "40.93", "55.20", "128", "0.88", "2.42"),
-    ("1", "fill", "2 <default domain>:bwd:none", "2,000", "10", "20", "64", "", ""),
+    (
+        "0",
+        "forward_kernel",
+        "1 <default domain>:gdpa B256 max1024 @ fwd:none",
+        "1,413,216",
+        "40.93",
+        "55.20",
+        "128",
+        "0.88",
+        "2.42",
+    ),
+    ("1", "fill", "2 <default domain>:gdpa kv256 @ bwd:none", "2,000", "10", "20", "64", "", ""),
 )
 NCU = "==PROF== Connected to process 1\n" + "\n".join(",".join(f'"{x}"' for x in line) for line in LINES) + "\n"
 
@@ -112,6 +122,6 @@ def test_counters_are_read_as_ncu_writes_them() -> None:
     assert got["registers"] == "128"
     assert got["waits"] == "barrier 2.42; wait 0.88"
     assert got["dram_percent"] == ""
-    assert [counters.direction_of(k) for k in (first, second)] == ["fwd", "bwd"]
+    assert [counters.step_of(k) for k in (first, second)] == [("gdpa kv256", d) for d in ("fwd", "bwd")]
     assert counters.summary(second)["us"] == "2.0"
     assert counters.parse("==ERROR== no counters here\n") == []
