@@ -99,7 +99,7 @@ LINES = (
     (
         "0",
         "forward_kernel",
-        "1 <default domain>:gdpa B256 max1024 @ fwd:none",
+        "1 <default domain>:gdpa kv256 @ fwd:none",
         "1,413,216",
         "40.93",
         "55.20",

@@ -113,15 +113,7 @@ def command_of(ncu: str, only: Sequence[str], log: Path) -> list[str]:
     metrics = ",".join((TIME, TENSOR, ISSUE, DRAM, L2, WARPS))
     return [
         *(ncu, "--profile-from-start", "off", "--nvtx", "--clock-control", "none", "--kernel-name", OUR_KERNELS),
-        *(
-            "--csv",
-            "--page",
-            "raw",
-            "--log-file",
-            str(log),
-            "--metrics",
-            ",".join((TIME, TENSOR, ISSUE, DRAM, L2, WARPS)),
-        ),
+        *("--csv", "--page", "raw", "--log-file", str(log), "--metrics", metrics),
         *(x for section in SECTIONS for x in ("--section", section)),
         *(sys.executable, __file__, "--child", *(("--only", *only) if only else ())),
     ]
