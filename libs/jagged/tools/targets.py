@@ -23,6 +23,7 @@ COUNTERS = ROOT / "docs/measured/jagged_counters_h200.csv"
 PAGE = ROOT / "docs/jagged.md"
 README = ROOT / "libs/jagged/README.md"
 OURS = "gemworks"
+LINK = "@"  # stands for the way from a page to the folder of the rows
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 Row = dict[str, str]
 
@@ -225,6 +226,12 @@ def counters_block(counters: Sequence[Row]) -> str:
     return table(columns, lines)
 
 
+def sweep_block() -> str:
+    """The sweep's plot, where a run has drawn it."""
+    image = ROWS.with_suffix(".sweep.png")
+    return f"![TFLOP/s over the longest sequence, by law, batch and head width]({LINK}{image.name})"
+
+
 def blocks() -> dict[str, Callable[[], str]]:
     def rows() -> Rows:
         found = read(ROWS)
@@ -237,6 +244,7 @@ def blocks() -> dict[str, Callable[[], str]]:
         "main cases": lambda: cases_block(rows(), main=True),
         "all cases": lambda: cases_block(rows(), main=False),
         "memory-bound": lambda: memory_block(rows()),
+        "sweep plot": sweep_block,
         "refusals": lambda: refusals_block(rows()),
         "counters": lambda: counters_block(read(COUNTERS)),
     }
@@ -249,15 +257,19 @@ def read(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def filled(text: str) -> str:
-    """`text` with every block `<!-- measured: NAME -->` ... `<!-- /measured -->` made anew."""
+def filled(text: str, link: str = "measured/") -> str:
+    """`text` with every block `<!-- measured: NAME -->` ... `<!-- /measured -->` made anew.
+
+    Args:
+        link: from the page to the folder of the rows.
+    """
     for name, make in blocks().items():
         begin, end = f"<!-- measured: {name} -->\n", "<!-- /measured -->"
         at = text.find(begin)
         if at >= 0:
             stop = text.index(end, at)
-            there = (COUNTERS if name == "counters" else ROWS).exists()
-            made = make() if there else "Not measured yet."
+            needs = {"counters": COUNTERS, "sweep plot": ROWS.with_suffix(".sweep.png")}.get(name, ROWS)
+            made = make().replace(LINK, link) if needs.exists() else "Not measured yet."
             text = f"{text[: at + len(begin)]}\n{made}\n\n{text[stop:]}"
     return text
 
@@ -267,9 +279,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args(argv)
     stale = []
-    for path in (PAGE, README):
+    for path, link in ((PAGE, "measured/"), (README, "../../docs/measured/")):
         old = path.read_text()
-        new = filled(old)
+        new = filled(old, link)
         if new != old:
             stale.append(path.relative_to(ROOT))
             if not args.check:
