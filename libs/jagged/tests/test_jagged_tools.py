@@ -64,6 +64,16 @@ def test_other_measures_of_a_target(targets: Any) -> None:
     assert verdict(targets, [blocks, peer | {"ms": "1.2"}], "block_attention rope", targets.BLOCKS)[-1] == "**missed**"
 
 
+def test_small_sequences_are_compared_with_a_tile_each(targets: Any) -> None:
+    base = row(op="gdpa", shape="B256 max1024", ms="1.0", tflops="1", gbps="1")
+    for ms, expected in (("1.02", "met"), ("1.3", "**missed**")):
+        ones = row(op="gdpa", shape="B1024 max1024", law="ones", ms=ms, tflops="1", gbps="1")
+        (line,) = targets.small_sequences(targets.Rows([base, ones]))
+        assert line[-1] == expected
+        assert "768 tiles" in line[2]
+    assert targets.small_sequences(targets.Rows([base])) == []
+
+
 def test_every_target_is_a_case_of_the_benchmark(targets: Any) -> None:
     import torch
     from gemworks.jagged.bench import blocks, norms

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from gemworks.jagged.bench.cases import draw_lengths
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = ROOT / "docs/measured/jagged_h200.csv"
@@ -74,6 +77,7 @@ TARGETS = (
         for op in ("rms_norm residual", "layer_norm affine residual")
     ),
 )
+TILE = 128  # rows of q and of k
 SCHEDULE_SHARE = 0.05  # of one layer's forward
 COLUMNS = ("op, shape", "direction", "asked", "measured", "best peer", "")
 
@@ -123,12 +127,32 @@ def verdicts(rows: Rows) -> list[tuple[str, ...]]:
             if row["tflops"]:
                 measured.append(f"{float(row['tflops']):.0f} TFLOP/s")
             lines.append((*head, asked(t, i), ", ".join(measured), best, "met" if all(met) else "**missed**"))
+    lines += small_sequences(rows)
     for row in rows.rows:
         if row["op"] == "tile_schedule" and row["ms"]:
             share = 1 / float(row["ratio_to_best_peer"])
             head = (f"tiles of {row['shape']} {row['law']}", "build", f"< {SCHEDULE_SHARE:.0%} of a forward")
             verdict = "met" if share < SCHEDULE_SHARE else "**missed**"
             lines.append((*head, f"{share:.1%}, {1e3 * float(row['ms']):.0f} us", "", verdict))
+    return lines
+
+
+def small_sequences(rows: Rows) -> list[tuple[str, ...]]:
+    """What three empty or one-row sequences beside each other one add, against what a whole tile for each would."""
+    lengths = draw_lengths("uniform", 256, 1024, 1)
+    tiles = int(((lengths + TILE - 1) // TILE).square().sum())
+    tile_share = 3 * len(lengths) / tiles
+    lines = []
+    for law, op in itertools.product(("empties", "ones"), ("flash_attention", "gdpa")):
+        for direction, word in DIRECTIONS.items():
+            with_them = rows.find(op, "B1024 max1024", direction, law=law)
+            without = rows.find(op, "B256 max1024", direction, law="uniform")
+            if with_them is None or without is None:
+                continue
+            extra = float(with_them["ms"]) / float(without["ms"]) - 1
+            asked_for = f"< {tile_share:.0%} more time: {3 * len(lengths)} tiles"
+            head = (f"`{op}` B1024 max1024 {law}", word, asked_for, f"{extra:+.1%}", "")
+            lines.append((*head, "met" if extra < tile_share else "**missed**"))
     return lines
 
 
