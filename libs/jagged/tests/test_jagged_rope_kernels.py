@@ -47,8 +47,8 @@ def test_the_op_is_the_formula_it_stands_for(norm: bool, turn: bool):
 def test_the_op_is_registered_as_torch_wants_it():
     x = torch.randn(7, 2, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
     tables = Rope().tables(torch.tensor([0, 7]), 6, total=7)
-    torch.library.opcheck(norm_rope_op, (x, tables.cos_TJ, tables.sin_TJ, torch.tensor([7]), EPS))
-    torch.library.opcheck(norm_rope_op, (x, None, None, None, EPS))
+    torch.library.opcheck(norm_rope_op.overload, (x, tables.cos_TJ, tables.sin_TJ, torch.tensor([7]), EPS))
+    torch.library.opcheck(norm_rope_op.overload, (x, None, None, None, EPS))
 
 
 @pytest.mark.reference

@@ -25,6 +25,7 @@ from gemworks.jagged.ops.block_attention.schedule import BlockSchedule
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias
 from gemworks.jagged.ops.flash_attention.op import flash_attention
 from gemworks.jagged.ops.flash_attention.packed import flash_attention_qkv
+from gemworks.jagged.ops.flash_attention.packed_pool import flash_attention_pool
 from gemworks.jagged.ops.gdpa.activations import Activation
 from gemworks.jagged.ops.gdpa.epilogue import NormEpilogue
 from gemworks.jagged.ops.gdpa.op import gdpa
@@ -65,6 +66,7 @@ __all__ = [
     "explain",
     "flash_attention",
     "flash_attention_fp8",
+    "flash_attention_pool",
     "flash_attention_qkv",
     "from_cu_seqlens",
     "from_keyed",

@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 PRODUCT_NAMES = re.compile(
-    r"gemm|nvjet|cutlass|xmma|wgmma|cublas|fmha|flash|attention|forward_kernel|forward_hopper|backward_kv|backward_q"
-    r"|backward_hopper|block_fwd|block_bwd|triton_tem|_mm_|bmm",
+    r"gemm|nvjet|cutlass|xmma|wgmma|cublas|fmha|flash|attention|(forward|backward)_(kernel|kv|q|hopper|fused)"
+    r"|fp8_(hopper_)?kernel|project_kernel|block_fwd|block_bwd|triton_tem|_mm_|bmm",
     re.IGNORECASE,
 )
+NOT_KERNELS = ("gem::", "Activity Buffer", "Optimizer.")  # what a profiler adds: spans around kernels
 NOT_PRODUCTS = re.compile(r"reduce|splitk.*reduce|elementwise|triton_(red|per|poi)", re.IGNORECASE)
 
 
@@ -59,8 +60,10 @@ class Split:
 def is_product(kernel: str) -> bool:
     """Whether a kernel of that name works on tensor cores.
 
-    >>> is_product("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT"), is_product("triton_red_fused_mean_pow_0")
-    (True, False)
+    >>> is_product("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT"), is_product("backward_fused_hopper_kernel")
+    (True, True)
+    >>> is_product("triton_red_fused_mean_pow_0"), is_product("triton_per_fused_attention_backward_add_27")
+    (False, False)
     """
     return bool(PRODUCT_NAMES.search(kernel)) and not NOT_PRODUCTS.search(kernel)
 
@@ -150,8 +153,10 @@ def split_kernels(kernels: Sequence[tuple[str, float, float]], repeats: int) -> 
 
     >>> split_kernels([("gemm", 0, 1000), ("add", 1000, 1500), ("add", 2500, 3000)], 1).gap_ms
     1.0
+    >>> split_kernels([("Optimizer.step#AdamW.step", 0, 3000), ("add", 2500, 3000)], 1).memory_ms
+    0.5
     """
-    kernels = [k for k in kernels if not k[0].startswith(("gem::", "Activity Buffer"))]
+    kernels = [k for k in kernels if not k[0].startswith(NOT_KERNELS)]
     if not kernels:
         return Split(0.0, 0.0, 0.0, ())
     products = _covered([(a, b) for name, a, b in kernels if is_product(name)])

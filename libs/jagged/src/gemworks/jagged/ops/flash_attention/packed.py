@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from gemworks.jagged._attention_args import autocast, check_attention, make_mask
+from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._dense import compute_dtype
 from gemworks.jagged._imports import when_imported
-from gemworks.jagged.ops.attention_core.op import UNBOUNDED, backward_into, count_pairs
+from gemworks.jagged.ops.attention_core.op import UNBOUNDED, attention_forward, backward_into, count_pairs
 from gemworks.jagged.ops.attention_core.reference import SOFTMAX
 from gemworks.jagged.ops.rope.custom_op import norm_rope_backward_into, norm_rope_op
 from gemworks.jagged.ops.rope.reference import RopeTables
@@ -67,7 +68,7 @@ def flash_attention_qkv(
     cos, sin = (None, None) if rope is None else (rope.cos_TJ, rope.sin_TJ)
     scale = 1.0 / math.sqrt(qkv.shape[-1]) if scale is None else scale
     tiles, heights = ([], "") if schedule is None else (list(schedule.tensors), schedule.heights)
-    out, _, _ = torch.ops.gemworks_jagged.attention_qkv(
+    out, _, _ = attention_qkv(
         qkv, cos, sin, offsets, tiles, heights, num_heads, args.side_q.max_length, scale,
         qk_norm_eps if qk_norm else None, min(mask.left, UNBOUNDED), min(mask.right, UNBOUNDED),
     )  # fmt: skip
@@ -99,7 +100,7 @@ def _forward(
     if eps is not None or cos is not None:
         turned = norm_rope_op(qkv[:, : -v.shape[1]], cos, sin, offsets[-1:], eps)
         q, k = turned[:, :num_heads], turned[:, num_heads:]
-    out, lse = torch.ops.gemworks_jagged.attention_forward(q, k, v, *_rest(offsets, tiles, heights, *rest))
+    out, lse = attention_forward(q, k, v, *_rest(offsets, tiles, heights, *rest))
     return out, lse, turned
 
 
@@ -136,17 +137,11 @@ _COMMON = (
     "Tensor? cos, Tensor? sin, Tensor offsets, Tensor[] tiles, str heights, int num_heads, int max_length, "
     "float scale, float? eps, int left, int right"
 )
-attention_qkv = torch.library.custom_op(
-    "gemworks_jagged::attention_qkv",
-    _forward,
-    mutates_args=(),
-    schema=f"(Tensor qkv, {_COMMON}) -> (Tensor, Tensor, Tensor)",
-)
-attention_qkv_backward = torch.library.custom_op(
-    "gemworks_jagged::attention_qkv_backward",
+attention_qkv = custom_op("attention_qkv", _forward, f"(Tensor qkv, {_COMMON}) -> (Tensor, Tensor, Tensor)")
+attention_qkv_backward = custom_op(
+    "attention_qkv_backward",
     _backward,
-    mutates_args=(),
-    schema=f"(Tensor d_out, Tensor qkv, Tensor out, Tensor lse, Tensor turned, {_COMMON}) -> Tensor",
+    f"(Tensor d_out, Tensor qkv, Tensor out, Tensor lse, Tensor turned, {_COMMON}) -> Tensor",
 )
 
 
@@ -175,9 +170,7 @@ def _differentiate(ctx: Any, d_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
     qkv, out, lse, turned, cos, sin, offsets, *tiles = ctx.saved_tensors
     d_qkv = None
     if d_out is not None:
-        d_qkv = torch.ops.gemworks_jagged.attention_qkv_backward(
-            d_out, qkv, out, lse, turned, cos, sin, offsets, tiles, ctx.heights, *ctx.rest
-        )
+        d_qkv = attention_qkv_backward(d_out, qkv, out, lse, turned, cos, sin, offsets, tiles, ctx.heights, *ctx.rest)
     return d_qkv, None, None, None, [None] * len(tiles), None, *[None] * len(ctx.rest)
 
 

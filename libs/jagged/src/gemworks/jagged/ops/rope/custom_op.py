@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._dense import compute_dtype
 from gemworks.jagged._imports import when_imported
 from gemworks.jagged.dispatch import RULES, architecture_of, backend_of
@@ -80,10 +81,8 @@ def _backward_contiguous(
     return norm_rope_backward_into(dx, dy, x, cos, sin, end, eps)
 
 
-norm_rope_op = torch.library.custom_op("gemworks_jagged::norm_rope", _forward, mutates_args=())
-norm_rope_backward_op = torch.library.custom_op(
-    "gemworks_jagged::norm_rope_backward", _backward_contiguous, mutates_args=()
-)
+norm_rope_op = custom_op("norm_rope", _forward)
+norm_rope_backward_op = custom_op("norm_rope_backward", _backward_contiguous)
 
 
 @norm_rope_op.register_fake

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.rope.kernel_rope import norm_rope_kernel
 from torch import Tensor
 
+_norm_rope_kernel = quick(norm_rope_kernel)
 NUM_WARPS = 4
 MAX_HEADS = 4  # of one program: cosines and sines are read once for them
 
@@ -52,8 +52,7 @@ def norm_rope(
     tables = (x, x) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
     tile, some = rows_of_tile(width // 2), min(heads, MAX_HEADS)
     strides = [s for t in (x, given, out) for s in (t.stride(0), t.stride(1))]
-    kernel: Any = norm_rope_kernel
-    kernel[-(-rows // tile), -(-heads // some)](
+    _norm_rope_kernel[-(-rows // tile), -(-heads // some)](
         x, given, *tables, x if end is None else end, out, rows, eps or 0.0, *strides,
         N=heads, J=width // 2, BLOCK_J=next_power_of_two(width // 2), ROWS=tile, HEADS=some, NORM=eps is not None,
         TURN=cos is not None, HAS_END=end is not None, BACKWARD=dy is not None, num_warps=NUM_WARPS,
