@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,7 @@ FINER = (0.9, 0.5)
 FUSED = (1.0, 0.8, 0.2)
 TARGET_SHARE = 0.38  # -62 % of the activations
 REL_GAP = 0.01
+MAX_LABELS = 2000
 FREE_SLOWDOWN = 0.03
 _START = time.perf_counter()
 _FAILURES = (RuntimeError, AssertionError, ValueError)
@@ -166,7 +168,9 @@ def _solve(step: StepProfile, budget_bytes: float) -> tuple[Plan | None, str]:
     """The plan, or None and why."""
     start = time.perf_counter()
     try:
-        plan = solve(step, budget_bytes, rel_gap=REL_GAP)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the row says how large the gap is
+            plan = solve(step, budget_bytes, rel_gap=REL_GAP, max_labels=MAX_LABELS)
     except InfeasibleBudgetError as error:
         text = f"budget {budget_bytes / GIB:.3f} GiB: least is {error.least_feasible_bytes / GIB:.3f}"
         return None, f"{text}, {error.held_up_by}"
