@@ -124,6 +124,16 @@ def test_train_then_eval_print_json_and_nothing_else(capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out) == summary
 
 
+@pytest.mark.parametrize(("rank", "out"), [("0", '{"ne": 0.9}'), ("1", "")])
+def test_of_several_processes_the_first_prints_the_summary(
+    rank: str, out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("gemworks.gem.train.train", lambda *args, **kwargs: {"ne": 0.9})
+    monkeypatch.setenv("RANK", rank)
+    assert run(["train", "--preset", "tiny", "--json"]) == 0
+    assert "".join(capsys.readouterr().out.split()) == out.replace(" ", "")
+
+
 def test_checkpoint_inspect(capsys: pytest.CaptureFixture[str]) -> None:
     settings = [argument for setting in TINY.split() for argument in ("--set", setting)]
     eval_often = ["--set", "train.eval_every=1"]

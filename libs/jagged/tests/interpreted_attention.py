@@ -92,7 +92,9 @@ def check(
     problem = op._problem(q, k, v, op.Call(q, k, *rest), "sm_90")
     out, lse = launch.forward(problem)
     d_out = torch.randn(out.shape, dtype=dtype)
-    grads = launch.backward(problem, d_out, out, lse)
+    # Rows of the gradients are strided too: parts of one buffer, as for a packed projection.
+    grads = [torch.empty(x.shape[0], 2 * x.shape[1], x.shape[2], dtype=dtype)[:, : x.shape[1]] for x in (q, k, v)]
+    launch.backward(problem, d_out, out, lse, grads)
 
     leaves = [x.double().detach().requires_grad_() for x in (q, k, v)]
     args: dict[str, Any] = {"offsets_q": given_q, "offsets_k": given_k, "shared_query": shared, **mask}

@@ -135,7 +135,7 @@ def test_a_peer_that_hangs_is_left_out_and_the_run_goes_on(tmp_path: Path) -> No
 
 def test_cases_with_the_same_inputs_share_their_peers() -> None:
     groups = cases.grouped(cases.CASES)
-    assert sum(map(len, groups)) == len(cases.CASES)
+    assert sum(map(len, groups)) == len({replace(c, priority=0) for c in cases.CASES})
     assert [c.op for c in groups[0]] == ["flash_attention", "gdpa"]
     urgent = [min(c.priority for c in g) for g in groups]
     assert urgent == sorted(urgent)
@@ -149,7 +149,7 @@ def test_budget_stops_and_says_so(tmp_path: Path, capsys: Any) -> None:
 def test_laws_of_lengths() -> None:
     for law in cases.LAWS:
         lengths = cases.draw_lengths(law, 4000, 200, seed=3)
-        assert int(lengths.min()) >= 1
+        assert int(lengths.min()) >= (law != "empties")
         assert int(lengths.max()) <= 200
         assert torch.equal(lengths, cases.draw_lengths(law, 4000, 200, seed=3))
     means = {law: float(cases.draw_lengths(law, 4000, 200, 3).double().mean()) / 200 for law in cases.LAWS}

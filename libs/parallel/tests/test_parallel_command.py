@@ -47,12 +47,24 @@ def test_search_and_place_print_for_people_and_as_json(tmp_path, capsys: pytest.
     assert json.loads(capsys.readouterr().out)["views"]["sparse"]["tiers"]["replica_shard"] == "nvlink"
 
 
+def test_ranks_says_who_holds_what_and_draws_it(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["--cluster", "h200", "--shard", "8", "--picture", str(tmp_path / "plan.svg")]
+    assert main(["ranks", *plan, "--rank", "3", "--rank", "5"]) == 0
+    text = capsys.readouterr().out
+    assert "rank 3  zone 0" in text
+    assert "rank 4  zone 0" not in text
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+    assert main(["ranks", *plan, "--json"]) == 0
+    assert [r["rank"] for r in json.loads(capsys.readouterr().out)["ranks"]] == list(range(8))
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["search", "--cluster", "nowhere.toml"], "expected one of ['gb200', 'h200', 'roce']"),
+        (["search", "--cluster", "nowhere.toml"], "expected roce, h200, gb200, or the path of a cluster file"),
         (["search", "--model", "nothing.json"], "expected gem-like"),
         (["place", "--cluster", "h200", "--shard", "3"], "expected a divisor of the world size 8"),
+        (["search", "--balance", "luck"], "--balance: got 'luck', expected none, bbs or global"),
         (["simulate", "--cluster", "h200", "--shard", "8", "--table-group", "8"], "need "),
     ],
 )

@@ -14,9 +14,16 @@ from parallel_spawn import spawn
 
 def _validate(rank: int, world: int) -> list[tuple]:
     rows, cluster = validate(
-        torch.device("cpu"), widths=(32,), calibrate_tokens=(64, 256), validate_tokens=(128,), depth=2, repeats=2
+        torch.device("cpu"),
+        widths=(32,),
+        calibrate_tokens=(64, 96, 256),
+        validate_tokens=(128,),
+        depths=(2,),
+        repeats=2,
+        budget_s=0.0,
     )
-    assert cluster.source("tiers.nvlink.all_gather").startswith("measured: gloo")
+    if world > 1:
+        assert cluster.source("tiers.nvlink.all_gather").startswith("measured: gloo")
     return [dataclasses.astuple(r) for r in rows]
 
 
@@ -25,21 +32,41 @@ def test_rows_of_both_splits_and_a_file_that_the_simulator_quotes(tmp_path) -> N
     names = [f.name for f in dataclasses.fields(ErrorRow)]
     rows = [ErrorRow(**dict(zip(names, values, strict=True))) for values in spawn(_validate, 2)[0]]
     assert [r.config for r in rows if r.split == "validate"] == [
-        f"{k} 2x32 tokens 128" for k in ("alone", "shard", "replica", "expert")
+        f"{k} 2x32 tokens 128" for k in ("shard", "replica", "expert")
     ]
-    assert sum(r.split == "calibrate" for r in rows) == 2 * 2 * 2, "kinds x depths x sizes"
+    names = [r.config for r in rows if r.split == "calibrate"]
+    assert sum("blocks" in n for n in names) == 2 * 2 * 3, "kinds x depths x sizes"
+    assert sum("launch" in n for n in names) == 3
+    assert sum("slowdown" in n for n in names) == 1
     for r in rows:
-        assert r.measured_ms > 0
-        assert r.predicted_ms > 0
-        assert r.error_pct == pytest.approx(100 * (r.predicted_ms / r.measured_ms - 1))
+        assert r.measured_ms > 0 or "launch" in r.config
+        assert r.predicted_ms > 0 or "launch" in r.config
+        assert r.error_pct * r.measured_ms == pytest.approx(100 * (r.predicted_ms - r.measured_ms), abs=1e-6)
     path = tmp_path / "simulator_error.csv"
     other = dataclasses.replace(rows[0], config="somebody else's", split="validate")
     write_errors(path, [other], {"gpu": "cpu"})
     for _ in range(2):  # the second time replaces its own rows and keeps the others
         write_errors(path, rows, {"gpu": "cpu"})
     text = with_validation(SimulationConfig(), path.read_text()).validation
-    assert "over 5 measured steps" in text
+    assert "over 4 measured steps" in text
     assert "(cpu)" in text
+
+
+@pytest.mark.dist
+def test_one_process_predicts_depths() -> None:
+    names = [values[0] for values in spawn(_validate, 1)[0] if values[1] == "validate"]
+    assert names == ["alone 2x32 tokens 128"]
+
+
+def test_a_step_that_the_host_is_too_slow_for_takes_as_long_as_the_host() -> None:
+    case = Case(kind="shard", depth=4, width=64, tokens=32)
+    times = (1.0, 2.0, 0.0, 0.0)
+    quick, slow = (
+        predict_ms(case, times, presets.h200_host(2), torch.bfloat16, host=host) for host in ((0.1, 0.2), (2.0, 4.0))
+    )
+    assert quick < 4 * 3.0 * 1.3
+    # The last block's backward starts when half of its launch is over, and nothing waits for it.
+    assert slow == pytest.approx(4 * 6.0 + max(0.0, 2.0 - 4.0 / 2), rel=0.01)
 
 
 def test_a_prediction_of_one_gpu_is_its_layers() -> None:

@@ -67,7 +67,7 @@ def test_a_trace_is_split_without_counting_overlap_twice():
         ("block_fwd_kernel", True),
         ("void pytorch_flash::flash_bwd_kernel<...>", True),
         ("norm_bwd_kernel", False),
-        ("norm_rope_fwd_kernel", False),
+        ("norm_rope_kernel", False),
         ("triton_red_fused__fused_rms_norm_backward_attention_backward_view_0", False),
         ("cublasLt::splitKreduce_kernel", False),
     ],

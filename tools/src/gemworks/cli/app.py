@@ -7,6 +7,7 @@ Exit codes: 0 fine, 1 the run failed, 2 the user's input is wrong, 75 stopped by
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -21,7 +22,7 @@ from gemworks.cli.diagnose import mfu, probe, trace
 from gemworks.cli.options import ConfigFile, Json, Preset, Sets
 from gemworks.cli.output import print_error, print_json, quiet
 from gemworks.cli.plan import plan_app
-from gemworks.gem.errors import WRONG_INPUT, report
+from gemworks.gem.errors import WRONG_INPUT, end, report, write_error_file
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
@@ -88,7 +89,7 @@ def train(
     resolved = run_config(preset, config, sets or (), run_dir)
     with quiet():
         summary = run_training(resolved, run_dir, console=_progress_console(json))
-    if json:
+    if json and os.environ.get("RANK", "0") == "0":  # of several processes one prints; the summary is the same on each
         print_json(summary)
 
 
@@ -104,10 +105,8 @@ def evaluate(
 
     Example: gemworks eval runs/first --json
     """
-    from gemworks.gem.process import prepare_process
     from gemworks.gem.run_dir import RunDir
 
-    prepare_process()
     RunDir.open(run_dir)  # a wrong folder answers before torch is imported
     with quiet():
         from gemworks.gem.evaluate import evaluate_run
@@ -197,9 +196,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         usage = getattr(error, "format_message", None)  # how typer, and click under older ones, say it
         if usage is None:
+            write_error_file(error)
             return report(error)
         if type(error).__name__ != "NoArgsIsHelpError":
-            print_error(f"{usage()} (gemworks --help says more)")
+            where = getattr(getattr(error, "ctx", None), "command_path", "gemworks")
+            print_error(f"{usage()} ({where} --help says more)")
         return int(getattr(error, "exit_code", WRONG_INPUT))
     if result == INTERRUPTED:  # typer turns Ctrl-C into this
         print_error("interrupted")
@@ -208,7 +209,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """Entry point of the console script."""
-    sys.exit(run())
+    end(run())
 
 
 if __name__ == "__main__":

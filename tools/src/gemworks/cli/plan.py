@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import json as json_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from gemworks.cli.options import Json
 from gemworks.cli.output import need, print_json, quiet
-
-if TYPE_CHECKING:
-    from gemworks.parallel import ClusterSpec, ModelProfile, ParallelPlan, SimulationConfig
-
-CLUSTERS = ("roce", "h200", "gb200")
 
 plan_app = typer.Typer(
     name="plan",
@@ -39,6 +35,7 @@ Expert = Annotated[int | None, typer.Option(help="Ranks that the experts are spr
 ExpertShard = Annotated[int, typer.Option(help="Ranks that share one expert's weights.", metavar="N")]
 TableGroup = Annotated[int | None, typer.Option(help="Ranks that share the embedding tables.", metavar="N")]
 ReplicaShard = Annotated[int, typer.Option(help="Ranks that share one replica of a table shard.", metavar="N")]
+SyncEvery = Annotated[int, typer.Option(help="Steps between means over table replicas.", metavar="N")]
 Picture = Annotated[Path | None, typer.Option(help="Draw the groups on the tiers (SVG).", metavar="FILE")]
 Trace = Annotated[
     Path | None, typer.Option(help="Write the predicted step for chrome://tracing or Perfetto.", metavar="FILE")
@@ -62,19 +59,7 @@ def search(
 
     Example: gemworks plan search --gpus 4096 --picture plan.svg
     """
-    need("gemworks.parallel", "gemworks-parallel")
-    with quiet():
-        from gemworks import parallel
-
-        spec, model, config = _cluster(cluster, gpus), _model(profile), _config(balance, measured)
-        found = parallel.search(model, spec, config, keep=keep)
-        _draw(found.best.plan, spec, picture)
-    if trace is not None:
-        trace.write_text(found.best.chrome_trace(), encoding="utf-8")
-    if json:
-        _print_json_text(found.to_json(top))
-    else:
-        print(found.text(top))
+    _answer("search", json, cluster, gpus, profile, balance, measured, top=top, keep=keep, picture=picture, trace=trace)
 
 
 @plan_app.command()
@@ -84,6 +69,7 @@ def simulate(
     expert_shard: ExpertShard = 1,
     table_group: TableGroup = None,
     replica_shard: ReplicaShard = 1,
+    sync_every: SyncEvery = 1,
     gpus: Gpus = None,
     cluster: Cluster = "roce",
     profile: Profile = None,
@@ -98,20 +84,23 @@ def simulate(
     Example: gemworks plan simulate --gpus 4096 --shard 256 --expert 2 --expert-shard 16 --table-group 256
     --replica-shard 8 --trace step.json
     """
-    need("gemworks.parallel", "gemworks-parallel")
-    with quiet():
-        from gemworks import parallel
-
-        spec, model, config = _cluster(cluster, gpus), _model(profile), _config(balance, measured)
-        plan = _plan(spec, shard, expert, expert_shard, table_group, replica_shard)
-        found = parallel.simulate(plan, model, spec, config)
-        _draw(plan, spec, picture)
-    if trace is not None:
-        trace.write_text(found.chrome_trace(), encoding="utf-8")
-    if json:
-        print_json(found.to_dict())
-    else:
-        print(found.text())
+    _answer(
+        "simulate",
+        json,
+        cluster,
+        gpus,
+        profile,
+        balance,
+        measured,
+        shard=shard,
+        expert=expert,
+        expert_shard=expert_shard,
+        table_group=table_group,
+        replica_shard=replica_shard,
+        sync_every=sync_every,
+        picture=picture,
+        trace=trace,
+    )
 
 
 @plan_app.command()
@@ -134,83 +123,42 @@ def ranks(
 
     Example: gemworks plan ranks --cluster h200 --gpus 8 --shard 8 --table-group 4 --replica-shard 2
     """
-    need("gemworks.parallel", "gemworks-parallel")
-    with quiet():
-        from gemworks import parallel
-
-        spec, model = _cluster(cluster, gpus), _model(profile)
-        plan = _plan(spec, shard, expert, expert_shard, table_group, replica_shard)
-        placed = parallel.place(plan, spec)
-        found = parallel.describe(
-            placed.layout,
-            spec,
-            num_experts=model.num_experts if plan.experts is not None else None,
-            tables=model.tables if plan.sparse is not None else (),
-            ranks=rank,
-        )
-        _draw(plan, spec, picture)
-    if json:
-        _print_json_text(found.to_json())
-    else:
-        print(placed.text())
-        print()
-        print(found.text())
-
-
-def _cluster(name: str, gpus: int | None) -> ClusterSpec:
-    from gemworks.parallel import ClusterSpec, presets
-
-    if name in CLUSTERS:
-        make = {"roce": presets.roce_cluster, "h200": presets.h200_host, "gb200": presets.gb200_rack}[name]
-        return make() if gpus is None else make(gpus)
-    if not Path(name).is_file():
-        raise ValueError(f"--cluster: got {name!r}, expected {', '.join(CLUSTERS)}, or the path of a cluster file")
-    spec = ClusterSpec.from_toml(Path(name))
-    return spec if gpus is None else spec.resized(gpus)
-
-
-def _model(profile: Path | None) -> ModelProfile:
-    from gemworks.parallel import ModelProfile
-    from gemworks.parallel.profile import gem_like
-
-    return gem_like() if profile is None else ModelProfile.from_json(profile)
-
-
-def _config(balance: str, measured: Path | None) -> SimulationConfig:
-    from gemworks.parallel import SimulationConfig
-    from gemworks.parallel.simulation import with_validation
-
-    if balance not in ("none", "bbs", "global"):
-        raise ValueError(f"--balance: got {balance!r}, expected none, bbs or global")
-    config = SimulationConfig(balance=balance)
-    return config if measured is None else with_validation(config, measured.read_text(encoding="utf-8"))
-
-
-def _plan(
-    spec: ClusterSpec, shard: int, expert: int | None, expert_shard: int, table_group: int | None, replica_shard: int
-) -> ParallelPlan:
-    from gemworks.parallel import ParallelPlan
-
-    return ParallelPlan.for_world(
-        spec.num_gpus,
+    _answer(
+        "ranks",
+        json,
+        cluster,
+        gpus,
+        profile,
         shard=shard,
         expert=expert,
         expert_shard=expert_shard,
         table_group=table_group,
         replica_shard=replica_shard,
+        ranks=rank,
+        picture=picture,
     )
 
 
-def _draw(plan: ParallelPlan, spec: ClusterSpec, picture: Path | None) -> None:
-    if picture is not None:
-        from gemworks.parallel import place
-        from gemworks.parallel.picture import draw_plan
+def _answer(
+    question: Literal["search", "simulate", "ranks"],
+    as_json: bool,
+    cluster: str,
+    gpus: int | None,
+    profile: Path | None,
+    balance: str = "bbs",
+    errors: Path | None = None,
+    **words: Any,
+) -> None:
+    """What the library answers to these words."""
+    need("gemworks.parallel", "gemworks-parallel")
+    with quiet():
+        from gemworks.parallel.command import Request, answer
 
-        picture.write_text(draw_plan(place(plan, spec).layout, spec), encoding="utf-8")
-
-
-def _print_json_text(text: str) -> None:
-    import json
-
-    content: dict[str, Any] = json.loads(text)
-    print_json(content)
+        model = "gem-like" if profile is None else str(profile)
+        found = answer(
+            question, Request(cluster=cluster, gpus=gpus, model=model, balance=balance, errors=errors, **words)
+        )
+    if as_json:
+        print_json(json_module.loads(found.json))
+    else:
+        print(found.text)

@@ -1,5 +1,6 @@
 """Attention, norms and pooling on packed variable-length sequences, without padding."""
 
+from gemworks.jagged._checks import debug_checks
 from gemworks.jagged.convert import (
     from_cu_seqlens,
     from_keyed,
@@ -23,7 +24,10 @@ from gemworks.jagged.ops.block_attention.op import block_attention, block_attent
 from gemworks.jagged.ops.block_attention.schedule import BlockSchedule
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias
 from gemworks.jagged.ops.flash_attention.op import flash_attention
+from gemworks.jagged.ops.flash_attention.packed import flash_attention_qkv
+from gemworks.jagged.ops.flash_attention.packed_pool import flash_attention_pool
 from gemworks.jagged.ops.gdpa.activations import Activation
+from gemworks.jagged.ops.gdpa.epilogue import NormEpilogue
 from gemworks.jagged.ops.gdpa.op import gdpa
 from gemworks.jagged.ops.norms.op import layer_norm, rms_norm
 from gemworks.jagged.ops.pooling.op import seed_pool
@@ -46,6 +50,7 @@ __all__ = [
     "BlockSchedule",
     "Explanation",
     "Jagged",
+    "NormEpilogue",
     "Rope",
     "RopeTables",
     "SupportRow",
@@ -56,10 +61,13 @@ __all__ = [
     "block_attention_qkv",
     "concat",
     "concat_batch",
+    "debug_checks",
     "expand_rows",
     "explain",
     "flash_attention",
     "flash_attention_fp8",
+    "flash_attention_pool",
+    "flash_attention_qkv",
     "from_cu_seqlens",
     "from_keyed",
     "from_lengths",

@@ -39,6 +39,8 @@ class LayerProfile:
             scattered).
         length_share: share of its time that follows the batch's lengths (0: fixed, 1: all of it).
         recompute: share of forward that backward runs again.
+        forward_host_us, backward_host_us: what the host takes to launch it, half of it before its first kernel starts;
+            0: launching is never what a step waits for.
     """
 
     name: str
@@ -52,6 +54,8 @@ class LayerProfile:
     exchange_bytes: float = 0.0
     length_share: float = 1.0
     recompute: float = 0.0
+    forward_host_us: float = 0.0
+    backward_host_us: float = 0.0
     kind: LayerKind = "dense"
 
     def times_us(self, cluster: ClusterSpec, dtype: str = "bf16") -> tuple[float, float]:

@@ -1,10 +1,9 @@
 """Predict a training step: compute, collectives on their tiers, overlap, imbalance, memory.
 
-One rank's step is a graph of operations on three queues: compute, NVLink collectives, network collectives. A queue
-runs its operations in the order of launch; an operation starts when its queue is free and its inputs are there. The
-compute queue's waiting is charged to what ran meanwhile on the queue that it waits for, so the items of the report add
-up to the step
-exactly:
+One rank's step is a graph of operations on four queues: compute, NVLink collectives, network collectives, and the
+host that launches compute where the profile says how long that takes. A queue runs its operations in the order of
+launch; an operation starts when its queue is free and its inputs are there. The compute queue's waiting is charged to
+what ran meanwhile on the queue that it waits for, so the items of the report add up to the step exactly:
 
     E2E MFU = Local MFU x Scaling Ratio,   Scaling Ratio = time of the layers alone / step time
 
@@ -119,7 +118,7 @@ class Simulation:
 
     def chrome_trace(self) -> str:
         """The timeline for chrome://tracing or Perfetto."""
-        thread = {"compute": 0, "nvlink": 1, "network": 2}
+        thread = {"compute": 0, "nvlink": 1, "network": 2, "host": 3}
         events: list[dict[str, Any]] = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": t, "args": {"name": q}} for q, t in thread.items()
         ]
@@ -225,5 +224,6 @@ def with_validation(config: SimulationConfig, csv_text: str) -> SimulationConfig
         f"median {statistics.median(found):.1f} %, worst {max(found):.1f} % over {len(found)} measured steps ({device})"
         for device, found in sorted(by_device.items())
     ]
-    text = f"error: {'; '.join(parts)}; none of them was used to calibrate, and beyond them it is extrapolation"
+    said = "; ".join(parts)
+    text = f"prediction error: {said}; none of them was used to calibrate, and beyond them it is extrapolation"
     return dataclasses.replace(config, validation=text)

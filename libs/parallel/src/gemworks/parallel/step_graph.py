@@ -48,7 +48,7 @@ class SimulationConfig:
     posting: Posting | None = field(default_factory=Posting)
     blocking: bool = False
     wire_factor: Mapping[str, float] = field(default_factory=dict)
-    validation: str = "error: no measurement on file for this cluster; closed forms and conservation only"
+    validation: str = "prediction error: no measurement on file for this cluster; closed forms and conservation only"
 
 
 # gloo has no reduce-scatter: torch runs an all-reduce and keeps this rank's part, twice a ring reduce-scatter's bytes.
@@ -84,6 +84,13 @@ class StepGraph:
     def compute(self, name: str, parts: dict[str, float], deps: Sequence[int | None]) -> int:
         us = sum(parts.values())
         self.ops.append(Op(name, "compute", us, self._after(deps), next(iter(parts), "compute"), parts))
+        return len(self.ops) - 1
+
+    def launch(self, host_us: float) -> int | None:
+        """Half of what the host does for a layer: before its compute is launched, or after."""
+        if host_us <= 0:
+            return None
+        self.ops.append(Op("launch", "host", host_us / 2, self._after([]), "waiting for the host"))
         return len(self.ops) - 1
 
     def collective(
@@ -190,7 +197,8 @@ class StepGraph:
             late = i - 2 if c.overlap_exchange else i - 1
             inputs += [v for k, v in returned.items() if k == late]
             parts = self.layer_parts(x, False) | self._copies(x, weights[i] is not None, False)
-            done.append(self.compute(f"forward {x.name}", parts, inputs))
+            done.append(self.compute(f"forward {x.name}", parts, [*inputs, self.launch(x.forward_host_us)]))
+            self.launch(x.forward_host_us)
             if x.kind == "expert":
                 returned[i] = self.collective(
                     "experts",
@@ -239,7 +247,8 @@ class StepGraph:
                     "sparse", "replica_shard", "all_gather", table_bytes, [before], "backward"
                 )
             parts = self.layer_parts(x, True) | self._copies(x, weights[i] is not None, True)
-            back[i] = self.compute(f"backward {x.name}", parts, inputs)
+            back[i] = self.compute(f"backward {x.name}", parts, [*inputs, self.launch(x.backward_host_us)])
+            self.launch(x.backward_host_us)
             if x.kind == "expert":
                 back_returned[i] = self.collective(
                     "experts",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Queue = Literal["compute", "nvlink", "network"]
+Queue = Literal["compute", "nvlink", "network", "host"]
 
 
 @dataclass
@@ -50,7 +50,7 @@ def run_ops(ops: list[Op], sm_slowdown: float) -> dict[str, float]:
     for _ in range(4 if sm_slowdown > 0 else 1):
         _schedule(ops, stretch)
         if sm_slowdown > 0:
-            busy = _union([(o.start, o.end) for o in ops if o.queue != "compute" and o.end > o.start])
+            busy = _union([(o.start, o.end) for o in ops if o.queue in ("nvlink", "network") and o.end > o.start])
             new = [
                 sm_slowdown / (1 + sm_slowdown) * min(_overlap(o.start, o.end, busy), o.us * (1 + sm_slowdown))
                 if o.queue == "compute"

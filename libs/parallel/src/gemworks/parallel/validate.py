@@ -1,8 +1,10 @@
 """Predicted against measured step time on the devices at hand: `torchrun ... -m gemworks.parallel.validate --out DIR`.
 
-Blocks are timed on one GPU at two sizes and two depths (split "calibrate"), and the tiers are measured. From these
-alone the simulator predicts whole steps of other sizes, depths and plans (split "validate"), which are then measured.
-Layers are the large matrix products of a GEM-like block; steps are forward and backward without the optimizer.
+Blocks are timed on one GPU at three sizes and two depths, the host's part of a step on narrow blocks, where nothing
+else takes long, and how much a collective slows the compute beside it on one sharded step (split "calibrate"); the
+tiers are measured. From these alone the simulator predicts whole steps of other sizes, depths and plans (split
+"validate"), which are then measured. Layers are the large matrix products of a GEM-like block; steps are forward and
+backward without the optimizer. With one process, depths take the place of plans.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from gemworks.parallel.step_graph import SimulationConfig
 from torch import Tensor, nn
 
 Kind = Literal["alone", "shard", "replica", "expert"]
+HOST_WIDTH, HOST_TOKENS, HOST_DEPTHS = 128, 64, (3, 6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRow:
-    """A row of simulator_error.csv; `error_pct` is (predicted - measured) / measured."""
+    """A row of simulator_error.csv; `error_pct` is (predicted - measured) / measured, `num_gpus` those of the run."""
 
     config: str
     split: Literal["calibrate", "validate"]
@@ -63,12 +66,32 @@ class ErrorRow:
 
 
 Times = tuple[float, float, float, float]  # of a block forward and backward, of the loss forward and backward, ms
+HostTimes = tuple[float, float]  # of the host to launch a block forward and backward, ms
+
+
+class Timer:
+    """Times steps of any length with one budget, the GPU warm: clocks fall within a fraction of a second of work.
+
+    Args:
+        device: of this rank.
+        repeats: at least so many timed calls.
+        budget_s: and at least so long, up to 25 calls; half of it before, to warm up.
+    """
+
+    def __init__(self, device: torch.device, repeats: int, budget_s: float) -> None:
+        self.device, self.repeats, self.budget_s = device, repeats, budget_s
+
+    def ms(self, run: Callable[[], object]) -> float:
+        """Median over calls of the slowest rank's time."""
+        once = slowest_seconds(run, self.device, 1)
+        calls = max(self.repeats, min(25, int(self.budget_s / once)))
+        return 1e3 * slowest_seconds(run, self.device, calls, num_warmup=1 + min(12, int(self.budget_s / 2 / once)))
 
 
 class LayerTimes:
-    """Forward and backward of one block, and of the loss, as lines in the number of tokens; measured on one device.
+    """Forward and backward of one block, and of the loss, as lines between sizes; measured on one device.
 
-    Two depths separate the block from the loss, two sizes give the line.
+    Two depths separate the block from the loss.
 
     Attributes:
         points: (tokens, depth, forward ms, forward + backward ms), as measured.
@@ -79,11 +102,11 @@ class LayerTimes:
         kind: Literal["dense", "expert"],
         width: int,
         sizes: Sequence[int],
-        device: torch.device,
+        timer: Timer,
         dtype: torch.dtype,
-        repeats: int,
         depths: tuple[int, int] = (2, 4),
     ) -> None:
+        device = timer.device
         self.kind, self.width = kind, width
         self.points: list[tuple[int, int, float, float]] = []
         for depth in depths:
@@ -102,11 +125,11 @@ class LayerTimes:
                     forward().backward()
                     stack.zero_grad(set_to_none=True)
 
-                ahead, whole = (1e3 * slowest_seconds(f, device, repeats) for f in (forward, both))
+                ahead, whole = timer.ms(forward), timer.ms(both)
                 self.points.append((tokens, depth, ahead, whole))
 
     def at(self, tokens: int) -> Times:
-        """By the lines through the measured points, ms."""
+        """By the line through the two measured sizes around it, or nearest to it, ms."""
         by_size: dict[int, list[tuple[int, float, float]]] = {}
         for size, depth, ahead, whole in self.points:
             by_size.setdefault(size, []).append((depth, ahead, whole - ahead))
@@ -114,13 +137,35 @@ class LayerTimes:
         for size, ((d0, f0, b0), (d1, f1, b1)) in sorted(by_size.items()):
             f, b = (f1 - f0) / (d1 - d0), (b1 - b0) / (d1 - d0)
             columns.append((size, (f, b, f0 - d0 * f, b0 - d0 * b)))
-        (s0, low), (s1, high) = columns
+        i = min(sum(size <= tokens for size, _ in columns[1:]), len(columns) - 2)
+        (s0, low), (s1, high) = columns[i : i + 2]
         share = (tokens - s0) / (s1 - s0)
         f, b, lf, lb = (p + share * (q - p) for p, q in zip(low, high, strict=True))
         return f, b, lf, lb
 
 
-def predict_ms(case: Case, times: Times, cluster: ClusterSpec, dtype: torch.dtype) -> float:
+def host_times(kind: Kind, timer: Timer, dtype: torch.dtype) -> HostTimes:
+    """What the host needs for a block: steps so small that the device waits for it, at two depths."""
+    found: list[tuple[float, float]] = []
+    for depth in HOST_DEPTHS:
+        case = Case(kind=kind, depth=depth, width=HOST_WIDTH, tokens=HOST_TOKENS)
+        forward, step = case_steps(case, timer.device, dtype)
+        ahead, whole = timer.ms(forward), timer.ms(step)
+        found.append((ahead, whole - ahead))
+    (f0, b0), (f1, b1) = found
+    blocks = HOST_DEPTHS[1] - HOST_DEPTHS[0]
+    return max(0.0, (f1 - f0) / blocks), max(0.0, (b1 - b0) / blocks)
+
+
+def predict_ms(
+    case: Case,
+    times: Times,
+    cluster: ClusterSpec,
+    dtype: torch.dtype,
+    *,
+    host: HostTimes = (0.0, 0.0),
+    sm_slowdown: float | None = None,
+) -> float:
     """The simulator's step time of a case.
 
     Args:
@@ -128,6 +173,8 @@ def predict_ms(case: Case, times: Times, cluster: ClusterSpec, dtype: torch.dtyp
         times: of the block at the case's tokens (for experts: of the joint batch), and of the loss at the case's.
         cluster: with measured tiers.
         dtype: of weights on the wire; gradients travel in float32 when sharded, in `dtype` when replicated.
+        host: to launch a block.
+        sm_slowdown: of compute beside a collective; None: the simulator's own.
     """
     world = 1 if case.kind == "alone" else cluster.num_gpus
     params = 8 * case.width**2
@@ -144,6 +191,8 @@ def predict_ms(case: Case, times: Times, cluster: ClusterSpec, dtype: torch.dtyp
             length_share=0.0,
             exchange_bytes=case.tokens * case.width * dtype.itemsize if expert else 0.0,
             kind="expert" if expert else "dense",
+            forward_host_us=1e3 * host[0],
+            backward_host_us=1e3 * host[1],
         )
         for i in range(case.depth)
     )
@@ -158,11 +207,30 @@ def predict_ms(case: Case, times: Times, cluster: ClusterSpec, dtype: torch.dtyp
     )
     plan = ParallelPlan.for_world(world, shard=world if case.kind == "shard" else 1, expert=world if expert else None)
     config = SimulationConfig(balance="none", overlap_exchange=False)
+    if sm_slowdown is not None:
+        config = dataclasses.replace(config, sm_slowdown=sm_slowdown)
     return simulate(plan, model, cluster.resized(world), config, check_memory=False).step_us / 1e3
 
 
-def measure_case(case: Case, device: torch.device, dtype: torch.dtype, repeats: int) -> float:
-    """The measured step time of a case, ms."""
+def fit_slowdown(predict: Callable[[float], float], measured_ms: float, high: float = 2.0) -> float:
+    """The slowdown of compute beside collectives with which the prediction is the measured time, in 0..high.
+
+    >>> round(fit_slowdown(lambda slowdown: 10 + 4 * slowdown, 11.0), 3)
+    0.25
+    """
+    low = 0.0
+    if predict(low) >= measured_ms:
+        return low
+    for _ in range(24):
+        middle = (low + high) / 2
+        low, high = (middle, high) if predict(middle) < measured_ms else (low, middle)
+    return low
+
+
+def case_steps(
+    case: Case, device: torch.device, dtype: torch.dtype
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Forward alone and a whole step of a case, ready to be timed."""
     world = dist.get_world_size()
     x = torch.randn(case.tokens, case.width, device=device, dtype=dtype, requires_grad=True)
     torch.manual_seed(0)
@@ -178,29 +246,34 @@ def measure_case(case: Case, device: torch.device, dtype: torch.dtype, repeats: 
         policy = FsdpPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         apply_fsdp(model, meshes, [f"blocks.{i}" for i in range(case.depth)], policy)
 
+    def forward() -> Tensor:
+        return model(x).float().pow(2).mean()
+
     def step() -> None:
-        model(x).float().pow(2).mean().backward()
+        forward().backward()
         model.zero_grad(set_to_none=True)
 
-    return 1e3 * slowest_seconds(step, device, repeats)
+    return forward, step
 
 
 def validate(
     device: torch.device,
     *,
     widths: Sequence[int] = (2048, 4096),
-    calibrate_tokens: Sequence[int] = (4096, 28672),
+    calibrate_tokens: Sequence[int] = (4096, 10240, 28672),
     validate_tokens: Sequence[int] = (6144, 12288),
-    depth: int = 6,
-    repeats: int = 9,
+    depths: Sequence[int] | None = None,
+    repeats: int = 5,
+    budget_s: float = 0.12,
     report: Callable[[Sequence[ErrorRow]], None] = lambda rows: None,
 ) -> tuple[list[ErrorRow], ClusterSpec]:
     """Calibrate, predict, measure; every rank of the world calls it and gets the same rows but for rounding.
 
     Args:
         device: of this rank.
-        widths, calibrate_tokens, validate_tokens, depth: of the blocks.
-        repeats: timed steps per case.
+        widths, calibrate_tokens, validate_tokens: of the blocks.
+        depths: of the steps that are predicted; None: 6, on one process 6 and 10.
+        repeats, budget_s: of `Timer`.
         report: called with every new row, so that a run that is cut off leaves what it has.
 
     Returns:
@@ -208,34 +281,59 @@ def validate(
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     world = dist.get_world_size()
-    sizes = (2**20, 2**27) if device.type == "cuda" else (2**14, 2**20)
+    sizes = (2**20, 2**25, 2**28) if device.type == "cuda" else (2**14, 2**20)
+    timer = Timer(device, repeats, budget_s)
     cluster = presets.h200_host(8).resized(world)
     if world > 1:
         cluster = measure_cluster(cluster, device=device, sizes=sizes)
     rows: list[ErrorRow] = []
-    kinds: tuple[Kind, ...] = ("alone",) if world == 1 else ("alone", "shard", "replica", "expert")
+
+    def add(config: str, split: Literal["calibrate", "validate"], predicted: float, measured: float) -> None:
+        rows.append(error_row(config, split, predicted, measured, world))
+        report(rows[-1:])
+
+    kinds: tuple[Kind, ...] = ("alone",) if world == 1 else ("shard", "replica", "expert")
+    hosts: dict[Kind, HostTimes] = {}
+    if world > 1:
+        hosts = {kind: host_times(kind, timer, dtype) for kind in kinds}
+        for kind, (f, b) in hosts.items():
+            add(f"{kind} launch of a block", "calibrate", f + b, f + b)
     for width in widths:
-        layers = {"dense": LayerTimes("dense", width, calibrate_tokens, device, dtype, repeats)}
+        layers = {"dense": LayerTimes("dense", width, calibrate_tokens, timer, dtype)}
         if "expert" in kinds:
-            layers["expert"] = LayerTimes("expert", width, calibrate_tokens, device, dtype, repeats)
+            layers["expert"] = LayerTimes("expert", width, calibrate_tokens, timer, dtype)
         for layer in layers.values():
             for tokens, at_depth, _, whole in layer.points:
                 f, b, lf, lb = layer.at(tokens)
                 config = f"{layer.kind} blocks {at_depth}x{width} tokens {tokens}"
-                rows.append(error_row(config, "calibrate", at_depth * (f + b) + lf + lb, whole, num_gpus=1))
-                report(rows[-1:])
+                add(config, "calibrate", at_depth * (f + b) + lf + lb, whole)
+
+        def predict(case: Case, slowdown: float | None, layers: Mapping[str, LayerTimes] = layers) -> float:
+            layer = layers["expert" if case.kind == "expert" else "dense"]
+            # An expert sees the joint batch; each rank runs one expert.
+            joint = case.tokens * (world if case.kind == "expert" else 1)
+            times = (*layer.at(joint)[:2], *layer.at(case.tokens)[2:])
+            host = hosts.get(case.kind, (0.0, 0.0))
+            return predict_ms(case, times, cluster, dtype, host=host, sm_slowdown=slowdown)
+
+        slowdown: float | None = None
+        if world > 1:
+            beside = Case(kind="shard", depth=4, width=width, tokens=calibrate_tokens[1])
+            measured = timer.ms(case_steps(beside, device, dtype)[1])
+            slowdown = fit_slowdown(lambda s, case=beside, predict=predict: predict(case, s), measured)
+            # All ranks predict alike.
+            box = [slowdown]
+            dist.broadcast_object_list(box, src=0, device=device)
+            (slowdown,) = box
+            add(f"{beside.name} (slowdown {slowdown:.3f})", "calibrate", predict(beside, slowdown), measured)
         for tokens in validate_tokens:
             for kind in kinds:
-                case = Case(kind=kind, depth=depth, width=width, tokens=tokens)
-                layer = layers["expert" if kind == "expert" else "dense"]
-                # An expert sees the joint batch; each rank runs one expert.
-                block, loss = layer.at(tokens * (world if kind == "expert" else 1)), layer.at(tokens)
-                predicted = predict_ms(case, (*block[:2], *loss[2:]), cluster, dtype)
-                measured = measure_case(case, device, dtype, repeats)
-                rows.append(error_row(case.name, "validate", predicted, measured, 1 if kind == "alone" else world))
-                report(rows[-1:])
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
+                for depth in depths or ((6, 10) if world == 1 else (6,)):
+                    case = Case(kind=kind, depth=depth, width=width, tokens=tokens)
+                    measured = timer.ms(case_steps(case, device, dtype)[1])
+                    add(case.name, "validate", predict(case, slowdown), measured)
+                    if device.type == "cuda":
+                        torch.cuda.empty_cache()
     return rows, cluster
 
 
@@ -248,7 +346,7 @@ def error_row(
         split=split,
         predicted_ms=predicted,
         measured_ms=measured,
-        error_pct=100 * (predicted - measured) / measured,
+        error_pct=100 * (predicted - measured) / measured if predicted != measured else 0.0,
         num_gpus=num_gpus,
     )
 

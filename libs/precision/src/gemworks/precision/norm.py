@@ -16,7 +16,7 @@ import torch
 from gemworks.precision.backends import choose
 from gemworks.precision.casts import CastSpec, cast, cast_backend, device_of
 from gemworks.precision.gemms import gemm
-from gemworks.precision.linear import linear_backward, weight_plane
+from gemworks.precision.linear import kept_plane, linear_backward, weight_plane
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.recipe import GemmKind, Recipe, Save, recipe
 from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, fused_tile_config, norm_sum_width
@@ -205,15 +205,15 @@ def _norm_tiles(
     """Contiguous bf16 in two passes: the sum with each row's statistics, then tiles of the sum."""
     from gemworks.precision.kernel_norm_tile import norm_apply_kernel, norm_sum_kernel
     from gemworks.precision.launch import launch
-    from gemworks.precision.triton_casts import planes_of, tile_flags, tile_planes
+    from gemworks.precision.triton_casts import planes_of, tile_planes, tile_setup
 
     num_rows, num_columns = x.shape
     directions = ALONG_ROWS | ALONG_COLUMNS if columns else ALONG_ROWS
-    config = fused_tile_config(spec.block, spec.regroups, directions)
-    flags = tile_flags(spec)
     total = hidden.view(torch.int32)
     width = norm_sum_width(num_columns)
     rows = max(1, 4096 // width)
+    more = {"HAS_BIAS": bias is not None, "SUBTRACT_MEAN": norm == "layer", "WRITE_Y": y is not None}
+    setup = tile_setup(fused_tile_config(spec.block, spec.regroups, directions), spec, spec.block, directions, **more)
     launch(
         norm_sum_kernel,
         (-(-num_rows // rows), 1, 1),
@@ -232,15 +232,15 @@ def _norm_tiles(
             "SUBTRACT_MEAN": norm == "layer",
             "ROWS": rows,
             "C": width,
-            "HARDWARE": flags["HARDWARE"],
+            "HARDWARE": setup.constants["HARDWARE"],
         },
-        num_warps=4,
+        {"num_warps": 4},
     )
     written = tile_planes(x, spec, spec.block, directions)
-    column_tiles = -(-num_columns // config.columns)
+    grid, column_tiles = setup.grid(num_rows, num_columns)
     launch(
         norm_apply_kernel,
-        (-(-num_rows // config.rows) * column_tiles, 1, 1),
+        grid,
         (
             total,
             weight,
@@ -253,17 +253,8 @@ def _norm_tiles(
             num_columns,
             column_tiles,
         ),
-        {
-            "HAS_BIAS": bias is not None,
-            "SUBTRACT_MEAN": norm == "layer",
-            "WRITE_Y": y is not None,
-            "DIRECTIONS": directions,
-            "R8": config.rows // 8,
-            "C": config.columns,
-            "B": spec.block,
-            **flags,
-        },
-        **config.options,
+        setup.constants,
+        setup.options,
     )
     return planes_of(x, spec, spec.block, written, directions), written.inexact
 
@@ -311,20 +302,13 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out, d_hidden):  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, norm_weight, weight, mean, rstd, y, codes, scales = ctx.saved_tensors
-        kept = (codes, scales) if codes is not None else None
+        source = y
+        if codes is not None:
+            source = kept_plane(codes, scales, tuple(hidden.shape), ctx.chosen)
         d_y, d_weight = linear_backward(
-            d_out,
-            hidden if y is None else y,
-            weight,
-            ctx.chosen,
-            ctx.step,
-            True,
-            ctx.needs_input_grad[4],
-            hidden.dtype,
-            weight.dtype,
-            kept,
-            tuple(hidden.shape),
+            d_out, source, weight, ctx.chosen, ctx.step, True, ctx.needs_input_grad[4], hidden.dtype, weight.dtype
         )
+        assert d_y is not None
         dh, d_norm, d_bias = norm_backward(d_y, hidden, norm_weight, mean, rstd, ctx.norm, ctx.has_bias)
         if d_hidden is not None:
             dh = dh + d_hidden
@@ -335,7 +319,7 @@ class _NormLinear(torch.autograd.Function):
             dh if ctx.has_residual else None,
             d_norm,
             d_bias,
-            d_weight if ctx.needs_input_grad[4] else None,
+            d_weight,
             None,
             None,
             None,

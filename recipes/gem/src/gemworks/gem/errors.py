@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 RUN_FAILED = 1
 WRONG_INPUT = 2
@@ -58,3 +58,28 @@ def report(error: BaseException, stream: TextIO | None = None) -> int:
     line = f"{kind}: {text}"
     print(f"\x1b[31m{line}\x1b[0m" if out.isatty() and not os.environ.get("NO_COLOR") else line, file=out)
     return code
+
+
+def write_error_file(error: BaseException) -> None:
+    """Tells torchrun, if that started this process, what it then shows as the first failure of all ranks.
+
+    Call it where the error is being handled: the file holds the current exception's traceback.
+    """
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        handler = get_error_handler()
+        handler.initialize()
+        handler.record_exception(error)
+
+
+def end(code: int) -> NoReturn:
+    """Ends the process with an exit code; a failed one of several at once.
+
+    Its threads may still be writing or talking to ranks that have gone; the interpreter would wait for them.
+    """
+    if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -86,19 +86,28 @@ def compile_part(module: nn.Module) -> None:
 
 
 def _mark_layer(layer: nn.Module, args: tuple[Any, ...]) -> None:
-    for sequence in args[1]:
-        mark_rows(sequence)
+    x_BnD, sequences, pooled = args
+    for tensor in (x_BnD, *(p for p in pooled if p is not None)):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    for sequence in sequences:
+        mark_sizes(sequence)
 
 
-def mark_rows(sequence: Sequence) -> None:
-    """Tells the compiler which sizes of a batch's sequences vary from batch to batch."""
+def mark_sizes(sequence: Sequence) -> None:
+    """Tells the compiler which sizes vary from batch to batch: rows, samples, and what schedules are cut into.
+
+    What is not marked becomes a size that varies too, but only after a batch of another size has been compiled for.
+    """
     plan = sequence.plan
-    tensors = [sequence.s_TD, plan.slot_T, plan.cu_attention]
-    tensors += [] if sequence.rope is None else [sequence.rope.cos_TJ, sequence.rope.sin_TJ]
-    if sequence.lengths_B is None:
+    first = [sequence.s_TD, sequence.offsets_S, sequence.lengths_B, plan.slot_T]
+    first += [plan.cu_attention, plan.cu_sequences, plan.cu_seeds]
+    first += [] if sequence.rope is None else [sequence.rope.cos_TJ, sequence.rope.sin_TJ]
+    first += [] if plan.blocks is None else [plan.blocks.table_S3]
+    second = [x for s in (plan.attention, plan.pffn, plan.pooling) if s is not None for x in s.tensors]
+    for dim, tensors in ((0, first), (1, second)):
         for tensor in tensors:
-            if tensor is not None and tensor.shape[0] > 1:
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            if tensor is not None and tensor.shape[dim] > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def treat_activations(model: nn.Module, config: GemConfig) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gemworks.gem.config import GemConfig
-from gemworks.gem.errors import Preempted, report
+from gemworks.gem.errors import Preempted, end, report, write_error_file
 from gemworks.gem.presets import load_config
 from gemworks.gem.process import prepare_process
 
@@ -97,7 +96,7 @@ def _train(
     path, resumed = ranks.on_first(claim)
     folder = claimed[0] if claimed else RunDir.follow(path, resumed=resumed)
     log = folder.log_path if ranks.is_first else path / f"rank_{ranks.rank}.log"
-    display = LoggingDisplay(open_display(console), log) if ranks.is_first else SilentDisplay()
+    display = LoggingDisplay(open_display(console) if ranks.is_first else SilentDisplay(), log)
     try:
         summary = ranks.on_first(folder.summary)
         if summary is None:
@@ -181,26 +180,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        _write_error_file(error)
+        write_error_file(error)
         return report(error)
     return 0
 
 
-def _write_error_file(error: Exception) -> None:
-    """Tells torchrun, if that started this process, what it then shows as the first failure of all ranks."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        handler = get_error_handler()
-        handler.initialize()
-        handler.record_exception(error)
-
-
 if __name__ == "__main__":
-    code = main()
-    if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Threads may still be writing or talking to ranks that have gone; the interpreter would wait for them.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    end(main())

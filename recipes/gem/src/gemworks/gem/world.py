@@ -3,7 +3,8 @@
 Nobody waits for a rank that has gone. A rank that fails says so in the store and ends; the collectives of the others
 break at once (its connections close) or after `train.rank_timeout_seconds` (it hangs, or its machine is lost). Then
 they look into the store: who said why, and whose heart has stopped beating. What only the first rank does, the others
-wait for through the store, which has no time-out as long as the first rank's heart beats.
+wait for through the store, which has no time-out as long as the first rank's heart beats. On GPUs a broken collective
+raises nothing where the host waits for the device; `watch.py` ends such a process.
 
 Environment: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them.
 """
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from gemworks.gem.errors import WRONG_INPUT, exit_code
 from gemworks.gem.ranks import Ranks
+from gemworks.gem.watch import GRACE_SECONDS, LOST, Watch
 from gemworks.parallel.heartbeat import Heartbeat, RankFailure
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -49,12 +51,14 @@ class World(Ranks):
         saving: gloo group for checkpoints, which are written in the background.
         store: connection of its own, because a store serves one call at a time.
         heart: beats of all ranks.
+        watch: ends this process for a rank that is gone, where collectives cannot tell; None for gloo alone.
     """
 
     control: ProcessGroup = field(kw_only=True)
     saving: ProcessGroup = field(kw_only=True)
     store: Any = field(kw_only=True)
     heart: Heartbeat = field(kw_only=True)
+    watch: Watch | None = field(default=None, kw_only=True)
     _calls: Iterator[int] = field(default_factory=itertools.count, kw_only=True)
 
     @property
@@ -111,11 +115,15 @@ class World(Ranks):
 
     def explain(self, error: Exception) -> Exception:
         """A broken collective becomes a `RankFailure` that names who broke it; anything else is told to the others."""
+        if self.watch is not None:
+            self.watch.stop()
         if isinstance(error, RankFailure):
             return error
         try:
             if not _is_broken_collective(error):
-                self.store.set(f"failure/{self.rank}", f"{type(error).__name__}: {' '.join(str(error).split())}")
+                text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                self.store.set(f"failure/{self.rank}", text)
+                self.store.compare_set(LOST, "", _told({self.rank: text}))
                 return error
             failure = self._blame(error)
             # the others may still be looking, and must not take this one for dead
@@ -192,12 +200,16 @@ def _quiet() -> None:
 
 
 @contextlib.contextmanager
-def open_world(timeout_seconds: float, *, cuda: bool) -> Iterator[Ranks]:
+def open_world(
+    timeout_seconds: float, *, cuda: bool, watched: bool | None = None, grace_seconds: float = GRACE_SECONDS
+) -> Iterator[Ranks]:
     """This process among those that the environment describes.
 
     Args:
         timeout_seconds: after it a collective that some rank did not join breaks.
         cuda: collectives of tensors on GPUs, with NCCL; gloo alone otherwise.
+        watched: whether a `Watch` ends the process when another rank is gone; None: on GPUs, where it is needed.
+        grace_seconds: how long the watch lets the main thread end by itself.
 
     Raises:
         ValueError: the environment is incomplete.
@@ -215,14 +227,37 @@ def open_world(timeout_seconds: float, *, cuda: bool) -> Iterator[Ranks]:
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=timeout
     )
-    control, saving = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    control, saving, watching = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(3))
     assert isinstance(control, ProcessGroup)
     assert isinstance(saving, ProcessGroup)
-    own, beats = (PrefixStore(name, store.clone()) for name in ("gem", "beat"))
+    assert isinstance(watching, ProcessGroup)
+    own, beats, news = (PrefixStore(name, store.clone()) for name in ("gem", "beat", "gem"))
     heart = Heartbeat(beats, rank, size, interval_s=BEAT_SECONDS, patience=BEATS_MISSED)
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     with heart:
-        yield World(rank, size, local_rank, local_size, control=control, saving=saving, store=own, heart=heart)
+        watch: Watch | None = None
+        if cuda if watched is None else watched:
+            watch = Watch(
+                watching,
+                news,
+                Heartbeat(PrefixStore("beat", store.clone()), rank, size),  # read only: it is not entered
+                rank,
+                size,
+                # before NCCL's own watchdog, which knows no names
+                silent_seconds=max(timeout_seconds / 2, timeout_seconds - 2 * grace_seconds),
+                grace_seconds=grace_seconds,
+                blame=lambda gone: _silent((gone,)),
+            )
+        world = World(
+            rank, size, local_rank, local_size, control=control, saving=saving, store=own, heart=heart, watch=watch
+        )
+        try:
+            yield world
+        finally:
+            if watch is not None:
+                watch.leave()
         # only after a good end: a broken group has no goodbyes, and waiting for them would hide what broke it
+        if watch is not None:
+            watch.join()
         dist.destroy_process_group()

@@ -109,7 +109,9 @@ def main(argv: list[str] | None = None) -> int:
     rows = Rows(device, ledger.capacity[HBM] / 1e9, _matmul_tflops(device, args.smoke), path=out)
     setup = single.Setup(device, ledger, rows, args.smoke, args.compile)
     failed = []
-    for name in SUITES if "all" in args.suite else args.suite:
+    suites = SUITES if "all" in args.suite else args.suite
+    for number, name in enumerate(suites, 1):
+        print(f"[{number}/{len(suites)}] {name}", flush=True)
         try:
             if name == "budgets":
                 budgets(setup, size)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import triton
+from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core.kernel_backward import zero_queries_without_keys_kernel as _zero
 from gemworks.jagged.ops.attention_core.kernel_backward_fused_hopper import backward_fused_hopper_kernel as _fused
@@ -24,10 +25,10 @@ from triton.runtime import _allocation
 # Scales between which every folded coefficient is a normal float32; others are multiplied score by score.
 FOLD_RANGE = (1e-3, 1e3)
 # Triton's kernels are not callables to a type checker.
-forward_hopper_kernel: Any = _forward
-backward_hopper_kernel: Any = _backward
-backward_fused_hopper_kernel: Any = _fused
-zero_queries_without_keys_kernel: Any = _zero
+forward_hopper_kernel: Any = quick(_forward)
+backward_hopper_kernel: Any = quick(_backward)
+backward_fused_hopper_kernel: Any = quick(_fused)
+zero_queries_without_keys_kernel: Any = quick(_zero)
 _GL_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -63,10 +64,15 @@ def streamable(x: Tensor) -> Tensor:
     return x if ok or x.shape[0] == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
+@lru_cache(maxsize=64)
+def _layout(width: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([64, width], _GL_DTYPES[dtype])
+
+
 def _descriptor(x: Tensor) -> TensorDescriptor:
     """Of aligned `x` [T, N, H], for boxes of 64 rows of one head."""
     total, heads, width = x.shape
-    layout: Any = gl.NVMMASharedLayout.get_default_for([64, width], _GL_DTYPES[x.dtype])
+    layout = _layout(width, x.dtype)
     flat = x.as_strided((total, heads * width), (x.stride(0), 1))
     return TensorDescriptor(flat, [total, heads * width], [x.stride(0), 1], [64, width], layout)
 
@@ -87,13 +93,15 @@ def forward(p: Problem, out: Tensor, lse: Tensor, config: GluonConfig, *, fold: 
     q, k, v, bounds = aligned(p.q), streamable(p.k), streamable(p.v), p.schedule.bounds
     if fold is None:
         fold = folds(p.rule.activation, p.rule.scale, q.dtype)
+    keep = keeps_keys(p, config)
     with _device_allocator(q.device):
         forward_hopper_kernel[_grid(q, config)](
             _descriptor(q), k, v, out, lse, bounds[0], bounds[3], sample, row, count, p.rule.scale,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1), lse.stride(0),
             ACT=p.rule.activation, HEADS=q.shape[1], GROUP_HEADS=q.shape[1] // k.shape[1], H=q.shape[2], HV=v.shape[2],
             BN=config.block, STAGES=config.stages, QSTAGES=config.resident_stages, GROUPS=config.groups,
-            SHARED=p.rule.shared_query, FOLD=fold, RESIDENT=keeps_keys(p, config),
+            SHARED=p.rule.shared_query, FOLD=fold, RESIDENT=keep, KEYS_FIRST=config.keys_first,
+            ONE_RELEASE=config.one_release and not keep,
             CONSUMER_REGS=config.registers, num_warps=4, maxnreg=config.max_registers,
         )  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from gemworks.jagged._checks import is_host
+from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._imports import when_imported
 from gemworks.jagged.dispatch import architecture_of, backend_of
 from gemworks.jagged.ops.block_attention.formulas import BlockArgs, block_backward, block_forward
@@ -38,8 +39,7 @@ def split_heads(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-@torch.library.custom_op("gemworks_jagged::block_attention", mutates_args=(), device_types=("cpu", "cuda"))
-def block_attention_op(
+def _block_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -56,13 +56,15 @@ def block_attention_op(
     return _forward(q, k, v, BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps))
 
 
+block_attention_op = custom_op("block_attention", _block_attention)
+
+
 @block_attention_op.register_fake
-def _block_attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
-@torch.library.custom_op("gemworks_jagged::block_attention_backward", mutates_args=(), device_types=("cpu", "cuda"))
-def block_attention_backward_op(
+def _block_attention_backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -87,15 +89,15 @@ def block_attention_backward_op(
     return dq, dk, dv
 
 
+block_attention_backward_op = custom_op("block_attention_backward", _block_attention_backward)
+
+
 @block_attention_backward_op.register_fake
-def _block_attention_backward_fake(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-@torch.library.custom_op("gemworks_jagged::block_attention_qkv", mutates_args=(), device_types=("cpu", "cuda"))
-def block_attention_qkv_op(
+def _block_attention_qkv(
     qkv: Tensor,
     num_heads: int,
     table: Tensor,
@@ -111,13 +113,15 @@ def block_attention_qkv_op(
     return _forward(*split_heads(qkv, num_heads), BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps))
 
 
+block_attention_qkv_op = custom_op("block_attention_qkv", _block_attention_qkv)
+
+
 @block_attention_qkv_op.register_fake
-def _block_attention_qkv_fake(qkv: Tensor, num_heads: int, *_: Any) -> Tensor:
+def _qkv_fake(qkv: Tensor, num_heads: int, *_: Any) -> Tensor:
     return qkv.new_empty(qkv.shape[0], num_heads, qkv.shape[2])
 
 
-@torch.library.custom_op("gemworks_jagged::block_attention_qkv_backward", mutates_args=(), device_types=("cpu", "cuda"))
-def block_attention_qkv_backward_op(
+def _block_attention_qkv_backward(
     dout: Tensor,
     qkv: Tensor,
     num_heads: int,
@@ -142,8 +146,11 @@ def block_attention_qkv_backward_op(
     return dqkv
 
 
+block_attention_qkv_backward_op = custom_op("block_attention_qkv_backward", _block_attention_qkv_backward)
+
+
 @block_attention_qkv_backward_op.register_fake
-def _block_attention_qkv_backward_fake(dout: Tensor, qkv: Tensor, *_: Any) -> Tensor:
+def _qkv_backward_fake(dout: Tensor, qkv: Tensor, *_: Any) -> Tensor:
     return qkv.new_empty(qkv.shape)
 
 
