@@ -18,6 +18,7 @@ pytestmark = pytest.mark.reference
 
 PROGRAM = "from gemworks.cli.app import main; main()"
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+PLAIN = {"\x1b[0m", "\x1b[1m", "\x1b[2m", "\x1b[3m", "\x1b[1;2m"}  # bold, faint and italic are no colours
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -48,24 +49,51 @@ def in_terminal(*arguments: str, columns: int = 80, program: str = PROGRAM, **mo
     return child.wait(), shown.decode("utf-8").replace("\r\n", "\n")
 
 
-def piped(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PROGRAM, *arguments]
+def piped(*arguments: str, program: str = PROGRAM, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(command, env=environment(**more), capture_output=True, text=True, check=False)
 
 
-def test_help_fits_80_columns_in_colour() -> None:
-    code, text = in_terminal("plan", "simulate", "--help")
+# Every command of the tree, one after the other; the exit codes at the end.
+ALL = """
+import typer.main
+from gemworks.cli.app import app, run
+
+def walk(command, path):
+    yield path
+    for name, child in getattr(command, "commands", {}).items():
+        yield from walk(child, [*path, name])
+
+codes = [run([*path, "--help"]) for path in walk(typer.main.get_command(app), [])]
+print(len(codes), set(codes))
+"""
+
+
+def test_help_of_every_command_fits_80_columns_in_colour() -> None:
+    code, text = in_terminal(program=ALL)
     assert code == 0
-    assert COLOUR.search(text)
+    assert len(COLOUR.findall(text)) > 1000
     lines = CONTROL.sub("", text).splitlines()
     assert max(map(len, lines)) == 80
+    number, codes = lines[-1].split(maxsplit=1)
+    assert (int(number) > 20, codes) == (True, "{0}")
+
+
+def test_help_of_every_command_without_colour_and_piped() -> None:
+    code, text = in_terminal(program=ALL, NO_COLOR="1")
+    assert code == 0
+    assert set(COLOUR.findall(text)) <= PLAIN
+    done = piped(program=ALL)
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout + done.stderr
+    assert done.stdout.endswith("{0}\n")
 
 
 def test_tables_shrink_to_the_terminal_and_no_color_is_honoured() -> None:
     code, text = in_terminal("mfu", "--preset", "tiny", "--step-ms", "10", columns=40, NO_COLOR="1")
     assert code == 0
     assert "MFU" in text
-    assert set(COLOUR.findall(text)) <= {"\x1b[0m", "\x1b[1m", "\x1b[3m"}  # bold and italic are no colours
+    assert set(COLOUR.findall(text)) <= PLAIN
     assert max(map(len, CONTROL.sub("", text).splitlines())) <= 46  # the last line is a sentence
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,18 @@ GROUPS: dict[str, list[Variant]] = {
         ("backward_q", GluonConfig(32, 4, 1), None),
         ("backward_kv", GluonConfig(64, 2, 1), None),
         ("backward_kv", GluonConfig(32, 4, 1), None),
+    ],
+    # Order of the loads and number of signals between loading warp and consumers.
+    "signals": [
+        ("forward", PEER, None),
+        ("forward", two_groups(128, 2, 1), True),
+        ("forward", replace(two_groups(128, 2, 1), keys_first=True), True),
+        ("forward", replace(two_groups(128, 2, 1), one_release=True), True),
+        ("forward", replace(two_groups(128, 2, 1), keys_first=True, one_release=True), True),
+        ("forward", replace(two_groups(128, 2, 2), keys_first=True, one_release=True), True),
+        ("forward", three_groups(64, 3, 2), True),
+        ("forward", replace(three_groups(64, 3, 2), one_release=True), True),
+        ("forward", replace(three_groups(64, 4, 1), keys_first=True, one_release=True), True),
     ],
     # Keys kept over the tiles of a sequence: shapes with short keys only.
     "keep keys forward": [

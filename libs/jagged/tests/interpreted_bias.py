@@ -25,8 +25,8 @@ pytestmark = [
     # NumPy computes rows that are never stored too, and says so where they overflow.
     pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
 ]
-TILE = 16
-LENGTHS, LENGTHS_K = [0, 1, TILE + 1, 40, 5], [TILE + 1, 5, TILE, 33, 0]
+TILE = 32
+LENGTHS, LENGTHS_K = [0, 1, TILE + 1, 70, 5], [TILE + 1, 5, TILE, 66, 0]
 UNIT = 7
 
 
@@ -57,7 +57,8 @@ def check(
     from gemworks.jagged.ops.attention_core import launch
 
     monkeypatch.setattr(table, "choose", lambda *_: table.TritonConfig(TILE, TILE, 4, 1))
-    monkeypatch.setattr(biased, "kernels_take", lambda *_, **__: True)
+    monkeypatch.setattr(table, "bias_config", lambda _: table.TritonConfig(TILE, TILE // 2, 4, 1))
+    monkeypatch.setattr(biased, "_kernels_take", lambda *_, **__: True)
     monkeypatch.setattr(biased, "architecture_of", lambda _: "sm_90")
     monkeypatch.setattr(launch, "BIAS_WORKERS", 3)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
@@ -77,8 +78,8 @@ def check(
     bounds = make_mask(mask.get("causal", False), mask.get("window"), mask.get("align", "bottom_right"))
     tables = (position, time, times_q, None if kind == "self" else times_k, unit)
     rest = (
-        None if kind == "shared" else offsets_q, None if kind == "self" else offsets_k, [], "", len(LENGTHS), -1, 64,
-        64, 0.3, "softmax", min(bounds.left, op.UNBOUNDED), min(bounds.right, op.UNBOUNDED), bounds.align,
+        None if kind == "shared" else offsets_q, None if kind == "self" else offsets_k, [], "", len(LENGTHS), -1, 128,
+        128, 0.3, "softmax", min(bounds.left, op.UNBOUNDED), min(bounds.right, op.UNBOUNDED), bounds.align,
         kind == "shared",
     )  # fmt: skip
     results = []
@@ -116,7 +117,7 @@ def test_both_tables(monkeypatch: pytest.MonkeyPatch, kind: str, mask: str) -> N
     check(monkeypatch, kind=kind, **MASKS[mask])
 
 
-@pytest.mark.parametrize("radius", [0, 1, 15, 16, 200])
+@pytest.mark.parametrize("radius", [0, 1, 31, 200])
 def test_reach_of_positions(monkeypatch: pytest.MonkeyPatch, radius: int) -> None:
     """Tiles wholly beyond the table, partly, and never."""
     check(monkeypatch, radius=radius, buckets=None)

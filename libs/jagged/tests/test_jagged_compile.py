@@ -33,6 +33,16 @@ def test_tuned_triton_kernels_for_hopper(masked: str) -> None:
         assert row["shared"] <= SHARED_LIMIT["sm_90"], label
 
 
+@pytest.mark.parametrize("masked", [pytest.param("0", marks=pytest.mark.slow), "1"])
+def test_biased_kernels_for_hopper(masked: str) -> None:
+    rows = compiled("triton-bias", "sm_90", "bf16", "128", masked)
+    assert {label.split()[0] for label in rows} == {*table.STEPS, "backward_bias"}
+    for label, row in rows.items():
+        assert row["HGMMA"] > 0, label
+        assert row["stack"] <= 16, label
+        assert row["shared"] <= SHARED_LIMIT["sm_90"], label
+
+
 @pytest.mark.parametrize(
     ("backend", "shared_query", "steps"),
     [
@@ -59,6 +69,8 @@ OTHERS = [
     *(("triton", place, dtype, width, "0") for place in ("sm_80", "sm_100") for dtype, width in (("bf16", "128"),)),
     *(("triton", place, dtype, width, "1") for place in ("sm_80", "sm_100") for dtype, width in (("fp32", "256"),)),
     ("triton", "sm_80", "bf16", "256", "1"),
+    ("triton-bias", "sm_90", "fp32", "128", "1"),
+    ("triton-bias", "sm_100", "bf16", "256", "1"),
     ("gluon", "sm_90", "fp16", "128", "0"),
     ("gluon", "sm_90", "bf16", "64", "0"),
     ("gluon-activations", "sm_90", "bf16", "128", "0"),

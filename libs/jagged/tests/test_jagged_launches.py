@@ -65,3 +65,33 @@ def test_launches_give_every_parameter(activation: str, shared: bool, monkeypatc
     for config in table.FUSED.values():
         launch_hopper.backward_fused(p, out, lse, lse, dq, x.clone(), x.clone(), config)
     assert all(k.calls for k in kernels.values())
+
+
+def test_epilogue_launch_gives_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from gemworks.jagged.ops.attention_core import launch, launch_hopper
+    from gemworks.jagged.ops.gdpa import launch_norm
+    from gemworks.jagged.ops.gdpa.kernel_norm_hopper import gdpa_norm_hopper_kernel
+
+    kernel = Recorder(gdpa_norm_hopper_kernel)
+    monkeypatch.setattr(launch_norm, "_hopper", lambda: kernel)
+    monkeypatch.setattr(launch_hopper, "_num_programs", lambda _: 2)
+    q, k = torch.zeros(40, 2, 128, dtype=torch.bfloat16), torch.zeros(128, 2, 128, dtype=torch.bfloat16)
+    schedule = TileSchedule.build(offsets_from_lengths(torch.tensor([17, 23])), total_q=40, rows_k=64)
+    p = launch.Problem(q, k, k, Rule(0.1, "fast_gelu", Mask(), False), schedule, 64, "sm_90", 40, 64)
+    launch_norm.forward(p, launch_norm.NormArgs(q, None, None, q[0].flatten(), 1e-6, True))
+    assert kernel.calls == 1
+
+
+def test_block_launches_give_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from gemworks.jagged.ops.block_attention import kernel_block_hopper, launch
+    from gemworks.jagged.ops.block_attention.formulas import BlockArgs
+
+    kernels = [Recorder(getattr(kernel_block_hopper, f"block_{n}_hopper_kernel")) for n in ("fwd", "bwd")]
+    monkeypatch.setattr(launch, "_hopper", lambda: kernels)
+    x, table = torch.zeros(40, 2, 128, dtype=torch.bfloat16), torch.zeros(3, 3, dtype=torch.int32)
+    args = BlockArgs(table, None, None, 0.1, 64, False, True, 1e-6)
+    launch.block_attention_forward(x, x, x, args, config=launch.gluon_config(64, "forward"))
+    launch.block_attention_backward(x, x, x, x, x, x, x, args, config=launch.gluon_config(64, "backward"))
+    assert [k.calls for k in kernels] == [1, 1]

@@ -257,7 +257,7 @@ def test_explain_names_the_features_that_decide() -> None:
     assert told(head_dim=128).startswith("flash_attention: gluon")
     assert "no causal or window mask" in told(head_dim=128, features=("masked",))
     assert told(head_dim=96).startswith("flash_attention: triton")
-    assert told(head_dim=64, features=("bias",)).startswith("flash_attention: reference")
+    assert told(head_dim=64, features=("bias",)).startswith("flash_attention: triton (gluon has no bias")
     assert "qk_norm and rope run before it" in told(head_dim=64, features=("qk_norm", "rope"))
     assert told(head_dim=64, dtype=torch.float32).startswith("flash_attention: triton")
     with pytest.raises(ValueError, match="features: got mask"):

@@ -92,12 +92,12 @@ def child(label: str) -> None:
     torch.cuda.synchronize()
     runtime: Any = torch.cuda.cudart()
     for direction, run in (("fwd", forward), ("bwd", backward)):
-        torch.cuda.nvtx.range_push(direction)
+        named = torch.cuda.nvtx.range_start(direction)  # of the process: the backward runs in a thread of its own
         runtime.cudaProfilerStart()
         run()
         torch.cuda.synchronize()
         runtime.cudaProfilerStop()
-        torch.cuda.nvtx.range_pop()
+        torch.cuda.nvtx.range_end(named)
 
 
 def command_of(ncu: str, label: str, log: Path) -> list[str]:
@@ -153,7 +153,8 @@ def summary(kernel: dict[str, str]) -> dict[str, str]:
 
 
 def direction_of(kernel: dict[str, str]) -> str:
-    return "bwd" if any("bwd" in v for k, v in kernel.items() if "nvtx" in k.lower() or "range" in k.lower()) else "fwd"
+    """By the range that was open at its launch."""
+    return "bwd" if any("bwd" in value for name, value in kernel.items() if "Range" in name) else "fwd"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -106,3 +107,13 @@ def test_torchx_trains(tmp_path: Path) -> None:
     assert "2/2  loss" in done.stderr
     assert "calibration" in done.stderr
     assert (tmp_path / "first" / "summary.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_torchx_trains_with_two_processes(tmp_path: Path) -> None:
+    done = torchx("--preset", "tiny", "--run_dir", "two", "-j", "1x2", "--", "--set", *TINY, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "two" / "summary.json").read_text())
+    assert summary["num_ranks"] == 2
+    assert done.stderr.count("2/2  loss") == 1, "one rank reports"

@@ -123,6 +123,18 @@ def test_m2_uneven_ends_lose_no_sample_and_repeat_none(together: tuple[Path, Pat
     assert [step[2] for step in traces[0]] == [step[2] for step in traces[1]]  # one loss, to the bit
 
 
+def test_rows_say_how_long_collectives_took(together: tuple[Path, Path, list[Outcome]]) -> None:
+    one, two, _ = together
+    assert all(row["communication_ms"] is None for row in RunDir.open(one).rows("train"))
+    rows = RunDir.open(two).rows("train")
+    assert rows[0]["communication_ms"] is None  # the first step is not watched, the second is
+    assert rows[1]["communication_ms"] > 0
+    assert rows[1]["communication_ms"] <= rows[1]["step_ms"]
+    assert rows[1]["exposed_communication_ms"] is None
+    assert "; communication " in (two / "train.log").read_text()
+    assert "; communication " in (two / "rank_1.log").read_text()
+
+
 def test_l5_a_checkpoint_of_two_evaluates_to_the_same_bits_on_one(together: tuple[Path, Path, list[Outcome]]) -> None:
     _, two, _ = together
     assert evaluate_run(two)["equals_training"] is True

@@ -32,12 +32,8 @@ SETTINGS = (
     "train.eval_every=4",
     "train.rank_timeout_seconds=60",
 )
-FAST = {
-    "compiled layers, recomputed": (
-        "train.compile=true",
-        "kernels.compile_scope=layers",
-        "kernels.activations=recompute",
-    ),
+KERNELS = {
+    "recomputed": ("kernels.activations=recompute",),
     "FP8 linears": ("kernels.linears=fp8_block128", "kernels.linears_min_features=64"),
     "padded": (
         "kernels.layout=padded",
@@ -48,6 +44,7 @@ FAST = {
         "kernels.fused_qk=false",
     ),
 }
+COMPILED = ("train.compile=true", "kernels.compile_scope=layers", "kernels.activations=recompute")
 
 
 def run(path: Path, device: str, num_ranks: int, fault: str, *settings: str) -> tuple[int, str, float]:
@@ -93,15 +90,24 @@ def test_two_ranks_take_the_steps_of_one(device: str, tmp_path: Path) -> None:
     assert second["ne"] == pytest.approx(first["ne"], rel=1e-3)
 
 
+def same_steps(path: Path, device: str, tolerance: float, *settings: str) -> None:
+    for num_ranks in (1, 2):
+        code, err, _ = run(path / str(num_ranks), device, num_ranks, "none:0:0", *settings)
+        assert code == 0, err[-3000:]
+    assert losses(path / "2") == pytest.approx(losses(path / "1"), rel=tolerance)
+
+
 @devices
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", KERNELS)
 def test_two_ranks_take_the_steps_of_one_on_other_kernels(device: str, name: str, tmp_path: Path) -> None:
     """Each rank rounds its own half of the batch, so FP8 and bf16 differ by their own errors."""
     dtype = () if name == "padded" else ("train.dtype=bfloat16",)
-    for num_ranks in (1, 2):
-        code, err, _ = run(tmp_path / str(num_ranks), device, num_ranks, "none:0:0", *dtype, *FAST[name])
-        assert code == 0, err[-3000:]
-    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-3 if name == "padded" else 2e-2)
+    same_steps(tmp_path, device, 1e-3 if name == "padded" else 2e-2, *dtype, *KERNELS[name])
+
+
+@pytest.mark.gpu
+def test_two_gpus_take_the_steps_of_one_compiled(tmp_path: Path) -> None:
+    same_steps(tmp_path, "cuda", 2e-2, "train.dtype=bfloat16", *COMPILED)
 
 
 @devices

@@ -162,7 +162,7 @@ def _bench(
                 "comparison": comparison,
             }
         )
-    else:
+    elif rows or code == 0:
         print_rows(rows, name)
         if comparison is not None and old is not None:
             print_comparison(comparison, old)
@@ -170,7 +170,10 @@ def _bench(
     if code != 0:
         for line in last_lines:
             print(line, file=sys.stderr)
-        print_error(f"bench {name}: the program ended with exit code {code}; what failed has no row above")
+        print_error(
+            f"bench {name}: the program ended with exit code {code}; what failed has no row; its output: "
+            f"{folder / 'bench.log'}"
+        )
         raise typer.Exit(WRONG_INPUT if code == WRONG_INPUT else RUN_FAILED)
 
 

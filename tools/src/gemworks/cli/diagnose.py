@@ -160,10 +160,11 @@ def mfu(
     if json:
         print_json(result)
     else:
-        _print_mfu(result)
+        print_mfu(result)
 
 
-def _print_mfu(result: dict[str, Any]) -> None:
+def print_mfu(result: dict[str, Any]) -> None:
+    """The table of `gemworks mfu`, and the share in one line."""
     from rich.console import Console
     from rich.table import Table
 

@@ -29,6 +29,9 @@ def print_error(text: str) -> None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Hides what importing other people's packages says about their own future."""
+    from gemworks.gem.process import prepare_process
+
+    prepare_process()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)

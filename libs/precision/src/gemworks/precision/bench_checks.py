@@ -17,7 +17,7 @@ from gemworks.precision.activation import ACTIVATIONS, activation_cast
 from gemworks.precision.attention import head_plane
 from gemworks.precision.backends import PrecisionCostWarning
 from gemworks.precision.bounds import fp32_bound, hopper_fp8_bound
-from gemworks.precision.casts import CastSpec, cast, cast_both
+from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
 from gemworks.precision.contract import check_backend
 from gemworks.precision.formats import Format
 from gemworks.precision.gemms import gemm
@@ -29,6 +29,7 @@ from gemworks.precision.probe import sqnr_db
 from gemworks.precision.projection import project_heads
 from gemworks.precision.recipe import GemmKind, recipe
 from gemworks.precision.rng import Stochastic
+from gemworks.precision.scaled_mm import square_scales, wide_scales
 from gemworks.precision.scales import ScaleMode
 from torch import Tensor
 
@@ -116,6 +117,28 @@ def check_tile_casts(device: torch.device) -> None:
                 _different(f"regrouping, {mode}, {name}", a, b)
             if lost != lost_expected:
                 raise AssertionError(f"regrouping, {mode}, {name}: {lost.item()}, expected {lost_expected.item()}")
+
+
+def check_squares(device: torch.device) -> None:
+    """Squares stored both ways, with the fp32 scales that products take."""
+    spec = CastSpec(GemmKind.FP8_BLOCK128)
+    for shape in ((144, 272), (1024, 640)):
+        x = _data(*shape, device)
+        ours, expected = cast_squares(x, spec), cast_squares(x, spec, "reference")
+        for name in ("rows", "columns", "transposed"):
+            plane, other = getattr(ours, name), getattr(expected, name)
+            _different(f"squares {name}", plane, other)
+            if plane.dim is None:
+                wide, made = plane.wide, square_scales(other, plane.scales.shape[1])
+            else:
+                plane, other = (plane, other) if plane.dim == 1 else (plane.t(), other.t())
+                wide, made = plane.wide, wide_scales(other, plane.shape[0], plane.scales.shape[1])
+            if (
+                wide is None
+                or wide.stride() != made.stride()
+                or not torch.equal(wide.nan_to_num(-1), made.nan_to_num(-1))
+            ):
+                raise AssertionError(f"squares {name}: fp32 scales differ")
 
 
 def check_general_casts(device: torch.device) -> None:
@@ -276,12 +299,13 @@ def check_exact_products(device: torch.device) -> None:
 def check_linear(device: torch.device) -> None:
     """SQNR of y, dx, dw against float64 products of the unquantised operands."""
     m, k, n = 515, 1024, 512
+    squares = {"save": "both", "square_inputs": True, "square_gradients": True}
     for kind in KINDS:
-        for save in ("high_precision", "row", "both"):
+        for settings in (*({"save": save} for save in ("high_precision", "row", "both")), squares):
             x = torch.randn(m, k, device=device).bfloat16().requires_grad_()
             w = (torch.randn(n, k, device=device) / 32).bfloat16().requires_grad_()
             dy = torch.randn(m, n, device=device).bfloat16()
-            y = mx_linear(x, w, None, recipe(kind.value, save=save))
+            y = mx_linear(x, w, None, recipe(kind.value, **settings))
             y.backward(dy)
             assert x.grad is not None
             assert w.grad is not None
@@ -293,7 +317,7 @@ def check_linear(device: torch.device) -> None:
             ):
                 noise = sqnr_db(exact, got)
                 if not noise >= gate:
-                    raise AssertionError(f"{kind} save={save} {name}: {noise:.1f} dB, expected at least {gate}")
+                    raise AssertionError(f"{kind} {settings} {name}: {noise:.1f} dB, expected at least {gate}")
 
 
 def check_transformer_engine(device: torch.device) -> None:
@@ -320,6 +344,7 @@ def check_transformer_engine(device: torch.device) -> None:
 CHECKS: dict[str, Callable[[torch.device], None]] = {
     "cast:contract": check_contract,
     "cast:tile": check_tile_casts,
+    "cast:squares": check_squares,
     "cast:general": check_general_casts,
     **{f"cast:noise:{kind.value}": partial(check_noise, kind=kind) for kind in KINDS},
     "cast:formats": check_formats,

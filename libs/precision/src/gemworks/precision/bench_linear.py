@@ -116,9 +116,11 @@ def variants(bench: Bench) -> list[tuple[str, str, Recipe]]:
             name = "gemworks" if save == "high_precision" else "gemworks_save_both"
             rows.append((kind.value, name, recipe(kind.value, save=save)))
         if not exact:
-            rows.append((kind.value, "gemworks_square_inputs", recipe(kind.value, square_inputs=True)))
             plain = GemmRecipe(GemmKind.BF16)
             rows.append((kind.value, "gemworks_wgrad_bf16", recipe(kind.value, wgrad=plain)))
+    name = "fp8_block128"
+    rows.append((name, "gemworks_square_inputs", recipe(name, save="both", square_inputs=True)))
+    rows.append((name, "gemworks_squares", recipe(name, save="both", square_inputs=True, square_gradients=True)))
     return rows
 
 

@@ -96,6 +96,49 @@ def cast_both(x: Tensor, spec: CastSpec, backend: str = "auto") -> tuple[MXTenso
     return rows, columns, inexact_rows + inexact_columns
 
 
+@dataclass(frozen=True)
+class SquarePlanes:
+    """One quantisation in squares, as three readers want it.
+
+    Attributes:
+        rows: along K, every row of a square with the square's scale.
+        columns: along M, likewise.
+        transposed: the square plane of the transpose `[K, M]`.
+        inexact: int64 count.
+    """
+
+    rows: MXTensor
+    columns: MXTensor
+    transposed: MXTensor
+    inexact: Tensor
+
+
+def cast_squares(x: Tensor, spec: CastSpec, backend: str = "auto") -> SquarePlanes:
+    """Quantise a matrix in squares once, for both contractions: the codes of `columns` are those of `rows`.
+
+    Raises:
+        ValueError: a Hadamard transform, which acts along one dim.
+    """
+    if spec.hadamard is not None:
+        raise ValueError("hadamard: a transform acts along one dim; squares have two")
+    if _backend_of(x, spec, backend) == "triton":
+        from gemworks.precision.triton_squares import fits_squares, triton_cast_squares
+
+        if fits_squares(x, spec):
+            return triton_cast_squares(x, spec)
+    plane, inexact = cast(x, None, spec, backend)
+    codes, codes_t = plane.codes.contiguous(), plane.codes.t().contiguous()
+    (m, k), block, last = plane.shape, plane.block, (plane.format, plane.scale_mode)
+    along_rows = plane.scales.repeat_interleave(block, 0)[:m]
+    along_columns = plane.scales.repeat_interleave(block, 1)[:, :k]
+    return SquarePlanes(
+        MXTensor(codes, along_rows, (m, k), 1, block, *last),
+        MXTensor(codes_t.t(), along_columns, (m, k), 0, block, *last),
+        MXTensor(codes_t, plane.scales.t().contiguous(), (k, m), None, block, *last),
+        inexact,
+    )
+
+
 def device_of(x: Tensor) -> DeviceSpec:
     """The device of a tensor as the rules see it."""
     return device_spec(x.device)

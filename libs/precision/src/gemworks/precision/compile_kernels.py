@@ -58,6 +58,12 @@ def tile_variants() -> Iterator[Variant]:
         constants = {**base, **norms, "R8": config.rows // 8, "C": config.columns, "B": block, "REGROUP": regroup}
         types = argument_types(norm_apply_kernel, pointers, constants)
         yield "norm_apply", kind, norm_apply_kernel, types, constants, config.num_warps, limit
+    from gemworks.precision.kernel_square import cast_squares_kernel
+    from gemworks.precision.triton_squares import SQUARES_WARPS
+
+    squares = {**pointers, "square_ptr": "*u8", "square_wide_ptr": "*fp32"}
+    types = argument_types(cast_squares_kernel, squares, base)
+    yield "cast_squares", "block128", cast_squares_kernel, types, base, SQUARES_WARPS, None
     width = norm_sum_width(1024)
     constants = {"HAS_RESIDUAL": True, "SUBTRACT_MEAN": False, "ROWS": 4096 // width, "C": width, "HARDWARE": True}
     types = argument_types(norm_sum_kernel, pointers, constants)

@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 from gemworks.precision import te_backend
 from gemworks.precision.backends import choose, device_spec, shape_rule
-from gemworks.precision.casts import CastSpec, cast, cast_both
+from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
 from gemworks.precision.gemms import gemm
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.recipe import GemmKind, GemmRecipe, Recipe, Save, recipe
@@ -78,9 +78,13 @@ def weight_plane(weight: Tensor, gemm_recipe: GemmRecipe, chosen: Recipe, transp
 
 
 def forward_planes(x_MK: Tensor, chosen: Recipe, keep_columns: bool) -> tuple[MXTensor, MXTensor | None, Tensor]:
-    """The input's row plane for forward and, if kept for backward, its column plane; and the inexact count."""
+    """The input's row plane for forward and, if kept for backward, what the weight gradient takes: its column plane or,
+    with `square_inputs`, the square plane of its transpose; and the inexact count."""
     spec = specs_of(chosen.text).forward
     if keep_columns:
+        if chosen.square_inputs:
+            squares = cast_squares(x_MK, spec, chosen.backend)
+            return squares.rows, squares.transposed, squares.inexact
         return cast_both(x_MK, spec, chosen.backend)
     rows, inexact = cast(x_MK, 1, spec, chosen.backend)
     return rows, None, inexact
@@ -129,7 +133,7 @@ def forward_op(
         empty = torch.empty(0, dtype=torch.uint8, device=x_MK.device)
         return y, empty, empty.clone(), counts
     # Block by block in memory, whatever the backend: the compiler is told strides.
-    scales = kept.scales.contiguous() if kept.dim == 0 else kept.scales.t().contiguous().t()
+    scales = kept.scales.t().contiguous().t() if kept.dim == 1 else kept.scales.contiguous()
     return y, kept.codes, scales, counts
 
 
@@ -137,6 +141,8 @@ def kept_plane(codes: Tensor, scales: Tensor, shape: tuple[int, int], chosen: Re
     """The plane that a forward kept, from its codes and scales."""
     block = 32 if chosen.forward.kind is GemmKind.MXFP8 else 128
     dim = 0 if chosen.save is Save.BOTH else 1
+    if chosen.save is Save.BOTH and chosen.square_inputs:
+        dim, shape = None, (shape[1], shape[0])
     return MXTensor(codes, scales, shape, dim, block, chosen.forward.left, chosen.scale_mode)
 
 
@@ -151,7 +157,8 @@ def linear_backward(
     dx_dtype: torch.dtype,
     dw_dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dx `[M, K]` and dW `[N, K]` (None where not needed), from the input or the plane of it that was kept."""
+    """dx `[M, K]` and dW `[N, K]` (None where not needed), from the input or the plane of it that was kept: along K,
+    along M, or square and transposed."""
     specs = specs_of(chosen.text)
     dgrad, wgrad = specs.dgrad, specs.wgrad
     if chosen.stochastic_gradients:
@@ -164,7 +171,14 @@ def linear_backward(
     dx: Tensor | None = None
     dw: Tensor | None = None
     if quantise_rows and quantise_columns and dgrad == wgrad:
-        rows, columns, _ = cast_both(dy_MN, dgrad, chosen.backend)
+        if chosen.square_gradients:
+            squares = cast_squares(dy_MN, dgrad, chosen.backend)
+            rows, columns = squares.rows, squares.columns
+        else:
+            rows, columns, _ = cast_both(dy_MN, dgrad, chosen.backend)
+    elif chosen.square_gradients and (quantise_rows or quantise_columns):
+        squares = cast_squares(dy_MN, dgrad if quantise_rows else wgrad, chosen.backend)
+        rows, columns = squares.rows if quantise_rows else None, squares.columns if quantise_columns else None
     else:
         if quantise_rows:
             rows = cast(dy_MN, 1, dgrad, chosen.backend)[0]
@@ -182,8 +196,9 @@ def linear_backward(
             dx = gemm(rows, plane_w, dgrad.kind, dx_dtype, chosen.backend)
     if need_dw:
         kept = x_MK if isinstance(x_MK, MXTensor) else None
-        if columns is not None and kept is not None and kept.dim == 0:
-            dw = gemm(columns.t(), kept.t(), wgrad.kind, dw_dtype, chosen.backend)
+        if columns is not None and kept is not None and kept.dim != 1:
+            plane_x_t = kept if kept.dim is None else kept.t()
+            dw = gemm(columns.t(), plane_x_t, wgrad.kind, dw_dtype, chosen.backend)
         else:
             dense_x = kept.dequantize(dy_MN.dtype) if kept is not None else x_MK
             assert isinstance(dense_x, Tensor)
@@ -220,6 +235,9 @@ def _(x, weight, bias, recipe_text, step, save, out_dtype):
         return y, x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.uint8), counts
     block = 32 if chosen.forward.kind is GemmKind.MXFP8 else 128
     m, k = x.shape
+    if chosen.save is Save.BOTH and chosen.square_inputs:
+        squares = (-(-k // block), -(-m // block))
+        return y, x.new_empty((k, m), dtype=torch.uint8), x.new_empty(squares, dtype=torch.uint8), counts
     if chosen.save is Save.BOTH:
         codes = x.new_empty((k, m), dtype=torch.uint8).t()
         return y, codes, x.new_empty((-(-m // block), k), dtype=torch.uint8), counts

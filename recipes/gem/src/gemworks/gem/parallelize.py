@@ -102,7 +102,7 @@ def parallelize(model: Gem, config: OptimizerConfig, ranks: Ranks, device: torch
 
 
 def _shard_tables(model: Gem, ranks: Ranks, device: torch.device) -> ShardedTables:
-    whole = {name: tensor.detach().clone() for name, tensor in model.embeddings.state_dict().items()}
+    whole = {name: tensor.detach() for name, tensor in model.embeddings.state_dict().items()}
     sharders: list[Any] = [_BagSharder(), _RowSharder()]
     planner = EmbeddingShardingPlanner(
         topology=Topology(

@@ -31,6 +31,9 @@ class StepRow:
         lr, sparse_lr: learning rates of the last step.
         grad_norm: of the dense part in the last finite step, before clipping.
         forward_ms, backward_ms, optimizer_ms: of step_ms, by phase; the tables' update is part of backward.
+        communication_ms: inside the phases, while a collective ran, in one step of the last ten seconds; None for a
+            process on its own, and before such a step.
+        exposed_communication_ms: of it, with nothing else on the GPU; None on a CPU.
         num_skipped: steps of the run so far whose loss or gradient was not finite.
     """
 
@@ -50,6 +53,8 @@ class StepRow:
     forward_ms: float = 0.0
     backward_ms: float = 0.0
     optimizer_ms: float = 0.0
+    communication_ms: float | None = None
+    exposed_communication_ms: float | None = None
     num_skipped: int = 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -80,10 +85,13 @@ def figures(row: StepRow) -> str:
 
 def split(row: StepRow) -> str:
     """Where the time of a step went, in ms, for the log file."""
-    return (
-        f"(data {row.data_wait_ms:.0f}, forward {row.forward_ms:.0f}, backward {row.backward_ms:.0f}, "
-        f"optimizer {row.optimizer_ms:.0f})"
-    )
+    parts = f"data {row.data_wait_ms:.0f}, forward {row.forward_ms:.0f}, backward {row.backward_ms:.0f}"
+    parts += f", optimizer {row.optimizer_ms:.0f}"
+    if row.communication_ms is not None:
+        parts += f"; communication {row.communication_ms:.0f}"
+    if row.exposed_communication_ms is not None:
+        parts += f", exposed {row.exposed_communication_ms:.0f}"
+    return f"({parts})"
 
 
 class Display(Protocol):

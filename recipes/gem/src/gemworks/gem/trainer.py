@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from gemworks.gem import checkpoint
+from gemworks.gem.communication import CommunicationProbe
 from gemworks.gem.config import GemConfig
 from gemworks.gem.data import Source, open_loader
 from gemworks.gem.data.hashing import hash_u64
@@ -119,6 +120,7 @@ class Trainer:
         num_tasks = len(source.schema.tasks)
         self._weights_K = _task_weights(config, num_tasks).to(device)
         self._phase = PhaseTimer(device)
+        self._communication = CommunicationProbe(device, alone=self.ranks.alone)
         self._spikes = SpikeWatch(config.train.spike_factor)
         self._notes: list[Note] = []
         self._window = StepClock()
@@ -143,7 +145,8 @@ class Trainer:
                 self._num_step_samples, before = self.loader.num_given - before, self.loader.num_given
                 now = time.perf_counter()
                 self._window.wait_seconds += now - mark
-                self._train_step(group)
+                with self._communication():
+                    self._train_step(group)
                 self._window.work_seconds += time.perf_counter() - now
                 yield self.step
                 if self.step >= self.total_steps:
@@ -291,6 +294,7 @@ class Trainer:
         window, seconds = self._window, max(self._window.seconds, 1e-9)
         peak = self.peak_flops_per_second()
         lr, sparse_lr = self.optimizers.learning_rates()
+        communication = self._communication.last
         num_counted = window.num_steps - self._window_skipped
         row = StepRow(
             step=self.step,
@@ -306,6 +310,8 @@ class Trainer:
             forward_ms=window.per_step_ms("forward"),
             backward_ms=window.per_step_ms("backward"),
             optimizer_ms=window.per_step_ms("optimizer"),
+            communication_ms=communication and communication.ms,
+            exposed_communication_ms=communication and communication.exposed_ms,
             lr=lr,
             sparse_lr=sparse_lr,
             grad_norm=self._grad_norm,

@@ -41,6 +41,9 @@ from gemworks.netmem.solver import least_feasible, solve
 
 # values of one global partitioner budget, and so the memory budgets at which it is compared
 GLOBAL = (0.8, 0.6, 0.4, 0.2, 0.0)
+# what regions may choose beyond these
+FINER = (0.9, 0.5)
+FUSED = (1.0, 0.8, 0.2)
 TARGET_SHARE = 0.38  # -62 % of the activations
 REL_GAP = 0.01
 FREE_SLOWDOWN = 0.03
@@ -155,6 +158,10 @@ def _gradients(study: Study, choices: Mapping[str, str]) -> torch.Tensor:
     return torch.cat([p.grad.float().flatten() for p in study.model.parameters() if p.grad is not None])
 
 
+def _sqnr_db(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return 10 * torch.log10(expected.square().sum() / (got - expected).square().sum()).item()
+
+
 def _solve(step: StepProfile, budget_bytes: float) -> tuple[Plan | None, str]:
     """The plan, or None and why."""
     start = time.perf_counter()
@@ -167,12 +174,20 @@ def _solve(step: StepProfile, budget_bytes: float) -> tuple[Plan | None, str]:
     return plan, f"solved in {took:.1f} s: {_shares(plan)}, gap {plan.gap_s * 1e3:.3f} ms"
 
 
+def _recomputes(budgets: Sequence[float]) -> list[str]:
+    return [f"{RECOMPUTE}@{b}" for b in budgets]
+
+
+def _fused() -> list[str]:
+    return [f"{QUANTISE_FUSED}@{b}" for b in FUSED]
+
+
 def warm_compiler(size: StackSize, timeout_s: float = 90) -> None:
     """Compile the regions under every choice, each in a process of its own, all at once.
 
     What they compile ends up in the compiler's cache on disk; one after the other it would take minutes.
     """
-    choices = [KEEP, *(f"{RECOMPUTE}@{b}" for b in GLOBAL), QUANTISE_FUSED]
+    choices = [KEEP, *_recomputes((*GLOBAL, *FINER)), *_fused()]
     code = (
         "import sys, torch\n"
         "from gemworks.netmem.bench.stack import StackSize, make_stack\n"
@@ -221,11 +236,11 @@ def _profile(study: Study, choices: Sequence[str]) -> StepProfile:
 
 def budgets(s: Setup, size: StackSize) -> None:
     """Measure and predict. A part that fails leaves its traceback, and the others their rows."""
-    partitioned = [f"{RECOMPUTE}@{b}" for b in GLOBAL] if s.compile else ["recompute_cheap", RECOMPUTE]
+    partitioned = _recomputes(GLOBAL) if s.compile else ["recompute_cheap", RECOMPUTE]
     study = Study(s, size)
-    lossless = [KEEP, *partitioned, OFFLOAD]
+    lossless = [KEEP, *partitioned, *(_recomputes(FINER) if s.compile else []), OFFLOAD]
     coded = [QUANTISE, QUANTISE_OFFLOAD]
-    fused = [QUANTISE_FUSED] if study.compiled else []
+    fused = _fused() if study.compiled else []
     try:
         step = _profile(study, [*lossless, *coded, *fused])
         coded += fused
@@ -255,7 +270,9 @@ def _target_row(study: Study, step: StepProfile, keep: Plan) -> None:
     _log(text)
     name = "-62 %" if target is not None else f"least memory ({text})"
     target = target or least_feasible(step)
-    study.row(f"{name}: {_shares(target)}", "gemworks", target, study.keep_point, "keep everything")
+    sqnr_db = _sqnr_db(_gradients(study, dict(target.choices)), _gradients(study, dict(keep.choices)))
+    text = f"{name}: {_shares(target)}, gradient SQNR {sqnr_db:.1f} dB"
+    study.row(text, "gemworks", target, study.keep_point, "keep everything")
 
 
 def _curve_rows(study: Study, step: StepProfile, partitioned: Sequence[str]) -> None:
@@ -336,7 +353,7 @@ def _quantise_rows(study: Study, step: StepProfile, coded: Sequence[str]) -> Non
     for choice in [c for c in coded if c != QUANTISE_OFFLOAD]:
         plan = _everywhere(step, choice)
         got = _gradients(study, dict(plan.choices))
-        sqnr_db = 10 * torch.log10(expected.square().sum() / (got - expected).square().sum()).item()
+        sqnr_db = _sqnr_db(got, expected)
         ratio = held / sum(r.option(choice).held_bytes for r in step.regions)
         text = f"{choice} everywhere: held {ratio:.3f}x less, gradient SQNR {sqnr_db:.1f} dB"
         study.row(text, f"gemworks {choice}", plan, study.keep_point, "keep everything")

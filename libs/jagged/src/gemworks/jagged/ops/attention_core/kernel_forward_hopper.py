@@ -26,13 +26,32 @@ G = gl.constexpr
 
 
 @gluon.jit
+def _load_keys(
+    k_desc, v_desc, j, fill, k_smem, v_smem, k_full, k_free, v_full, v_free,
+    H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, ONE_RELEASE: gl.constexpr,
+):  # fmt: skip
+    """ONE_RELEASE: the consumers' n-th signal says that K of the n-th tile and V of the one before are done with."""
+    s = fill % STAGES
+    phase = ((fill // STAGES) & 1) ^ 1
+    mbarrier.wait(k_free.index(s), phase)
+    mbarrier.expect(k_full.index(s), BN * H * 2)
+    tma.async_copy_global_to_shared(k_desc, [j, 0], k_full.index(s), k_smem.index(s))
+    if ONE_RELEASE:
+        mbarrier.wait(k_free.index((fill + 1) % STAGES), (((fill + 1) // STAGES) & 1) ^ 1)
+    else:
+        mbarrier.wait(v_free.index(s), phase)
+    mbarrier.expect(v_full.index(s), BN * HV * 2)
+    tma.async_copy_global_to_shared(v_desc, [j, 0], v_full.index(s), v_smem.index(s))
+
+
+@gluon.jit
 def _producer(
     q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
     k_stride_t, k_stride_n, v_stride_t, v_stride_n,
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
-    RESIDENT: gl.constexpr,
+    RESIDENT: gl.constexpr, KEYS_FIRST: gl.constexpr, ONE_RELEASE: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -54,6 +73,19 @@ def _producer(
             v_desc = tma.make_tensor_descriptor(
                 v_base, [gl.maximum(k_len, 1), HV], [v_stride_t, 1], [BN, HV], v_smem.layout
             )
+            to_load = k_len
+            if RESIDENT:  # K and V of this sequence and head may still be there
+                to_load = gl.where(fresh, k_len, 0)
+                fresh = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
+            begin = 0
+            if KEYS_FIRST:  # their stages are free before the previous tile is done with its queries
+                if to_load > 0:
+                    _load_keys(
+                        k_desc, v_desc, 0, fill, k_smem, v_smem, k_full, k_free, v_full, v_free, H, HV, BN, STAGES,
+                        ONE_RELEASE,
+                    )  # fmt: skip
+                    fill += 1
+                begin = BN
             qs = qi % QSTAGES
             mbarrier.wait(q_free.index(qs), ((qi // QSTAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(qs), GROUPS * 64 * H * 2)
@@ -62,19 +94,11 @@ def _producer(
                     q_desc, [q_row + g * 64, head * H], q_full.index(qs), q_smem.index(GROUPS * qs + g)
                 )
             qi += 1
-            to_load = k_len
-            if RESIDENT:  # K and V of this sequence and head may still be there
-                to_load = gl.where(fresh, k_len, 0)
-                fresh = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
-            for j in range(0, to_load, BN):
-                s = fill % STAGES
-                phase = ((fill // STAGES) & 1) ^ 1
-                mbarrier.wait(k_free.index(s), phase)
-                mbarrier.expect(k_full.index(s), BN * H * 2)
-                tma.async_copy_global_to_shared(k_desc, [j, 0], k_full.index(s), k_smem.index(s))
-                mbarrier.wait(v_free.index(s), phase)
-                mbarrier.expect(v_full.index(s), BN * HV * 2)
-                tma.async_copy_global_to_shared(v_desc, [j, 0], v_full.index(s), v_smem.index(s))
+            for j in range(begin, to_load, BN):
+                _load_keys(
+                    k_desc, v_desc, j, fill, k_smem, v_smem, k_full, k_free, v_full, v_free, H, HV, BN, STAGES,
+                    ONE_RELEASE,
+                )  # fmt: skip
                 fill += 1
 
 
@@ -85,7 +109,7 @@ def _consumer(
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
-    RESIDENT: gl.constexpr,
+    RESIDENT: gl.constexpr, ONE_RELEASE: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -147,7 +171,8 @@ def _consumer(
                     upcoming = warpgroup_mma(q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
                     acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
                     scores = warpgroup_mma_wait(1, [upcoming])
-                    mbarrier.arrive(k_free.index(s1), count=1, pred=last)
+                    if not ONE_RELEASE:
+                        mbarrier.arrive(k_free.index(s1), count=1, pred=last)
                     if ACT == "softmax":
                         if j == trips - 1:
                             scores = gl.where((column < k_len - j * BN)[None, :], scores, float("-inf"))
@@ -162,7 +187,10 @@ def _consumer(
                     # The barrier also keeps the assembler from hoisting the wait below over the work that it hides.
                     mbarrier.wait(v_full.index(s1), phase1)
                     o, p, p_next = warpgroup_mma_wait(0, [acc, p, p_next])
-                    mbarrier.arrive(v_free.index(fill % STAGES), count=1, pred=last)
+                    if ONE_RELEASE:  # every signal makes the four warps meet
+                        mbarrier.arrive(k_free.index(s1), count=1)
+                    else:
+                        mbarrier.arrive(v_free.index(fill % STAGES), count=1, pred=last)
                     if ACT == "softmax":
                         o = o * gl.convert_layout(fix, gl.SliceLayout(1, O_LAYOUT))[:, None]
                     p = p_next
@@ -170,15 +198,17 @@ def _consumer(
                 mbarrier.arrive(q_free.index(qs), count=1)
                 acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
                 o = warpgroup_mma_wait(0, [acc])
-                mbarrier.arrive(v_free.index(fill % STAGES), count=1, pred=last)
+                if not ONE_RELEASE:
+                    mbarrier.arrive(v_free.index(fill % STAGES), count=1, pred=last)
                 fill += 1
             else:
                 for _j in range(trips):  # nothing to do in this half: hand the stages on
                     s0 = fill % STAGES
                     mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
-                    mbarrier.arrive(k_free.index(s0), count=1, pred=last)
                     mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
-                    mbarrier.arrive(v_free.index(s0), count=1, pred=last)
+                    mbarrier.arrive(k_free.index(s0), count=1, pred=last)
+                    if not ONE_RELEASE:
+                        mbarrier.arrive(v_free.index(s0), count=1, pred=last)
                     fill += 1
                 mbarrier.arrive(q_free.index(qs), count=1)
             if RESIDENT:  # the same stages again for the next tile of the run
@@ -215,7 +245,8 @@ def forward_hopper_kernel(
     k_stride_t, k_stride_n, v_stride_t, v_stride_n, out_stride_t, out_stride_n, lse_stride_n,
     ACT: gl.constexpr, HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
-    FOLD: gl.constexpr, RESIDENT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    FOLD: gl.constexpr, RESIDENT: gl.constexpr, KEYS_FIRST: gl.constexpr, ONE_RELEASE: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, H], DTYPE)
@@ -246,11 +277,12 @@ def forward_hopper_kernel(
                 (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE)),
                 (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
                              k_stride_t, k_stride_n, v_stride_t, v_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
+                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, KEYS_FIRST,
+                             ONE_RELEASE)),
             ],
             [1], [24],
         )  # fmt: skip
@@ -260,15 +292,16 @@ def forward_hopper_kernel(
                 (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE)),
                 (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE)),
                 (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
                              k_stride_t, k_stride_n, v_stride_t, v_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
+                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, KEYS_FIRST,
+                             ONE_RELEASE)),
             ],
             [4, 1], [CONSUMER_REGS, 24],
         )  # fmt: skip
@@ -278,19 +311,20 @@ def forward_hopper_kernel(
                 (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE)),
                 (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE)),
                 (_consumer, (G(2), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE)),
                 (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
                              k_stride_t, k_stride_n, v_stride_t, v_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT)),
+                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, KEYS_FIRST,
+                             ONE_RELEASE)),
             ],
             [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, 24],
         )  # fmt: skip

@@ -187,25 +187,23 @@ def triton_backward_q(
     )  # fmt: skip
 
 
-def triton_backward_bias(
-    p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, config: table.TritonConfig
-) -> tuple[Tensor, Tensor]:
+def triton_backward_bias(p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the two tables, float32 [N, 2 R + 1] and [N, M]; [N, 0] for a table that is not there."""
     assert p.bias is not None
     b, heads = p.bias, p.q.shape[1]
-    side = min(config.block_m, config.block_n)
-    square = table.TritonConfig(side, side, 4, 1)
-    sample, row, count = p.tiles(square.height("backward_q"))
+    config = table.bias_config(p.shape)
+    sample, row, count = p.tiles(config.height("backward_q"))
     by_position, by_time = (
         torch.zeros(BIAS_WORKERS, heads, 0 if x is None else x.shape[1], dtype=torch.float32, device=p.q.device)
         for x in (b.position, b.time)
     )
-    constants = _constants(p, square)
+    constants = _constants(p, config)
     del constants["ACT"]
     backward_bias_kernel[(BIAS_WORKERS * heads,)](
         p.q, p.k, p.v, d_out, lse, delta, by_position, by_time, p.schedule.bounds[0], p.schedule.bounds[3],
         sample, row, count, *_limits(p.rule), *_bias_arguments(p), *_strides(p.q, p.k, p.v, d_out), lse.stride(0),
-        HEADS=heads, BB=next_power_of_two(max(b.buckets, 1)), W=2 * side, WORKERS=BIAS_WORKERS, **constants,
+        HEADS=heads, BB=next_power_of_two(max(b.buckets, 1)),
+        W=next_power_of_two(config.block_m + config.block_n), WORKERS=BIAS_WORKERS, **constants,
     )  # fmt: skip
     return by_position.sum(0), by_time.sum(0)
 
@@ -278,9 +276,7 @@ def backward(
         dq.copy_(shares.view(-1, *p.q.shape).sum(0))
     if p.bias is None:
         return None
-    config = p.config("backward_q")
-    assert isinstance(config, table.TritonConfig)
-    return triton_backward_bias(p, d_out, lse, delta, config)
+    return triton_backward_bias(p, d_out, lse, delta)
 
 
 def _backward_in_two(

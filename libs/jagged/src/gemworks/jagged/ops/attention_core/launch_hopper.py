@@ -93,13 +93,15 @@ def forward(p: Problem, out: Tensor, lse: Tensor, config: GluonConfig, *, fold: 
     q, k, v, bounds = aligned(p.q), streamable(p.k), streamable(p.v), p.schedule.bounds
     if fold is None:
         fold = folds(p.rule.activation, p.rule.scale, q.dtype)
+    keep = keeps_keys(p, config)
     with _device_allocator(q.device):
         forward_hopper_kernel[_grid(q, config)](
             _descriptor(q), k, v, out, lse, bounds[0], bounds[3], sample, row, count, p.rule.scale,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1), lse.stride(0),
             ACT=p.rule.activation, HEADS=q.shape[1], GROUP_HEADS=q.shape[1] // k.shape[1], H=q.shape[2], HV=v.shape[2],
             BN=config.block, STAGES=config.stages, QSTAGES=config.resident_stages, GROUPS=config.groups,
-            SHARED=p.rule.shared_query, FOLD=fold, RESIDENT=keeps_keys(p, config),
+            SHARED=p.rule.shared_query, FOLD=fold, RESIDENT=keep, KEYS_FIRST=config.keys_first,
+            ONE_RELEASE=config.one_release and not keep,
             CONSUMER_REGS=config.registers, num_warps=4, maxnreg=config.max_registers,
         )  # fmt: skip
 

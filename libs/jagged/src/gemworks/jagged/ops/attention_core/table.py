@@ -52,6 +52,8 @@ class GluonConfig:
         overlap: start P^T dO before dP is there (backward_kv only).
         resident_keys: keep K and V over neighbouring tiles of a sequence (forward and backward_q; a 4-D k whose rows
             fit into the stages, otherwise ignored).
+        keys_first: load a tile's first keys before its queries (forward).
+        one_release: one signal for K of a tile and V of the one before (forward; not with resident keys).
     """
 
     block: int
@@ -61,6 +63,8 @@ class GluonConfig:
     resident_stages: int = 1
     overlap: bool = False
     resident_keys: bool = False
+    keys_first: bool = False
+    one_release: bool = False
 
     @property
     def programs(self) -> int:
@@ -160,6 +164,13 @@ TRITON: dict[tuple[Step, str, int, int], TritonConfig] = {
     ("backward_q", "activation", 4, 256): TritonConfig(16, 16, 4, 1),
 }
 
+# Lookups of a bias want registers: what compiles without spilling, for two-byte elements and widths up to 128.
+BIASED: dict[Step, TritonConfig] = {
+    "forward": TritonConfig(64, 64, 4, 2),
+    "backward_kv": TritonConfig(32, 64, 4, 2),
+    "backward_q": TritonConfig(128, 64, 8, 2),
+}
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -239,7 +250,15 @@ def triton_refusal(shape: Shape, architecture: str) -> str | None:
 def triton_config(step: Step, shape: Shape) -> TritonConfig:
     kind = "softmax" if shape.activation == SOFTMAX else "activation"
     width = 128 if max(shape.head_dim, shape.value_dim) <= 128 else 256
+    if shape.biased and width == 128 and shape.dtype.itemsize == 2:
+        return BIASED[step]
     return TRITON[step, kind, shape.dtype.itemsize, width]
+
+
+def bias_config(shape: Shape) -> TritonConfig:
+    """Of the kernel that sums the gradients of a bias; its tiles of query rows are walked over."""
+    small = shape.dtype.itemsize == 2 and max(shape.head_dim, shape.value_dim) <= 128
+    return TritonConfig(64, 32, 4, 1) if small else TritonConfig(16, 16, 4, 1)
 
 
 def choose(step: Step, shape: Shape, architecture: str) -> Config | None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from gemworks.jagged._triton.quick import quick
+from gemworks.jagged.dispatch import architecture_of
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.block_attention.formulas import BlockArgs
 from gemworks.jagged.ops.block_attention.kernel_block import block_bwd_kernel, block_fwd_kernel
@@ -22,10 +24,11 @@ _block_bwd_kernel = quick(block_bwd_kernel)
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """Warps per program, and a cap on registers per thread (None: the compiler's choice)."""
+    """Warps per program, a cap on registers per thread (None: the compiler's choice), and in which language."""
 
     num_warps: int
     max_registers: int | None = None
+    gluon: bool = False
 
 
 def block_config(
@@ -44,9 +47,53 @@ def block_config(
     return BlockConfig(4, 168 if capped else None)
 
 
-def _config(q: Tensor, k: Tensor, args: BlockArgs, direction: Literal["forward", "backward"]) -> BlockConfig:
+def gluon_config(block: int, direction: Literal["forward", "backward"]) -> BlockConfig:
+    """Three programs of 64 rows on an SM, four in a forward: 168 and 128 registers a thread.
+
+    >>> gluon_config(64, "backward")
+    BlockConfig(num_warps=4, max_registers=168, gluon=True)
+    """
+    if block == 128:
+        return BlockConfig(8, None, gluon=True)
+    return BlockConfig(4, 128 if direction == "forward" else 168, gluon=True)
+
+
+USE_GLUON = False  # until a GPU has run it
+# (block, head width) of kernel_block_hopper.py: V and the two tiles that take its place have to match in size
+GLUON_SHAPES = ((64, 64), (64, 128), (128, 128))
+
+
+def gluon_takes(args: BlockArgs, q: Tensor, k: Tensor, *others: Tensor) -> bool:
+    """Whether the Gluon kernels can run the call: one query head per key head, rows and heads on 16-byte boundaries."""
+    return (
+        q.device.type == "cuda"
+        and architecture_of(q.device) == "sm_90"
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[1] == k.shape[1]
+        and all(x.shape[2] == q.shape[2] for x in others)
+        and (args.block, q.shape[2]) in GLUON_SHAPES
+        and all(
+            x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 and x.stride(2) == 1 and x.data_ptr() % 16 == 0
+            for x in (q, k, *others)
+        )
+    )
+
+
+def _config(
+    args: BlockArgs, direction: Literal["forward", "backward"], q: Tensor, k: Tensor, *others: Tensor
+) -> BlockConfig:
+    if USE_GLUON and gluon_takes(args, q, k, *others):
+        return gluon_config(args.block, direction)
     group, rope = q.shape[1] // k.shape[1], args.cos_TJ is not None
     return block_config(args.block, direction, dtype=q.dtype, group=group, rope=rope, qk_norm=args.qk_norm)
+
+
+@cache
+def _hopper() -> tuple[Any, Any]:
+    """Gluon, imported where it runs only: forward and backward."""
+    from gemworks.jagged.ops.block_attention import kernel_block_hopper
+
+    return quick(kernel_block_hopper.block_fwd_hopper_kernel), quick(kernel_block_hopper.block_bwd_hopper_kernel)
 
 
 def _unit_columns(x: Tensor) -> Tensor:
@@ -57,20 +104,28 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, args: BlockArgs, config: BlockCo
     # Exact float32 takes three TF32 products: those of scalar units would spill all of these tiles.
     exact = q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
-    return options | {
-        "GROUP": q.shape[1] // k.shape[1],
+    shared = {
         "H": q.shape[2],
-        "V": v.shape[2],
         "BLOCK": args.block,
-        "BLOCK_J": max(next_power_of_two(q.shape[2] // 2), 16),  # the least that a matrix unit takes
-        "BLOCK_V": max(next_power_of_two(v.shape[2]), 16),
         "NORM": args.qk_norm,
         "ROPE": args.cos_TJ is not None,
         "CAUSAL": args.causal,
-        "PRECISION": "tf32x3" if exact else "tf32",
         "num_warps": config.num_warps,
-        "num_stages": 1,  # the loop over a group must not double its tiles in shared memory
     }
+    if config.gluon:
+        return options | shared
+    return (
+        options
+        | shared
+        | {
+            "GROUP": q.shape[1] // k.shape[1],
+            "V": v.shape[2],
+            "BLOCK_J": max(next_power_of_two(q.shape[2] // 2), 16),  # the least that a matrix unit takes
+            "BLOCK_V": max(next_power_of_two(v.shape[2]), 16),
+            "PRECISION": "tf32x3" if exact else "tf32",
+            "num_stages": 1,  # the loop over a group must not double its tiles in shared memory
+        }
+    )
 
 
 def _tables(args: BlockArgs, unused: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -91,10 +146,11 @@ def block_attention_forward(
         out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
-    config = config or _config(q, k, args, "forward")
     q, k, v = _unit_columns(q), _unit_columns(k), _unit_columns(v)
+    config = config or _config(args, "forward", q, k, v, out)
     cos, sin, table_stride = _tables(args, q)
-    _block_fwd_kernel[(args.table_S3.shape[0] * q.shape[1],)](
+    kernel = _hopper()[0] if config.gluon else _block_fwd_kernel
+    kernel[(args.table_S3.shape[0] * q.shape[1],)](
         q,
         k,
         v,
@@ -127,10 +183,11 @@ def block_attention_backward(
     """Write every row of dq, dk and dv, which may be views of one packed gradient. Bit-equal from run to run."""
     if q.shape[0] == 0:
         return
-    config = config or _config(q, k, args, "backward")
     q, k, v, dout = _unit_columns(q), _unit_columns(k), _unit_columns(v), _unit_columns(dout)
+    config = config or _config(args, "backward", q, k, v, dout, dq, dk, dv)
     cos, sin, table_stride = _tables(args, q)
-    _block_bwd_kernel[(args.table_S3.shape[0] * k.shape[1],)](
+    kernel = _hopper()[1] if config.gluon else _block_bwd_kernel
+    kernel[(args.table_S3.shape[0] * k.shape[1],)](
         q,
         k,
         v,

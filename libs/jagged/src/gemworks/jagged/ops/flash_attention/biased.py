@@ -13,7 +13,7 @@ from gemworks.jagged._dense import compute_dtype
 from gemworks.jagged._imports import when_imported
 from gemworks.jagged._packing import Side
 from gemworks.jagged.dispatch import architecture_of, warn_once
-from gemworks.jagged.ops.attention_core.op import UNBOUNDED, Call, count_pairs, kernels_take, make_problem
+from gemworks.jagged.ops.attention_core.op import UNBOUNDED, Call, _kernels_take, _problem, count_pairs
 from gemworks.jagged.ops.attention_core.reference import Rule
 from gemworks.jagged.ops.attention_core.table import MAX_TIME_BUCKETS
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias
@@ -83,16 +83,16 @@ def _takes(q: Tensor, k: Tensor, v: Tensor, time: Tensor | None, call: Call) -> 
     if time is not None and time.shape[0] > MAX_TIME_BUCKETS:
         warn_once(f"a time_table of more than {MAX_TIME_BUCKETS} buckets runs on the reference backend")
         return False
-    return kernels_take(q, k, v, call, architecture_of(q.device), biased=True)
+    return _kernels_take(q, k, v, call, architecture_of(q.device), biased=True)
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Any, ...], call: Call) -> Any:
+def _biased_problem(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Any, ...], call: Call) -> Any:
     from gemworks.jagged.ops.attention_core import launch
 
     position, time, times_q, times_k, unit = tables
-    rows = (None if x is None else x.detach().t().contiguous().float() for x in (position, time))
-    bias = launch.Bias(*rows, times_q, times_q if times_k is None else times_k, unit)
-    return make_problem(q, k, v, call, architecture_of(q.device), bias)
+    by_position, by_time = (None if x is None else x.detach().t().contiguous().float() for x in (position, time))
+    bias = launch.Bias(by_position, by_time, times_q, times_q if times_k is None else times_k, unit)
+    return _problem(q, k, v, call, architecture_of(q.device), bias)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
         from gemworks.jagged.ops.attention_core import launch
 
         with torch.cuda.device(q.device):
-            return launch.forward(_problem(q, k, v, tables, call))
+            return launch.forward(_biased_problem(q, k, v, tables, call))
     out = _define(q, k, v, tables, call)
     return out, torch.zeros(q.shape[1], out.shape[0], dtype=compute_dtype(q.dtype), device=q.device)
 
@@ -118,7 +118,7 @@ def _backward(
 
         into = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
         with torch.cuda.device(q.device):
-            sums = launch.backward(_problem(q, k, v, tables, call), d_out, out, lse, into)
+            sums = launch.backward(_biased_problem(q, k, v, tables, call), d_out, out, lse, into)
         assert sums is not None
         d_tables = [
             q.new_empty(0) if x is None else s.t().to(x.dtype, memory_format=torch.contiguous_format)

@@ -121,13 +121,13 @@ gdpa_norm_op = torch.library.custom_op(
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     call_args, e = _split(rest)
     call, architecture = op.Call(q, k, *call_args), architecture_of(q.device)
-    if not op._kernels_take(q, k, v, call, architecture):
+    if not op.kernels_take(q, k, v, call, architecture):
         return _composed(q, k, v, *rest)
     from gemworks.jagged.ops.gdpa import launch_norm
 
     args = launch_norm.NormArgs(e.residual, e.add, e.weight, e.bias, e.eps, e.kind == "layer")
     with torch.cuda.device(q.device):
-        return launch_norm.forward(op._problem(q, k, v, call, architecture), args)
+        return launch_norm.forward(op.make_problem(q, k, v, call, architecture), args)
 
 
 @gdpa_norm_op.register_fake

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core import launch, table
 from gemworks.jagged.ops.attention_core.launch import Problem
 from gemworks.jagged.ops.gdpa.kernel_norm import gdpa_norm_kernel as _plain
 from torch import Tensor
 
-gdpa_norm_kernel: Any = _plain  # Triton's kernels are not callables to a type checker
+gdpa_norm_kernel: Any = quick(_plain)
 NORM_VALUES = 4096  # of the rows that are normalised at a time in plain Triton
 
 
@@ -83,9 +85,15 @@ def forward(p: Problem, args: NormArgs, *, config: GluonNormConfig | None = None
     return y, h
 
 
+@cache
+def _hopper() -> Any:
+    from gemworks.jagged.ops.gdpa.kernel_norm_hopper import gdpa_norm_hopper_kernel
+
+    return quick(gdpa_norm_hopper_kernel)
+
+
 def gluon_forward(p: Problem, args: NormArgs, y: Tensor, h: Tensor, config: GluonNormConfig) -> None:
     from gemworks.jagged.ops.attention_core import launch_hopper
-    from gemworks.jagged.ops.gdpa.kernel_norm_hopper import gdpa_norm_hopper_kernel as _hopper
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -98,9 +106,8 @@ def gluon_forward(p: Problem, args: NormArgs, y: Tensor, h: Tensor, config: Gluo
 
     sample, row, count = p.tiles("q128")
     others, strides = args.tensors(p.q)
-    kernel: Any = _hopper
     grid = launch_hopper._num_programs(p.q.device.index or 0)
-    kernel[(grid,)](
+    _hopper()[(grid,)](
         descriptor(p.q, 64), descriptor(p.k, config.block), descriptor(p.v, config.block), h, y, *others,
         p.schedule.bounds[1, -1:], p.schedule.bounds[0], p.schedule.bounds[3], sample, row, count, p.rule.scale,
         args.eps, *strides,
@@ -113,9 +120,8 @@ def gluon_forward(p: Problem, args: NormArgs, y: Tensor, h: Tensor, config: Gluo
 def triton_forward(p: Problem, args: NormArgs, y: Tensor, h: Tensor, config: table.TritonConfig) -> None:
     sample, row, count = p.tiles(config.height("forward"))
     others, strides = args.tensors(p.q)
-    constants = launch._constants(p, config)
-    for name in ("MASKED", "BOTTOM_RIGHT", "SHARED"):
-        del constants[name]
+    wanted = ("ACT", "GROUP", "H", "V", "BH", "BV", "BM", "BN", "PRECISION", "num_warps", "num_stages")
+    constants = {name: value for name, value in launch._constants(p, config).items() if name in wanted}
     width = next_power_of_two(p.q.shape[1] * p.v.shape[2])
     gdpa_norm_kernel[(sample.shape[0],)](
         p.q, p.k, p.v, h, y, *others, p.schedule.bounds[1, -1:], p.schedule.bounds[0], p.schedule.bounds[3],
