@@ -33,6 +33,7 @@ from gemworks.gem.schema import Batch
 from gemworks.gem.turns import Turns
 from gemworks.jagged.bench.timing import Ceilings, Clock, measure_ceilings
 
+SMALL = {"batch_size": 8, "balance_window": 0}  # batches that only compile
 SEQUENCE_LAYERS = ("hsp", "pffn", "attention")
 
 
@@ -168,7 +169,8 @@ class Ladder:
             return plan.refusal
         try:
             source, batches = self._data(plan.config, self.args.warmup + self.args.steps)
-            row = TrainingRow(plan.config, source, batches, self.device, warmup=self.args.warmup)
+            small = read_batches(plan.config.with_data(**SMALL), source, 2, pin=False)
+            row = TrainingRow(plan.config, source, batches, self.device, warmup=self.args.warmup, small=small)
             row.warm_up()
         except REFUSALS as error:
             free(self.device, compiled=False)
