@@ -194,8 +194,8 @@ def _jagged_ops(devices: list[str]) -> list[dict[str, Any]]:
     from gemworks import jagged
 
     tables: dict[str, list[tuple[str, str, str]]] = {}
-    for row in jagged.support():  # in the order in which backends are tried
-        tables.setdefault(row.op, []).append((row.backend, row.dtype, row.architecture))
+    for line in jagged.support():  # in the order in which backends are tried
+        tables.setdefault(line.op, []).append((line.backend, line.dtype, line.architecture))
     rows: list[dict[str, Any]] = []
     for op, table in tables.items():
         for device in devices:
