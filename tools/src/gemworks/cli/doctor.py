@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import logging
 import os
 import platform
@@ -44,9 +43,9 @@ PACKAGES = (
     Package("gemworks-cli", "gemworks.cli", "this command line", required=True),
     Package("gemworks-gem", "gemworks.gem", "the model and its training", required=True),
     Package("gemworks-jagged", "gemworks.jagged", "attention on sequences", required=True),
-    Package("gemworks-precision", "gemworks.precision", "FP8 arithmetic"),
+    Package("gemworks-precision", "gemworks.precision", "FP8 arithmetic", required=True),
     Package("gemworks-parallel", "gemworks.parallel", "training on several processes", required=True),
-    Package("gemworks-netmem", "gemworks.netmem", "activation offload"),
+    Package("gemworks-netmem", "gemworks.netmem", "activation offload", required=True),
     Package("torch", "torch", "everything", required=True),
     Package("torchrec", "torchrec", "embedding tables", required=True),
     Package("fbgemm-gpu", "fbgemm_gpu", "embedding kernels of torchrec", required=True),
@@ -231,8 +230,6 @@ def _precision_ops(devices: list[str]) -> list[dict[str, Any]]:
 
     `dtype` is the recipe's name. The layer has a shape that every recipe's blocks divide.
     """
-    if importlib.util.find_spec("gemworks.precision") is None:  # optional; the list of packages says that it is missing
-        return []
     from gemworks import precision
     from gemworks.precision.backends import ORDER
     from gemworks.precision.recipe import PRESETS
