@@ -13,7 +13,7 @@ from gemworks.jagged._dense import compute_dtype
 from gemworks.jagged._imports import when_imported
 from gemworks.jagged._packing import Side
 from gemworks.jagged.dispatch import architecture_of, warn_once
-from gemworks.jagged.ops.attention_core.op import UNBOUNDED, Call, count_pairs, _kernels_take, _problem
+from gemworks.jagged.ops.attention_core.op import UNBOUNDED, Call, _kernels_take, _problem, count_pairs
 from gemworks.jagged.ops.attention_core.reference import Rule
 from gemworks.jagged.ops.attention_core.table import MAX_TIME_BUCKETS
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias
