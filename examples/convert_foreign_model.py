@@ -11,8 +11,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from gemworks.precision import convert, revert
-from gemworks.precision.probe import probe
+from gemworks.precision import convert, probe, revert
 from torch import Tensor, nn
 from torchrec.models.dlrm import DLRM_DCN
 from torchrec.modules.embedding_configs import EmbeddingBagConfig

@@ -1,17 +1,17 @@
-"""The documentation: every block of its pages runs, and the site builds with no broken link.
+"""The documentation: every block of its pages and of the READMEs runs, and the site builds with no broken link.
 
-A page's Python blocks and its `$ gemworks ...` lines run in order, as one program, in an empty folder. `torchx run`
-lines run as dry runs, `make` lines must name a target. What else a console block may hold is listed, not run.
+A page's Python blocks and its `$ gemworks ...` lines run in order, as one program, in an empty folder. The other
+commands are looked at in test_repo_shell_blocks.py.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
@@ -20,12 +20,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NOT_RUN = ("pip install", "torchx status", "torchx log", "torchx cancel", "PYTHONPATH=", ".venv/bin/python", "python ")
-# READMEs of packages and of the repository: test_repo_readmes.py
 PAGES = sorted(
     path
-    for pattern in ("docs/*.md", "docs/howto/*.md", "*/*/docs/*.md", "*/*/src/**/README.md", "examples/README.md",
-                    "CONTRIBUTING.md")
+    for pattern in ("*.md", "docs/*.md", "docs/howto/*.md", "*/*/docs/*.md", "*/*/src/**/README.md", "libs/*/README.md",
+                    "recipes/*/README.md", "tools/README.md", "examples/README.md")
     for path in ROOT.glob(pattern)
     if FENCE.search(path.read_text(encoding="utf-8"))
 )  # fmt: skip
@@ -88,45 +86,11 @@ def test_page_runs(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_console_lines_are_known(page: Path) -> None:
-    """Nothing in a console block that no test looks at, except what is listed."""
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    for match in FENCE.finditer(page.read_text(encoding="utf-8")):
-        for line in console_lines(match[2]) if match[1] == "console" else []:
-            words = shlex.split(line)
-            if words[0] == "make":
-                assert {word for word in words[1:] if "=" not in word} <= targets, line
-            elif words[0].startswith(".ci/"):
-                assert (ROOT / words[0]).is_file(), line
-            else:
-                assert line.startswith(("gemworks ", "torchx run ", *NOT_RUN)), line
-
-
-def torchx_lines() -> list[str]:
-    text = (ROOT / "docs/howto/launch.md").read_text(encoding="utf-8")
-    return [
-        line for match in FENCE.finditer(text) for line in console_lines(match[2]) if line.startswith("torchx run ")
-    ]
-
-
-@pytest.mark.parametrize("line", torchx_lines())
-def test_torchx_line_is_accepted(line: str, tmp_path: Path) -> None:
-    """A dry run, with the entry points that an installation would register."""
-    project = tomllib.loads((ROOT / "recipes/gem/pyproject.toml").read_text(encoding="utf-8"))["project"]
-    info = tmp_path / "site" / "gemworks_gem-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gemworks-gem\nVersion: 0\n")
-    entries = [f"[{g}]\n" + "".join(f"{n} = {t}\n" for n, t in e.items()) for g, e in project["entry-points"].items()]
-    (info / "entry_points.txt").write_text("\n".join(entries))
-    words = shlex.split(line)
-    command = [sys.executable, "-c", "from torchx.cli.main import main; main()", "run", "--dryrun", *words[2:]]
-    sources = [str(p) for p in (tmp_path / "site", *sorted(ROOT.glob("*/*/src")), ROOT / "tools/src")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sources), "HOME": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "=== SCHEDULER REQUEST ===" in done.stdout
-    assert "gemworks.gem" in done.stdout.split("=== SCHEDULER REQUEST ===")[1]
+def test_readme_begins_with_a_short_example(package) -> None:
+    """13 lines with its blank ones at most: it fits in a glance."""
+    first = next(m[2] for m in FENCE.finditer((package.folder / "README.md").read_text("utf-8")) if m[1] == "python")
+    assert package.module in first
+    assert len(first.strip().splitlines()) <= 13, "the first example is about ten lines; 13 is the most"
 
 
 def test_a_wrong_block_fails(tmp_path: Path) -> None:
@@ -180,12 +144,30 @@ def broken_links(site: Path) -> list[str]:
 def test_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     done = build_site(ROOT / "mkdocs.yml", tmp_path / "site")
     assert done.returncode == 0, done.stderr
-    for page in ("index", "support", "measured", "howto/launch", "libraries/jagged", "decisions/index"):
+    shown = ("index", "support", "measured/index", "measured/jagged_h200", "ladder", "howto/launch", "libraries/jagged",
+             "libraries/precision_numerics", "decisions/index", "changes/cli")  # fmt: skip
+    for page in shown:
         assert (tmp_path / "site" / f"{page}.html").is_file(), page
     assert broken_links(tmp_path / "site") == []
     support = (tmp_path / "site/support.html").read_text(encoding="utf-8")
-    assert "<td>block_attention</td>" in support
+    assert "<td><code>block_attention</code></td>" in support
     assert "mxfp8" in support
+    navigation = (tmp_path / "site/measured/index.html").read_text(encoding="utf-8")
+    assert re.search(
+        r'href="\.\./ladder\.html" class="md-nav__link">\s*<span class="md-ellipsis">\s*The MFU ladder', navigation
+    )
+
+
+def test_one_line_of_support_says_no_more_than_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs/_site")
+    tables = importlib.import_module("tables")
+    from gemworks import jagged
+
+    rows = jagged.support()
+    lines = tables.grouped_support(rows)
+    assert len(lines) == len({(row.op, row.backend, row.max_head_dim) for row in rows})
+    with pytest.raises(ValueError, match="expected every combination"):
+        tables.grouped_support(rows[1:])
 
 
 @pytest.mark.slow

@@ -58,6 +58,11 @@ def test_package_has_its_targets(package):
     )
     assert sources["sources"] == ["src/**/*.py"]
     assert tests["sources"] == ["tests/**/test_*.py"]
+    # a test may start any program of its package, and import what lies beside it; a target without files has no parts
+    helpers = [path for path in (package.folder / "tests").rglob("*.py") if not path.name.startswith("test_")]
+    assert tests["dependencies"] == [":src", *([":test_utils"] if helpers else [])]
+    found = [target["sources"] for target in targets.get("python_test_utils", [])]
+    assert found == ([["tests/**/*.py", "!tests/**/test_*.py"]] if helpers else [])
     assert distribution["provides"] == {"name": package.distribution}
     assert distribution["generate_setup"] is False, "the package's own pyproject.toml builds it"
     assert ":src@resolve=cpu" in distribution["dependencies"]
@@ -72,7 +77,7 @@ def test_dependency_rules_are_the_layers(package, packages):
     assert (selector, last) == ("*", "!*"), "one rule set for all targets, ending in a refusal"
     folders = {p.folder.relative_to(ROOT).as_posix(): p.name for p in packages}
     named = {pattern.removeprefix("//").removesuffix("/**") for pattern in allowed}
-    assert {folders[name] for name in named - {"constraints"}} == package.may_import | {package.name}
+    assert {folders[name] for name in named - {"constraints", "conftest.py"}} == package.may_import | {package.name}
 
 
 def test_both_kinds_of_machine_are_resolves():
@@ -84,6 +89,12 @@ def test_both_kinds_of_machine_are_resolves():
     ((kinds, fields),) = defaults.items()
     assert len(kinds) == 4
     assert fields == {"resolve": tuple(constraints)}
+
+
+def test_pants_leaves_out_what_make_test_leaves_out():
+    settings = tomllib.loads((ROOT / "pants.toml").read_text(encoding="utf-8"))
+    (marked,) = settings["pytest"]["args"]
+    assert f"pytest {marked.replace(chr(39), chr(34))} " in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_every_dependency_of_a_package_is_a_target(packages):

@@ -35,7 +35,9 @@ def python_tests(text: str) -> str:
 
 def rewritten(call: str, tags: dict[str, list[str]]) -> str:
     """The call with other overrides."""
-    fields = [re.search(rf"{name}=(\[[^\]]*\]|\"[^\"]*\")", call) for name in ("name", "sources", "tags")]
+    fields = [
+        re.search(rf"{name}=(\[[^\]]*\]|\"[^\"]*\")", call) for name in ("name", "sources", "dependencies", "tags")
+    ]
     kept = [match[0] for match in fields if match is not None]
     if not tags:
         return f"python_tests({', '.join(kept)})"

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from gemworks.cli import doctor
 from gemworks.cli.app import run
 from gemworks.cli.doctor import Package, look_at
+from gemworks.cli.remedies import Gpus, advise, outside_ranges
+from gemworks.precision import backends
 
 pytestmark = pytest.mark.reference
 
@@ -101,9 +105,25 @@ def test_gpus_with_their_links(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["cuda:2"] == "H200, 139 GiB, sm_90, reaches other GPUs through the host only"
 
 
+def test_links_and_gpus_as_nvidia_smi_says_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of that name answers; one that fails, hangs or is missing is no finding."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\ncase "$1" in *name*) echo "NVIDIA H200";; *) echo none >&2; exit 6;; esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert doctor.ask_nvidia_smi("--query-gpu=name", "--format=csv,noheader") == ["NVIDIA H200"]
+    assert doctor.ask_nvidia_smi("nvlink", "--status") == []
+    program.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.ask_nvidia_smi("nvlink", "--status") == []
+
+
 def test_missing_packages_say_what_they_are_for() -> None:
     finding = look_at(Package("no-such-package", "no_such_package", "nothing"))
-    assert (finding["state"], finding["advice"]) == ("missing", "optional, for nothing")
+    advice = "optional, for nothing: pip install no-such-package"
+    assert (finding["state"], finding["advice"]) == ("missing", advice)
+    finding = look_at(Package("no-such-package", "no_such_package", "nothing", install="gemworks-gem[more]"))
+    assert finding["advice"].endswith("pip install 'gemworks-gem[more]'")
 
 
 def test_doctor_survives_without_its_patient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,3 +136,79 @@ def test_doctor_survives_without_its_patient(monkeypatch: pytest.MonkeyPatch) ->
     assert findings["devices"] == []
     assert any("could not look at the devices: OSError: libtorch is gone" in text for text in findings["problems"])
     assert any("no-torch is missing: training will not work" in text for text in findings["problems"])
+
+
+H200 = Gpus(("NVIDIA H200",), 1, "2.11.0+cu130", "13.0")
+NONE = Gpus((), 0, "2.13.0+cpu", None)
+PACKAGES = [{"name": name, "state": "ok", "version": "1"} for name in ("triton", "fbgemm-gpu", "transformer-engine")]
+
+
+def ops_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> list[dict[str, Any]]:
+    """What the libraries say of a machine with one GPU of this capability, or of one without a GPU."""
+    if capability is None:
+        return [*doctor._jagged_ops(["cpu"]), *doctor._precision_ops(["cpu"])]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    backends._cuda_spec.cache_clear()
+    try:
+        return [*doctor._jagged_ops(["cpu", "cuda:0"]), *doctor._precision_ops(["cpu", "cuda:0"])]
+    finally:
+        backends._cuda_spec.cache_clear()
+
+
+def test_nothing_helps_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    advice = advise(NONE, PACKAGES, ops_on(monkeypatch, None))
+    assert {item["do"] for item in advice} == {None}
+    by_op = {op: item["why"] for item in advice for op in item["ops"]}
+    from gemworks import jagged
+
+    for op in ("flash_attention", "rms_norm"):
+        for row in jagged.support():
+            if row.op == op and row.backend != "reference":
+                assert row.backend in by_op[op]
+                assert row.architecture in by_op[op]
+    assert "scaled_mm on" in by_op["linear"]
+    assert "sum_pool" not in by_op, "there is no other backend of it anywhere"
+
+
+def test_a_gpu_that_torch_cannot_see_is_what_to_repair(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = ops_on(monkeypatch, None)
+    (found,) = advise(Gpus(("NVIDIA H200",) * 2, 0, "2.13.0+cpu", None), PACKAGES, ops)
+    assert found["do"] == "install the CUDA build of torch"
+    assert found["why"] == "the driver sees 2 x NVIDIA H200, and torch 2.13.0+cpu is built without CUDA"
+    assert {"flash_attention", "linear forward gemm"} <= set(found["ops"])
+    (found,) = advise(Gpus(("NVIDIA H200",), 0, "2.11.0", "13.0", "The NVIDIA driver is too old"), PACKAGES, ops)
+    assert found["do"].startswith("make the GPU usable for torch")
+    assert found["why"].endswith("torch (CUDA 13.0) none. The NVIDIA driver is too old")
+
+
+def test_what_a_hopper_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = ops_on(monkeypatch, (9, 0))
+    assert advise(H200, PACKAGES, ops) == []
+    changed = [
+        {"name": "triton", "state": "missing", "version": None},
+        {"name": "fbgemm-gpu", "state": "ok", "version": "1.8.0+cpustub"},
+        {"name": "transformer-engine", "state": "missing", "version": None},
+    ]
+    triton, fbgemm, peer = advise(H200, changed, ops)
+    assert triton["do"] == "pip install 'gemworks-gem[triton]'"
+    assert {"flash_attention", "rms_norm", "block_attention", "linear forward cast"} <= set(triton["ops"])
+    assert "sum_pool" not in triton["ops"]
+    assert (fbgemm["ops"], peer["do"]) == (["embedding tables"], "pip install 'gemworks-precision[transformer-engine]'")
+
+
+def test_an_older_gpu_has_fewer_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    advice = advise(H200, PACKAGES, ops_on(monkeypatch, (8, 0)))
+    by_op = {op: item["why"] for item in advice for op in item["ops"]}
+    assert "triton on sm_90" in by_op["rms_norm"]
+    assert "flash_attention" not in by_op, "triton has it"
+
+
+def test_versions_outside_of_the_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.10.1", "triton": "3.7.1", "rich": "14.0"}
+    asked = ["torch<2.14,>=2.11", "rich>=13", 'triton<3.9,>=3.6; extra == "triton"', 'wandb>=99; extra == "wandb"']
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: asked)
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
+    assert outside_ranges(["gemworks-gem"]) == [
+        "torch is 2.10.1, and gemworks-gem asks for torch<2.14,>=2.11: pip install 'torch<2.14,>=2.11'"
+    ]

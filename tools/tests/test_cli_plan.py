@@ -80,7 +80,7 @@ def test_the_measured_error_is_stated(capsys: pytest.CaptureFixture[str]) -> Non
         header + "a,calibrate,1,1,50,H200\nb,validate,9,10,-10,H200\nc,validate,10,10,2,H200\n"
     )
     assert run(["plan", "simulate", *PUBLISHED, "--measured", "error.csv"]) == 0
-    assert "error: median 6.0 %, worst 10.0 % over 2 measured steps" in capsys.readouterr().out
+    assert "prediction error: median 6.0 %, worst 10.0 % over 2 measured steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.reference
 
 PROGRAM = "from gemworks.cli.app import main; main()"
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+PLAIN = {"\x1b[0m", "\x1b[1m", "\x1b[2m", "\x1b[3m", "\x1b[1;2m"}  # bold, faint and italic are no colours
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -28,11 +29,11 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)} | more
 
 
-def in_terminal(*arguments: str, columns: int = 80, **more: str) -> tuple[int, str]:
+def in_terminal(*arguments: str, columns: int = 80, program: str = PROGRAM, **more: str) -> tuple[int, str]:
     """Run the command with all three streams on a new pseudo-terminal; its exit code and what it showed."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    command = [sys.executable, "-c", PROGRAM, *arguments]
+    command = [sys.executable, "-c", program, *arguments]
     child = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment(**more))
     os.close(slave)
     shown = b""
@@ -48,24 +49,51 @@ def in_terminal(*arguments: str, columns: int = 80, **more: str) -> tuple[int, s
     return child.wait(), shown.decode("utf-8").replace("\r\n", "\n")
 
 
-def piped(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PROGRAM, *arguments]
+def piped(*arguments: str, program: str = PROGRAM, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(command, env=environment(**more), capture_output=True, text=True, check=False)
 
 
-def test_help_fits_80_columns_in_colour() -> None:
-    code, text = in_terminal("plan", "simulate", "--help")
+# Every command of the tree, one after the other; the exit codes at the end.
+ALL = """
+import typer.main
+from gemworks.cli.app import app, run
+
+def walk(command, path):
+    yield path
+    for name, child in getattr(command, "commands", {}).items():
+        yield from walk(child, [*path, name])
+
+codes = [run([*path, "--help"]) for path in walk(typer.main.get_command(app), [])]
+print(len(codes), set(codes))
+"""
+
+
+def test_help_of_every_command_fits_80_columns_in_colour() -> None:
+    code, text = in_terminal(program=ALL)
     assert code == 0
-    assert COLOUR.search(text)
+    assert len(COLOUR.findall(text)) > 1000
     lines = CONTROL.sub("", text).splitlines()
     assert max(map(len, lines)) == 80
+    number, codes = lines[-1].split(maxsplit=1)
+    assert (int(number) > 20, codes) == (True, "{0}")
+
+
+def test_help_of_every_command_without_colour_and_piped() -> None:
+    code, text = in_terminal(program=ALL, NO_COLOR="1")
+    assert code == 0
+    assert set(COLOUR.findall(text)) <= PLAIN
+    done = piped(program=ALL)
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout + done.stderr
+    assert done.stdout.endswith("{0}\n")
 
 
 def test_tables_shrink_to_the_terminal_and_no_color_is_honoured() -> None:
     code, text = in_terminal("mfu", "--preset", "tiny", "--step-ms", "10", columns=40, NO_COLOR="1")
     assert code == 0
     assert "MFU" in text
-    assert set(COLOUR.findall(text)) <= {"\x1b[0m", "\x1b[1m", "\x1b[3m"}  # bold and italic are no colours
+    assert set(COLOUR.findall(text)) <= PLAIN
     assert max(map(len, CONTROL.sub("", text).splitlines())) <= 46  # the last line is a sentence
 
 
@@ -94,12 +122,31 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
+# A benchmark program of two steps, in the place of gemworks.jagged.bench.
+SUITE = """
+from gemworks.cli import app, bench
+bench.SUITES = {"jagged": bench.Suite("two_steps", lambda folder: str(folder / "jagged.csv"), (), "")}
+app.main()
+"""
+TWO_STEPS = """
+import sys, time
+print("[1/2] first", flush=True)
+time.sleep(0.4)
+print("[2/2] second", flush=True)
+time.sleep(0.4)
+open(sys.argv[-1], "w").write("op,ms\\nfirst,1\\nsecond,2\\n")
+"""
+
+
 def test_bench_shows_progress_in_one_line(tmp_path: Path) -> None:
-    """On a terminal the program's lines pass by in a status line that is gone at the end; the table stays."""
-    arguments = ["bench", "parallel", "--out", str(tmp_path / "out"), "--", "balance", "--max-ranks", "8"]
-    code, text = in_terminal(*arguments)
+    """On a terminal a bar moves with the program's steps and is gone at the end; the table stays."""
+    (tmp_path / "two_steps.py").write_text(TWO_STEPS)
+    path = os.pathsep.join([str(tmp_path), *(p for p in sys.path if p)])
+    code, text = in_terminal("bench", "jagged", "--out", str(tmp_path / "out"), program=SUITE, PYTHONPATH=path)
     assert code == 0
-    assert re.search(r"\d:\d\d:\d\d bench parallel", CONTROL.sub("", text))
-    stays = CONTROL.sub("", text).split("\r")[-1].splitlines()
-    assert stays[0].startswith("bench parallel: 0 rows")
+    shown = CONTROL.sub("", text)
+    assert re.search(r"\d:\d\d:\d\d ━+╺?━+ bench jagged: \[2/2\] second", shown)
+    assert all(len(line) <= 80 for line in re.split(r"[\r\n]", shown))
+    stays = shown.split("\r")[-1].splitlines()
+    assert stays[0].strip() == "bench jagged: 2 rows"
     assert stays[-1] == f"written to {tmp_path / 'out'}"

@@ -68,12 +68,13 @@ class Batch:
 
 def configs(direction: str, rope: bool, norm: bool) -> list[Any]:
     """The shipped one first."""
-    from gemworks.jagged.ops.block_attention.launch import BlockConfig, block_config
+    from gemworks.jagged.ops.block_attention.launch import BlockConfig, block_config, gluon_config
 
     name: Any = "forward" if direction == "fwd" else "backward"
     shipped = block_config(64, name, dtype=torch.bfloat16, group=1, rope=rope, qk_norm=norm)
-    others = [BlockConfig(8, 80), BlockConfig(4)] if direction == "fwd" else [BlockConfig(4, 168), BlockConfig(8, 120)]
-    return list(dict.fromkeys([shipped, *others]))
+    caps = (128, 168) if direction == "fwd" else (168, None)
+    gluon = [gluon_config(64, name), *(BlockConfig(4, cap, gluon=True) for cap in caps)]
+    return list(dict.fromkeys([shipped, *gluon]))
 
 
 def compare(batch: Batch, direction: str, args: BlockArgs, config: Any, shipped: Any) -> float:

@@ -17,17 +17,17 @@ def main(architecture: str) -> None:
     from compile_tile_kernels import compile_kernel
 
     for width in (32, 64, 128, 256):
-        for kernel in (kernel_rope.norm_rope_fwd_kernel, kernel_rope.norm_rope_bwd_kernel):
+        for backward in (False, True):
             constants = {
                 "N": 8, "J": width // 2, "BLOCK_J": width // 2, "ROWS": rows_of_tile(width // 2), "HEADS": MAX_HEADS,
-                "NORM": True, "TURN": True, "HAS_END": True,
+                "NORM": True, "TURN": True, "HAS_END": True, "BACKWARD": backward,
             }  # fmt: skip
             types = {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "end_ptr": "*i64"}
             facts = compile_kernel(
-                kernel, lambda name, types=types: types.get(name, "*bf16"), constants,
+                kernel_rope.norm_rope_kernel, lambda name, types=types: types.get(name, "*bf16"), constants,
                 int(architecture.removeprefix("sm_")), num_warps=NUM_WARPS,
             )  # fmt: skip
-            print(json.dumps({"kernel": f"{kernel.__name__} {width}", **facts}))
+            print(json.dumps({"kernel": f"{'backward' if backward else 'forward'} {width}", **facts}))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Each line says registers, stack (spills), shared memory, and how many of the loa
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -24,6 +25,7 @@ from gemworks.jagged.ops.norms import kernel_norm
 from gemworks.jagged.ops.norms.configs import norm_config
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -43,7 +45,8 @@ def compile_kernel(
         if name.endswith(("_ptr", "_outer", "_inner", "_st", "_sn")):
             attributes[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
+    kind: Any = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = kind(kernel, signature, constexprs=constexprs, attrs=attributes)
     return resources(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options))
 
 
@@ -87,7 +90,7 @@ def norm_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], d
             cases[f"norm_fwd {name}"] = (
                 kernel_norm.norm_fwd_kernel, lambda _: "*bf16", constants, {"num_warps": forward.num_warps},
             )  # fmt: skip
-            flags = {"HAS_DH": full, "HAS_WEIGHT": full, "HAS_DWEIGHT": full, "HAS_DBIAS": full}
+            flags = {"HAS_DH": full, "HAS_WEIGHT": full, "HAS_DWEIGHT": full, "HAS_DBIAS": full, "HAS_END": False}
             constants = {
                 **shared,
                 "ROWS": backward.rows,
@@ -132,10 +135,49 @@ def block_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], 
     return cases
 
 
+def projected_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], dict[str, Any]]]:
+    cases = {}
+    for block, width, dim in ((64, 128, 128), (64, 64, 512), (32, 128, 192)):
+        constants = {
+            "HEADS": 4, "GROUP": 1, "D": dim, "H": width, "BLOCK": block, "BLOCK_J": width // 2, "BLOCK_V": width,
+            "BLOCK_D": 64, "NORM": True, "ROPE": True, "CAUSAL": False, "PRECISION": "tf32",
+        }  # fmt: skip
+        cases[f"block_projected bf16 {block} {width} {dim}"] = (
+            kernel_block.block_projected_fwd_kernel,
+            lambda name: {"table_ptr": "*i32", "cos_ptr": "*fp16", "sin_ptr": "*fp16"}.get(name, "*bf16"),
+            constants,
+            {"num_warps": 8 if block >= 64 else 4, "num_stages": 2},
+        )
+    return cases
+
+
+def gluon_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], dict[str, Any]]]:
+    from gemworks.jagged.ops.block_attention import kernel_block_hopper, launch
+
+    cases = {}
+    for (block, width), table, front in itertools.product(launch.GLUON_SHAPES, ("fp16", "fp32"), range(3)):
+        norm, rope = ((False, False), (False, True), (True, True))[front]
+        for direction, kernel, heads in (
+            ("forward", kernel_block_hopper.block_fwd_hopper_kernel, "HEADS"),
+            ("backward", kernel_block_hopper.block_bwd_hopper_kernel, "KEY_HEADS"),
+        ):
+            constants = {heads: 4, "H": width, "BLOCK": block, "NORM": norm, "ROPE": rope, "CAUSAL": False}
+            config = launch.gluon_config(block, direction)  # pyright: ignore[reportArgumentType]
+            options = {"num_warps": config.num_warps, "maxnreg": config.max_registers}
+
+            def pointer(name: str, table: str = table) -> str:
+                return {"table_ptr": "*i32", "cos_ptr": f"*{table}", "sin_ptr": f"*{table}"}.get(name, "*bf16")
+
+            label = ("plain", "rope", "norm rope")[front]
+            cases[f"gluon_{direction} {block} {width} {table} {label}"] = (kernel, pointer, constants, options)
+    return cases
+
+
 def main() -> None:
     architecture, pattern = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
     line: dict[str, Any] = {"architecture": architecture}
-    for name, (kernel, pointer, constants, options) in {**norm_cases(), **block_cases()}.items():
+    cases = norm_cases() | block_cases() | projected_cases() | (gluon_cases() if architecture == "sm_90" else {})
+    for name, (kernel, pointer, constants, options) in cases.items():
         if re.search(pattern, name):
             capability = int(architecture.removeprefix("sm_"))
             made = compile_kernel(kernel, pointer, constants, capability, **options)

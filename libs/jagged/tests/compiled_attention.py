@@ -24,7 +24,8 @@ from triton.backends.compiler import GPUTarget
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEADS = 4
-INTEGERS = ("left", "right", "total", "tiles_per_unit", "num_sequences")
+INTEGERS = ("left", "right", "total", "tiles_per_unit", "num_sequences", "radius", "unit")
+BUCKETS = 32
 
 
 def arguments(
@@ -36,9 +37,12 @@ def arguments(
         if name in constants:
             signature[name] = "constexpr"
             continue
+        assert not kernel.params[i].is_constexpr, f"{name} has no value, here or in the launch"
         base = name.removesuffix("_ptr")
-        if base in ("lse", "delta", "scratch"):
+        if base in ("lse", "delta", "scratch", "position", "time", "d_position", "d_time"):
             kind = "*fp32"
+        elif base in ("times_q", "times_k"):
+            kind = "*i64"
         elif base.startswith("bounds") or base in ("tile_sample", "tile_row", "num_tiles", "turn", "counter"):
             kind = "*i32"
         elif base == "scale":
@@ -73,13 +77,17 @@ def report(label: str, compiled: Any) -> None:
     print(json.dumps(row | counts), flush=True)
 
 
-def compile_triton(step: table.Step, activation: str, architecture: str, dtype: str, width: int, masked: bool) -> None:
+def compile_triton(
+    step: str, activation: str, architecture: str, dtype: str, width: int, masked: bool, biased: bool = False
+) -> None:
     from gemworks.jagged.ops.attention_core import kernel_backward, kernel_forward
     from triton.compiler import ASTSource
 
-    shape = table.Shape(activation, DTYPES[dtype], width, width, masked, False, False, 1024)
-    config = table.triton_config(step, shape)
+    shape = table.Shape(activation, DTYPES[dtype], width, width, masked, False, False, 1024, biased=biased)
+    sums = step == "backward_bias"
+    config = table.bias_config(shape) if sums else table.triton_config(step, shape)  # pyright: ignore[reportArgumentType]
     kernel = {
+        "backward_bias": kernel_backward.backward_bias_kernel,
         "forward": kernel_forward.forward_kernel,
         "backward_kv": kernel_backward.backward_kv_kernel,
         "backward_q": kernel_backward.backward_q_kernel,
@@ -87,8 +95,12 @@ def compile_triton(step: table.Step, activation: str, architecture: str, dtype: 
     constants = {
         "ACT": activation, "MASKED": masked, "BOTTOM_RIGHT": True, "SHARED": False, "GROUP": 1, "H": width, "V": width,
         "BH": width, "BV": width, "BM": config.block_m, "BN": config.block_n, "PRECISION": "tf32",
-        "HEADS_K" if step == "backward_kv" else "HEADS": HEADS,
+        "HEADS_K" if step == "backward_kv" else "HEADS": HEADS, "BY_POSITION": biased,
+        "BUCKETS": BUCKETS if biased else 0,
     }  # fmt: skip
+    if sums:
+        del constants["ACT"]
+        constants |= {"BB": BUCKETS, "W": triton.next_power_of_2(config.block_m + config.block_n), "WORKERS": 256}
     source = ASTSource(kernel, *arguments(kernel, constants, dtype))
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
@@ -96,7 +108,13 @@ def compile_triton(step: table.Step, activation: str, architecture: str, dtype: 
 
 
 def compile_gluon(
-    step: table.Step, activation: str, config: table.GluonConfig, dtype: str, width: int, **options: Any
+    step: table.Step,
+    activation: str,
+    config: table.GluonConfig,
+    dtype: str,
+    width: int,
+    masked: bool = False,
+    **options: Any,
 ) -> None:
     from gemworks.jagged.ops.attention_core import kernel_backward_hopper, kernel_forward_hopper
     from triton.experimental.gluon import language as gl
@@ -116,6 +134,8 @@ def compile_gluon(
         kernel, described = kernel_forward_hopper.forward_hopper_kernel, ("q_desc",)
         constants |= {"GROUP_HEADS": 1, "HV": width, "BN": config.block, "QSTAGES": config.resident_stages}
         constants |= {"GROUPS": config.groups, "FOLD": activation == "fast_gelu" and dtype == "bf16"}
+        constants |= {"KEYS_FIRST": config.keys_first, "ONE_RELEASE": config.one_release}
+        constants |= {"MASKED": masked, "BOTTOM_RIGHT": True}
     else:
         kernel, described = kernel_backward_hopper.backward_hopper_kernel, ("a_desc", "b_desc")
         overlap = True if step == "backward_q" else config.overlap
@@ -139,14 +159,14 @@ def compile_gluon(
     report(f"{step} {activation} {config}", compiled)
 
 
-def compile_fused(activation: str, config: table.FusedConfig, dtype: str, shared: bool) -> None:
+def compile_fused(activation: str, config: table.FusedConfig, dtype: str, shared: bool, masked: bool = False) -> None:
     from gemworks.jagged.ops.attention_core.kernel_backward_fused_hopper import backward_fused_hopper_kernel as kernel
     from triton.experimental.gluon._runtime import GluonASTSource
 
     constants: dict[str, Any] = {
         "ACT": activation, "HEADS": HEADS, "H": table.FUSED_HEAD_DIM, "STAGES": config.stages,
         "KSTAGES": config.key_stages, "SHARED": shared, "EARLY": config.early, "AHEAD": config.ahead,
-        "CONSUMER_REGS": config.registers,
+        "CONSUMER_REGS": config.registers, "MASKED": masked, "BOTTOM_RIGHT": True,
     }  # fmt: skip
     signature, constexprs, attributes = arguments(kernel, constants, dtype)
     source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
@@ -166,6 +186,17 @@ def main(backend: str, architecture: str, dtype: str, width: str, masked: str) -
         for step in table.STEPS:
             for activation in ("softmax", "fast_gelu"):
                 compile_triton(step, activation, architecture, dtype, int(width), masked == "1")
+        return
+    if backend == "triton-bias":
+        for step in (*table.STEPS, "backward_bias"):
+            compile_triton(step, "softmax", architecture, dtype, int(width), masked == "1", biased=True)
+        return
+    if backend == "gluon-masked":
+        for kind, config in table.GLUON_MASKED.items():
+            activation = "softmax" if kind == "softmax" else "fast_gelu"
+            compile_gluon("forward", activation, config, dtype, int(width), masked=True)
+            if int(width) == table.FUSED_HEAD_DIM:
+                compile_fused(activation, table.FUSED[kind, "long"], dtype, shared=False, masked=True)
         return
     # What a batch of long sequences takes; "gluon" is the whole table.
     done: set[Any] = set()

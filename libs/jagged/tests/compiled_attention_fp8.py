@@ -45,10 +45,9 @@ def gluon(capability: int, activation: str) -> Any:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     rows = gl.NVMMASharedLayout.get_default_for([64, 128], gl.float8e4nv)
-    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     constants = {"ACT": activation, "HEADS": 4, "GROUP_HEADS": 1, "H": 128, "BN": BLOCK_N, "STAGES": STAGES}
     constants["CONSUMER_REGS"] = REGISTERS
-    special = {"q_desc": f"tensordesc<fp8e4nv[64,128],{rows!r}>", "sk_desc": f"tensordesc<fp32[1,{BLOCK_N}],{flat!r}>"}
+    special = {"q_desc": f"tensordesc<fp8e4nv[64,128],{rows!r}>", "sk_ptr": "*fp32"}
     special |= {"k_ptr": "*fp8e4nv", "v_ptr": "*bf16", "out_ptr": "*bf16"}
     names = kernel.arg_names
     aligned = ("k_ptr", "v_ptr", "out_ptr", "k_stride_t", "k_stride_n", "v_stride_t", "v_stride_n", "out_stride_t")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gemworks.jagged.ops.norms.reference import rms_normalize
-from gemworks.jagged.ops.rope.launch import norm_rope_backward, norm_rope_forward
+from gemworks.jagged.ops.rope.launch import norm_rope
 from gemworks.jagged.ops.rope.reference import Rope, RopeTables, apply_rope
 from torch import Tensor
 
@@ -41,8 +41,8 @@ def test_norm_and_rotation_in_one_pass(shape: tuple[int, ...], norm: bool, turn:
     tables = Rope(time_fraction=0.0).tables(torch.tensor([0, rows]), width, total=rows) if turn else None
     eps = EPS if norm else None
     parts = (None, None) if tables is None else (tables.cos_TJ, tables.sin_TJ)
-    y = norm_rope_forward(x, *parts, torch.tensor([end]), eps)
-    dx = norm_rope_backward(dy, x, *parts, torch.tensor([end]), eps)
+    y = norm_rope(x, *parts, torch.tensor([end]), eps)
+    dx = norm_rope(x, *parts, torch.tensor([end]), eps, dy=dy)
     leaf = torch.cat([x[:end], torch.zeros_like(x[end:])]).double().requires_grad_()
     expected = truth(leaf, tables, end, eps)
     expected = torch.cat([expected[:end], torch.zeros_like(expected[end:])])
@@ -57,5 +57,5 @@ def test_norm_and_rotation_in_one_pass(shape: tuple[int, ...], norm: bool, turn:
 
 def test_without_an_end_every_row_counts() -> None:
     x = torch.randn(9, 2, 8, generator=torch.Generator().manual_seed(0))
-    y = norm_rope_forward(x, None, None, None, EPS)
+    y = norm_rope(x, None, None, None, EPS)
     torch.testing.assert_close(y, rms_normalize(x, EPS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from gemworks.jagged import (
     Rope,
     RopeTables,
     block_attention,
+    debug_checks,
     explain,
     flash_attention,
     from_padded,
@@ -130,6 +132,36 @@ def test_mistakes_are_value_errors_with_the_fix(name: str) -> None:
     call, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("name", ["not at 0", "decreasing", "negative", "too long", "bound", "bound of k"])
+def test_offsets_on_a_device_are_checked_in_debug_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off the host nothing is read, and nothing raised, until `debug_checks`."""
+    from gemworks.jagged import _checks
+
+    call, message = BAD[name]
+    monkeypatch.setattr(_checks, "is_host", lambda x: False)
+    with debug_checks(), pytest.raises(ValueError, match=message):
+        call()
+    checked: list[Any] = []
+    monkeypatch.setattr(_checks, "_check_offset_values", lambda *given: checked.append(given))
+    flash()
+    assert not checked
+    with debug_checks():
+        flash()
+        assert checked
+        flash(*[X.to("meta")] * 3, offsets_q=O.to("meta"))  # has no values to read
+
+
+def test_debug_mode_comes_from_the_environment() -> None:
+    import subprocess
+    import sys
+
+    code = "import gemworks.jagged._checks as c; print(c._debug)"
+    for value, expected in (("1", "True"), ("0", "False")):
+        environment = os.environ | {"GEMWORKS_JAGGED_DEBUG": value}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        assert done.stdout.strip() == expected
 
 
 def test_support_lists_every_op_dtype_and_direction_once() -> None:

@@ -173,6 +173,47 @@ def test_large_logits(logit: float, dtype: torch.dtype) -> None:
     check(tuple(args), tolerance=2 * TOLERANCE[dtype] + (1e-4 if dtype == torch.float32 else 0.0))
 
 
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": 40}], ids=str)
+@pytest.mark.parametrize("kind", ["self", "cross", "shared"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_bias(kind: str, mask: dict[str, Any], dtype: torch.dtype) -> None:
+    """Values, gradients of q, k, v and of both tables against float64; repeats are bit-equal."""
+    from gemworks.jagged import AttentionBias
+
+    generator = torch.Generator().manual_seed(0)
+    offsets_q, offsets_k = (offsets_from_lengths(torch.tensor(n)) for n in (LENGTHS, LENGTHS_K))
+    rows_q, rows_k = (200 if kind == "shared" else sum(LENGTHS) + 5), (sum(LENGTHS_K) + 5)
+    rows_k = rows_q if kind == "self" else rows_k
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).double()
+
+    exact = [random(rows_q, 4, 128), random(rows_k, 2, 128), random(rows_k, 2, 128), random(301, 4), random(20, 4)]
+    times_q, times_k = (torch.randint(0, 10**6, (n,), generator=generator) for n in (rows_q, rows_k))
+
+    def call(leaves: list[Tensor], device: str) -> list[Tensor]:
+        bias = AttentionBias(
+            leaves[3], None if kind == "shared" else leaves[4], times_q.to(device),
+            None if kind == "self" else times_k.to(device), 60,
+        )  # fmt: skip
+        q, k, v = leaves[:3]
+        out = flash_attention(
+            q, k, v, None if kind == "shared" else offsets_q.to(device),
+            None if kind == "self" else offsets_k.to(device), max_length_q=None if kind == "shared" else 1024,
+            max_length_k=None if kind == "self" else 512, bias=bias, shared_query=kind == "shared", **mask,
+        )  # fmt: skip
+        d_out = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).sin().to(out)
+        return [out, *torch.autograd.grad(out, leaves, d_out, materialize_grads=True)]
+
+    truth = call([x.requires_grad_() for x in exact], "cpu")
+    leaves = [x.detach().to(DEVICE, dtype).requires_grad_() for x in exact]
+    ours, again = call(leaves, DEVICE), call(leaves, DEVICE)
+    for name, x, y, t in zip(("out", "dq", "dk", "dv", "position", "time"), ours, again, truth, strict=True):
+        assert torch.equal(x, y), name
+        error = float((x.double().cpu() - t).norm() / t.norm().clamp(min=1e-30))
+        assert error <= 2 * TOLERANCE[dtype], f"{name}: {error:.2e}"
+
+
 GLUON_CONFIGS = sorted({(step, kind, config) for (step, kind, _), config in table.GLUON.items()}, key=str)
 GLUON_SHAPES = [
     (torch.bfloat16, 128, "cross"),
@@ -363,7 +404,7 @@ def test_schedule_is_cheap_j6() -> None:
     with torch.cuda.graph(graph):
         TileSchedule.build(offsets, total_q=q.shape[0])
     build = do_bench(graph.replay)
-    assert build < 0.15 * forward, f"{build:.3f} ms against {forward:.3f} ms"
+    assert build < 0.05 * forward, f"{build:.3f} ms against {forward:.3f} ms"
 
 
 def test_fallbacks_say_so_once() -> None:
@@ -372,7 +413,8 @@ def test_fallbacks_say_so_once() -> None:
     dispatch._warned.clear()
     x = torch.randn(10, 2, 16, device=DEVICE)
     offsets = torch.tensor([0, 4, 10], device=DEVICE)
-    bias = AttentionBias(position_table=torch.zeros(5, 2, device=DEVICE))
-    with pytest.warns(UserWarning, match="bias"):
+    times = torch.arange(10, device=DEVICE)
+    bias = AttentionBias(time_table=torch.zeros(65, 2, device=DEVICE), timestamps_q=times)
+    with pytest.warns(UserWarning, match="65|64 buckets"):
         flash_attention(x, x, x, offsets, max_length_q=8, bias=bias)
     flash_attention(x, x, x, offsets, max_length_q=8, bias=bias)  # a second warning would be an error

@@ -78,17 +78,17 @@ def test_backward_formulas_equal_autograd_of_loops(activation: str, kind: str, m
 @pytest.mark.parametrize("kind", ["self", "cross", "fixed", "shared"])
 def test_opcheck(kind: str, activation: str) -> None:
     args = arguments(kind, activation, dtype=torch.float32)
-    torch.library.opcheck(op.attention_forward, args)
+    torch.library.opcheck(op.attention_forward.overload, args)
     out, lse = (x.detach() for x in call(args))
     plain = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
-    torch.library.opcheck(op.attention_backward, (torch.randn_like(out), *plain[:3], out, lse, *plain[3:]))
+    torch.library.opcheck(op.attention_backward.overload, (torch.randn_like(out), *plain[:3], out, lse, *plain[3:]))
 
 
 def test_opcheck_with_a_schedule() -> None:
     args = list(arguments("cross", dtype=torch.float32))
     schedule = TileSchedule.build(args[3], args[4], total_q=args[0].shape[0], total_k=args[1].shape[0])
     args[5], args[6] = list(schedule.tensors), schedule.heights
-    torch.library.opcheck(op.attention_forward, tuple(args))
+    torch.library.opcheck(op.attention_forward.overload, tuple(args))
     call(tuple(args))[0].sum().backward()
 
 
@@ -255,9 +255,11 @@ def test_explain_names_the_features_that_decide() -> None:
         return str(explain("flash_attention", architecture="sm_90", **kwargs))
 
     assert told(head_dim=128).startswith("flash_attention: gluon")
-    assert "no causal or window mask" in told(head_dim=128, features=("masked",))
+    assert told(head_dim=128, features=("masked",)).startswith("flash_attention: gluon")
+    assert "no causal or window mask" in told(head_dim=64, features=("masked",))
+    assert "no mask with a shared query" in told(head_dim=128, features=("masked", "shared_query"))
     assert told(head_dim=96).startswith("flash_attention: triton")
-    assert told(head_dim=64, features=("bias",)).startswith("flash_attention: reference")
+    assert told(head_dim=64, features=("bias",)).startswith("flash_attention: triton (gluon has no bias")
     assert "qk_norm and rope run before it" in told(head_dim=64, features=("qk_norm", "rope"))
     assert told(head_dim=64, dtype=torch.float32).startswith("flash_attention: triton")
     with pytest.raises(ValueError, match="features: got mask"):

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from gemworks.jagged import Rope, apply_rope, explain, rms_norm, support
+from gemworks.jagged import (
+    Rope,
+    apply_rope,
+    explain,
+    flash_attention,
+    flash_attention_qkv,
+    offsets_from_lengths,
+    rms_norm,
+    support,
+)
+from gemworks.jagged.ops.rope import custom_op
 from gemworks.jagged.ops.rope.custom_op import HAS_RULE, norm_rope_op
 
 HERE = Path(__file__).parent
@@ -37,8 +47,8 @@ def test_the_op_is_the_formula_it_stands_for(norm: bool, turn: bool):
 def test_the_op_is_registered_as_torch_wants_it():
     x = torch.randn(7, 2, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
     tables = Rope().tables(torch.tensor([0, 7]), 6, total=7)
-    torch.library.opcheck(norm_rope_op, (x, tables.cos_TJ, tables.sin_TJ, torch.tensor([7]), EPS))
-    torch.library.opcheck(norm_rope_op, (x, None, None, None, EPS))
+    torch.library.opcheck(norm_rope_op.overload, (x, tables.cos_TJ, tables.sin_TJ, torch.tensor([7]), EPS))
+    torch.library.opcheck(norm_rope_op.overload, (x, None, None, None, EPS))
 
 
 @pytest.mark.reference
@@ -81,7 +91,7 @@ def test_kernels_compile_without_spills_and_with_wide_accesses(architecture: str
 @pytest.mark.parametrize("tables_dtype", [torch.float32, torch.float16])
 def test_kernels_on_a_gpu(dtype: torch.dtype, tables_dtype: torch.dtype):
     """Values and gradient against the formulas in float64 on the same rounded inputs, bit-equal between two runs."""
-    from gemworks.jagged.ops.rope.launch import norm_rope_backward, norm_rope_forward
+    from gemworks.jagged.ops.rope.launch import norm_rope
 
     rows, end = 1000, 990
     wide = torch.randn(rows, 12, 128, device="cuda").to(dtype)
@@ -91,13 +101,47 @@ def test_kernels_on_a_gpu(dtype: torch.dtype, tables_dtype: torch.dtype):
     cos, sin = tables.cos_TJ.to(tables_dtype), tables.sin_TJ.to(tables_dtype)
     dy = torch.randn(rows, 8, 128, device="cuda").to(dtype)
     where = torch.tensor([end], device="cuda")
-    y = norm_rope_forward(x, cos, sin, where, EPS)
-    dx = norm_rope_backward(dy, x, cos, sin, where, EPS)
+    y = norm_rope(x, cos, sin, where, EPS)
+    dx = norm_rope(x, cos, sin, where, EPS, dy=dy)
     leaf = x.double().nan_to_num().requires_grad_()
     expected = norm_rope_op(leaf, cos.double(), sin.double(), where, EPS)
     (gradient,) = torch.autograd.grad(expected, leaf, dy.double())
     step = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-5}[dtype]
     torch.testing.assert_close(y.double(), expected, rtol=step, atol=step)
     torch.testing.assert_close(dx.double(), gradient, rtol=step, atol=step)
-    assert torch.equal(y, norm_rope_forward(x, cos, sin, where, EPS))
-    assert torch.equal(dx, norm_rope_backward(dy, x, cos, sin, where, EPS))
+    assert torch.equal(y, norm_rope(x, cos, sin, where, EPS))
+    assert torch.equal(dx, norm_rope(x, cos, sin, where, EPS, dy=dy))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 50])
+def test_attention_behind_the_kernels_on_a_gpu(packed: bool, window: int | None, monkeypatch: pytest.MonkeyPatch):
+    """QK-norm and rotation by kernel in front of the attention kernels: values and gradient against float64."""
+    monkeypatch.setattr(custom_op, "HAS_RULE", True)
+    monkeypatch.setattr(custom_op, "backend_of", lambda *_: "triton")
+    offsets = offsets_from_lengths(torch.tensor([0, 1, 129, 64, 700, 63])).cuda()
+    total, heads = int(offsets[-1]) + 3, 4
+    qkv = torch.randn(total, 3 * heads, 128, device="cuda", dtype=torch.bfloat16)
+    d_out = torch.randn(total, heads, 128, device="cuda", dtype=torch.bfloat16)
+    exact = qkv.double().cpu().requires_grad_()
+    qkv[int(offsets[-1]) :] = float("nan")
+    leaf = qkv.requires_grad_()
+    rope = Rope().tables(offsets, 128, total=total)
+    q, k, v = leaf.chunk(3, dim=1)
+    if packed:
+        out = flash_attention_qkv(
+            leaf, offsets, num_heads=heads, max_length=1024, qk_norm=True, rope=rope, window=window
+        )
+    else:
+        out = flash_attention(q, k, v, offsets, max_length_q=1024, qk_norm=True, rope=rope, window=window)
+    (grad,) = torch.autograd.grad(out, leaf, d_out)
+    q, k, v = exact.chunk(3, dim=1)
+    on_host = offsets.cpu()
+    wide = Rope().tables(on_host, 128, total=total, dtype=torch.float64)
+    expected = flash_attention(q, k, v, on_host, max_length_q=1024, qk_norm=True, rope=wide, window=window)
+    (gradient,) = torch.autograd.grad(expected, exact, d_out.double().cpu())
+    for ours, truth in ((out, expected), (grad, gradient)):
+        assert ours.isfinite().all()
+        assert (ours.double().cpu() - truth).norm() / truth.norm() < 1.2e-2

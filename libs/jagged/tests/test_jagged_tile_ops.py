@@ -120,14 +120,18 @@ def test_block_op_equals_the_public_function(
 def test_ops_are_registered_soundly() -> None:
     x, w = random(4, 8, seed=1).requires_grad_(), random(8, seed=2).requires_grad_()
     for args in ((x, w, w, x, x, 1e-5, True), (x, None, None, None, None, 1e-6, False)):
-        torch.library.opcheck(norm_op, args)
-    torch.library.opcheck(norm_backward_op, (x.detach(), None, x.detach(), w.detach(), torch.float32, 1e-5, True))
+        torch.library.opcheck(norm_op.overload, args)
+    torch.library.opcheck(
+        norm_backward_op.overload, (x.detach(), None, x.detach(), w.detach(), torch.float32, 1e-5, True, None)
+    )
     qkv, schedule, tables = block_inputs(heads=2, key_heads=1, rope=True)
     q, k, v = (part.detach().clone().requires_grad_() for part in qkv.split([2, 1, 1], dim=1))
     settings = (0.3, 64, False, True, 1e-6)
-    torch.library.opcheck(block_attention_op, (q, k, v, schedule.table_S3, tables.cos_TJ, tables.sin_TJ, *settings))
-    torch.library.opcheck(block_attention_op, (q, k, v, schedule.table_S3, None, None, *settings))
-    torch.library.opcheck(block_attention_qkv_op, (qkv, 2, schedule.table_S3, None, None, *settings))
+    torch.library.opcheck(
+        block_attention_op.overload, (q, k, v, schedule.table_S3, tables.cos_TJ, tables.sin_TJ, *settings)
+    )
+    torch.library.opcheck(block_attention_op.overload, (q, k, v, schedule.table_S3, None, None, *settings))
+    torch.library.opcheck(block_attention_qkv_op.overload, (qkv, 2, schedule.table_S3, None, None, *settings))
 
 
 def test_one_graph_for_every_total_j7_t2() -> None:

@@ -1,24 +1,29 @@
 """Every kernel once on small shapes, for compute-sanitizer: no result is looked at, its accesses are.
 
+    python libs/jagged/tools/sanitize.py      # compiles, so that the next lines only run
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1   # or a read past one tensor lands in another
     compute-sanitizer --tool memcheck --error-exitcode 9 python libs/jagged/tools/sanitize.py
-    compute-sanitizer --tool racecheck --error-exitcode 9 python libs/jagged/tools/sanitize.py attention
+    compute-sanitizer --tool racecheck --error-exitcode 9 python libs/jagged/tools/sanitize.py attention --shard 0/4
 
 Prints a line per call, so that a report below it belongs to that call.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from gemworks.jagged import (
+    AttentionBias,
+    NormEpilogue,
     Rope,
+    apply_rope,
     block_attention_qkv,
     flash_attention,
+    flash_attention_qkv,
     gdpa,
     layer_norm,
     offsets_from_lengths,
@@ -56,6 +61,41 @@ def attention() -> Iterator[tuple[str, Call]]:
         )
 
 
+def fronts() -> Iterator[tuple[str, Call]]:
+    """What is fused before and after attention: QK-norm, rope, bias, the norm of a residual stream."""
+    offsets = offsets_from_lengths(torch.tensor(LENGTHS)).cuda()
+    total, b = sum(LENGTHS), len(LENGTHS)
+    rope = Rope().tables(offsets, 128, total=total)
+    yield "apply_rope", lambda: apply_rope(leaf(total, 2, 128), rope)
+    for norm, tables in ((True, None), (True, rope), (False, rope)):
+        yield (
+            f"flash_attention_qkv norm {norm} rope {tables is not None}",
+            lambda n=norm, t=tables: flash_attention_qkv(
+                leaf(total, 6, 128), offsets, num_heads=2, max_length=256, qk_norm=n, rope=t
+            ),
+        )
+    times = torch.randint(0, 5000, (total,), device="cuda")
+    for position, time in ((9, 0), (0, 8), (9, 8)):
+        tables = [leaf(n, 2, dtype=torch.float32) if n else None for n in (position, time)]
+        bias = AttentionBias(tables[0], tables[1], times if time else None)
+        x = leaf(total, 2, 64)
+        yield (
+            f"flash_attention bias {position} {time}",
+            lambda x=x, bias=bias: flash_attention(x, x, x, offsets, max_length_q=256, bias=bias),
+        )
+    for kind, full in itertools.product(("rms", "layer"), (False, True)):
+        extra: dict[str, Any] = {"kind": kind}
+        if full:
+            extra |= {"residual": leaf(total, 2, 128), "add": leaf(total, 2, 128), "weight": leaf(256)}
+        w = leaf(b, 256, 2, 128)
+        yield (
+            f"gdpa epilogue {kind} full {full}",
+            lambda e=extra, w=w: gdpa(
+                leaf(total, 2, 128), w, w, offsets, max_length_q=256, scale=0.1, epilogue=NormEpilogue(**e)
+            ),
+        )
+
+
 def blocks() -> Iterator[tuple[str, Call]]:
     offsets = offsets_from_lengths(torch.tensor(LENGTHS)).cuda()
     total = sum(LENGTHS) + 3
@@ -77,12 +117,18 @@ def norms() -> Iterator[tuple[str, Call]]:
 
 
 def main() -> None:
-    suites = {"attention": attention, "blocks": blocks, "norms": norms}
-    for suite in sys.argv[1:] or suites:
-        for name, call in suites[suite]():
-            print(name, flush=True)
-            call().float().sum().backward()
-            torch.cuda.synchronize()
+    suites = {"attention": attention, "fronts": fronts, "blocks": blocks, "norms": norms}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", nargs="*", default=list(suites), help=f"of {', '.join(suites)}; all by default")
+    parser.add_argument("--only", default="", help="calls whose name contains this")
+    parser.add_argument("--shard", default="0/1", metavar="I/N", help="every n-th call, for n processes side by side")
+    args = parser.parse_args()
+    index, count = map(int, args.shard.split("/"))
+    calls = [call for suite in args.suite for call in suites[suite]() if args.only in call[0]]
+    for name, call in calls[index::count]:
+        print(name, flush=True)
+        call().float().sum().backward()
+        torch.cuda.synchronize()
     print("done", flush=True)
 
 

@@ -28,8 +28,9 @@ def test_smoke_run_of_every_suite(tmp_path):
     rows = read(out)
     assert tuple(rows[0]) == COLUMNS
     ops = {r["op"] for r in rows}
-    assert ops == {"link", "offload_copy", "small_copy", "quantise", "stash", "budget", "region_price"}
-    assert len(ops) == len(SUITES) + 1  # `budgets` also writes what memory costs per region
+    budgets_ops = {"budget", "region_price", "free_share"}
+    assert ops == {"link", "offload_copy", "small_copy", "small_copy_turns", "quantise", "stash", *budgets_ops}
+    assert len(ops) == len(SUITES) + 2  # `budgets` also writes what memory costs per region, and what offload is free
     assert all(float(r["ms"]) > 0 for r in rows if r["op"] in ("offload_copy", "quantise", "stash"))
     budgets = [r for r in rows if r["op"] == "budget" and r["ms"] != ""]
     assert {"keep everything", "one global budget", "gemworks", "gemworks offload"} <= {r["impl"] for r in budgets}
@@ -69,5 +70,11 @@ def test_pair_smoke_run_under_torchrun(tmp_path):
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
     rows = read(out)
     quantized = {"quantized_all_gather", "quantized_reduce_scatter"}
-    assert {r["op"] for r in rows} == {"all_gather", "reduce_scatter", "fsdp_stack", *quantized}
+    assert {r["op"] for r in rows} == {
+        "all_gather",
+        "reduce_scatter",
+        "gather_beside_offload",
+        "fsdp_stack",
+        *quantized,
+    }
     assert any("not run" in r["setting"] for r in rows)

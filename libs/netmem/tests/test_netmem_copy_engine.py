@@ -4,7 +4,6 @@ check.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from typing import Any
 
@@ -22,116 +21,53 @@ from gemworks.netmem.copy_engine import (
     few_ctas_options,
     verify_copy_engines,
 )
+from netmem_simulated_memory import CPU, Rank, Shared, run_ranks
 from torch import nn
 
 pytestmark = pytest.mark.reference
-CPU = torch.device("cpu")
-
-
-class Shared:
-    """Symmetric memory of W ranks in one process, a thread each."""
-
-    def __init__(self, world: int) -> None:
-        self.world = world
-        self.barrier = threading.Barrier(world, timeout=20)
-        self.buffers: dict[tuple[int, int], torch.Tensor] = {}
-
-
-class Rank:
-    def __init__(self, shared: Shared, rank: int) -> None:
-        self.shared, self._rank, self.num = shared, rank, 0
-
-    def size(self) -> int:
-        return self.shared.world
-
-    def rank(self) -> int:
-        return self._rank
-
-    def empty(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
-
-    def rendezvous(self, buffer: torch.Tensor, group: Any) -> Handle:
-        self.shared.buffers[self._rank, self.num] = buffer
-        self.num += 1
-        return Handle(self.shared, self.num - 1)
-
-
-class Handle:
-    def __init__(self, shared: Shared, index: int) -> None:
-        self.shared, self.index = shared, index
-
-    def barrier(self, channel: int = 0) -> None:
-        self.shared.barrier.wait()
-
-    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
-        whole = self.shared.buffers[rank, self.index].view(dtype)
-        return whole[storage_offset : storage_offset + sizes[0]]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_rank_gets_every_shard_over_many_calls_and_sizes(world):
-    shared, errors = Shared(world), []
+    def work(rank: int, shared: Shared, me: Any) -> None:
+        comm = CopyEngineAllGather(me, CPU, num_buffers=2, memory=me)
+        for call in range(12):
+            n = (5, 8, 0)[call % 3]
+            out = comm.allocate((world * n,), dtype=torch.float32, device=CPU)
+            own = out[rank * n : (rank + 1) * n]
+            own.fill_(100 * call + rank)  # FSDP2's copy-in
+            assert comm(out, own, me, async_op=True) is None
+            assert out.tolist() == [100 * call + r for r in range(world) for _ in range(n)]
+            shared.barrier.wait()
+            del out, own
 
-    def work(rank: int) -> None:
-        try:
-            me: Any = Rank(shared, rank)
-            comm = CopyEngineAllGather(me, CPU, num_buffers=2, memory=me)
-            for call in range(12):
-                n = (5, 8, 0)[call % 3]
-                out = comm.allocate((world * n,), dtype=torch.float32, device=CPU)
-                own = out[rank * n : (rank + 1) * n]
-                own.fill_(100 * call + rank)  # FSDP2's copy-in
-                assert comm(out, own, me, async_op=True) is None
-                assert out.tolist() == [100 * call + r for r in range(world) for _ in range(n)]
-                shared.barrier.wait()
-                del out, own
-        except BaseException as error:
-            errors.append(error)
-            shared.barrier.abort()
-
-    threads = [threading.Thread(target=work, args=(r,)) for r in range(world)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(60)
-    assert not errors, errors
+    run_ranks(world, work)
 
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_rank_gets_its_part_of_the_sum(world, op):
-    shared, errors = Shared(world), []
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(world * 6, generator=generator).bfloat16() for _ in range(world)]
     exact = torch.stack(inputs).float().sum(0) / (world if op == dist.ReduceOp.AVG else 1)
 
-    def work(rank: int) -> None:
-        try:
-            me: Any = Rank(shared, rank)
-            comm = CopyEngineReduceScatter(me, CPU, num_buffers=2, memory=me)
-            kept = []
-            for call in range(7):
-                n = (6, 0)[call % 2]
-                source = comm.allocate((world * n,), dtype=torch.bfloat16, device=CPU)
-                out = comm.allocate((n,), dtype=torch.bfloat16, device=CPU)
-                out.fill_(float("nan"))
-                source.copy_(inputs[rank][: world * n] * (call + 1))
-                assert comm(out, source, me, op) is None
-                kept.append(out)  # FSDP2 keeps gradients: they must not come from a ring
-                if n:
-                    expected = exact[rank * n : (rank + 1) * n] * (call + 1)
-                    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
-                del source
-        except BaseException as error:
-            errors.append(error)
-            shared.barrier.abort()
+    def work(rank: int, shared: Shared, me: Any) -> None:
+        comm = CopyEngineReduceScatter(me, CPU, num_buffers=2, memory=me)
+        kept = []
+        for call in range(7):
+            n = (6, 0)[call % 2]
+            source = comm.allocate((world * n,), dtype=torch.bfloat16, device=CPU)
+            out = comm.allocate((n,), dtype=torch.bfloat16, device=CPU)
+            out.fill_(float("nan"))
+            source.copy_(inputs[rank][: world * n] * (call + 1))
+            assert comm(out, source, me, op) is None
+            kept.append(out)  # FSDP2 keeps gradients: they must not come from a ring
+            if n:
+                expected = exact[rank * n : (rank + 1) * n] * (call + 1)
+                torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+            del source
 
-    threads = [threading.Thread(target=work, args=(r,)) for r in range(world)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(60)
-    assert not errors, errors
+    run_ranks(world, work)
 
 
 @pytest.mark.parametrize("n", [1, 4096, 5_000_000, 40_000_001, 1 << 28])

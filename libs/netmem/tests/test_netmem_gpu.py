@@ -6,11 +6,14 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from gemworks.netmem import kernel_codec
+from gemworks.netmem.arbiter import CopyArbiter
 from gemworks.netmem.arena import PinnedArena
 from gemworks.netmem.bench.stack import StackSize, make_stack
 from gemworks.netmem.budget import Option, Region, StepProfile, evaluate
 from gemworks.netmem.codec import explain_codec, get_codec, kernel_layout
+from gemworks.netmem.collectives import QuantizedCollective
 from gemworks.netmem.movers import CudaMover
 from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.policy import apply_policy
@@ -105,6 +108,22 @@ def test_codec_messages_of_ranks_add_up(name):
         assert torch.equal(got, (total / 3 if mean else total).bfloat16())
 
 
+@pytest.mark.parametrize("shape", [(64, 512), (7, 33), (5, 4), (0, 8)])
+@pytest.mark.parametrize("name", ["bf16", "fp8_row", "fp8_block128", "mxfp8"])
+def test_o7_collectives_of_one_rank_are_the_codec_alone(name, shape, tmp_path):
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1, device_id=device)
+    try:
+        codec, x = get_codec(name), torch.randn(shape, device=device).bfloat16()
+        expected = codec.decode(codec.encode(x), x.shape, x.dtype) if x.numel() else x
+        q = QuantizedCollective(codec=name)
+        assert torch.equal(q.all_gather(x), expected)
+        assert torch.equal(q.reduce_scatter(x), expected)
+        assert torch.equal(q.all_to_all(x, [shape[0]], [shape[0]]), expected)
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("n", [1, 5000, 1 << 22])
 def test_codec_free_sum_of_parts(n):
     device = torch.device("cuda", 0)
@@ -142,6 +161,29 @@ def test_a_paced_plan_moves_ahead_of_need_and_frees_memory():
         before = engine.stats().num_rescued
         loss.backward()
         assert engine.stats().num_rescued == before
+
+
+def test_o1_bit_equal_gradients_through_an_arbiter_shared_with_a_stash():
+    device = torch.device("cuda", 0)
+    model, batch = make_stack(SIZE, device)
+    expected = gradients(model, batch)
+    arbiter = CopyArbiter(CudaMover(device, chunk_bytes=1 << 18), piece_bytes=1 << 18)
+    engine = OffloadEngine(
+        PinnedArena(256 << 20), device=device, window_bytes=1 << 20, min_bytes=1 << 12, mover=arbiter.port(1)
+    )
+    stash = StateStash(PinnedArena(128 << 20), device=device, mover=arbiter.port(0))
+    table = torch.arange(16 << 20, device=device, dtype=torch.float32)
+    stash.add("table", [table])
+    with apply_policy(model, {name: "offload" for name in model.regions}, engine=engine):  # noqa: C420
+        for _ in range(5):
+            stash.park("table")
+            got = gradients(model, batch)
+            stash.restore("table")
+            for a, b in zip(got, expected, strict=True):
+                assert torch.equal(a, b)
+            assert torch.equal(table, torch.arange(16 << 20, device=device, dtype=torch.float32))
+    arbiter.synchronize()
+    assert engine.stats().num_live == 0
 
 
 def test_stash_frees_device_memory():

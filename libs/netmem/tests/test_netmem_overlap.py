@@ -134,6 +134,21 @@ def test_two_overlapping_collectives_count_once_and_the_later_one_is_waited_for(
     assert d.sm_share == pytest.approx((0.04 * 30 + 0.08 * 40) / 70)
 
 
+def test_the_text_lists_the_longest_waits_and_adds_up_the_others():
+    events = []
+    for i in range(15):
+        start = 1000.0 * i
+        events += [
+            kernel("ncclDevKernel_AllReduce", start, 100 + i, stream=2),
+            kernel(f"kernel_{i}", start + 100 + i, 10, stream=7),
+        ]
+    text = overlap_report({"traceEvents": events}).to_text()
+    assert text.count(" waited ") == 11
+    assert "kernel_14" in text
+    assert "kernel_0" not in text
+    assert f"5 more waited {sum(range(100, 105)) / 1e3:.3f} ms" in text
+
+
 def test_two_devices_are_reported_apart():
     other = kernel("ncclX", 0, 5)
     other["args"]["device"] = 1

@@ -1,5 +1,7 @@
 """On a GPU: what the benchmark checks before it times anything, as tests. Bit-equality, contract, bounds, sizes."""
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -21,3 +23,9 @@ def failures():
 def test_check_of_the_benchmark(name, failures):
     """P1 to P8 on the device: each check raises with the op, shape and dtype that is wrong."""
     assert name not in failures, failures[name]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="transformer_engine not installed")
+def test_transformer_engine_agrees_with_ours():
+    """P5: what the registry says of it, run: y, dx and dw of its block scaling against ours."""
+    bench_checks.check_transformer_engine(torch.device("cuda"))

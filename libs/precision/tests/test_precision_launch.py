@@ -50,7 +50,7 @@ def on_device(monkeypatch):
 def test_the_second_launch_takes_constants_in_the_kernels_order(on_device):
     kernel = Kernel()
     for size in (32, 64):
-        launch.launch(kernel, (4, 1, 1), (on_device, size), {"FLAG": True, "SCALE": 7}, num_warps=4)
+        launch.launch(kernel, (4, 1, 1), (on_device, size), {"FLAG": True, "SCALE": 7}, {"num_warps": 4})
     (how, *_), (again, grid, arguments) = kernel.log
     assert (how, again) == ("looked up", 7)
     assert grid == (4, 1, 1)
@@ -62,8 +62,8 @@ def test_the_second_launch_takes_constants_in_the_kernels_order(on_device):
 )
 def test_what_compiles_to_another_kernel_is_looked_up(on_device, size, scale, warps):
     kernel = Kernel()
-    launch.launch(kernel, (4, 1, 1), (on_device, 32), {"FLAG": True, "SCALE": 7}, num_warps=4)
-    launch.launch(kernel, (4, 1, 1), (on_device, size), {"FLAG": True, "SCALE": scale}, num_warps=warps)
+    launch.launch(kernel, (4, 1, 1), (on_device, 32), {"FLAG": True, "SCALE": 7}, {"num_warps": 4})
+    launch.launch(kernel, (4, 1, 1), (on_device, size), {"FLAG": True, "SCALE": scale}, {"num_warps": warps})
     assert [entry[0] for entry in kernel.log] == ["looked up", "looked up"]
 
 
@@ -72,3 +72,10 @@ def test_dtype_and_alignment_of_tensors():
     assert launch.specialisation(x) == launch.specialisation(x[16:])
     assert launch.specialisation(x) != launch.specialisation(x[1:])
     assert launch.specialisation(x) != launch.specialisation(x.view(torch.int32))
+
+
+def test_a_key_of_the_caller_replaces_the_look_at_the_arguments(on_device):
+    kernel = Kernel()
+    for size, key in ((32, ("a",)), (33, ("a",)), (33, ("b",))):
+        launch.launch(kernel, (4, 1, 1), (on_device, size), {"FLAG": True, "SCALE": 7}, {"num_warps": 4}, key)
+    assert [entry[0] for entry in kernel.log] == ["looked up", 7, "looked up"]

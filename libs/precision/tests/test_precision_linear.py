@@ -17,6 +17,7 @@ from gemworks.precision import (
     recipe,
     regroup,
 )
+from gemworks.precision.casts import CastSpec, cast
 from gemworks.precision.gemms import gemm
 from gemworks.precision.recipe import GemmKind
 from torch import nn
@@ -355,7 +356,27 @@ def test_square_inputs_change_the_weight_gradient_alone(kind):
     assert 10 * torch.log10(exact.square().sum() / noise) >= 24
 
 
-def test_square_inputs_go_with_neither_a_kept_plane_nor_a_transform():
-    for changes in ({"save": "both"}, {"hadamard_size": 32}):
-        with pytest.raises(ValueError, match="square_inputs"):
-            recipe("fp8_block128", square_inputs=True, **changes)
+def test_squares_go_with_no_transform():
+    for changes in ({"square_inputs": True}, {"square_gradients": True}):
+        with pytest.raises(ValueError, match="square_inputs and square_gradients"):
+            recipe("fp8_block128", hadamard_size=32, **changes)
+    with pytest.raises(ValueError, match="square_gradients: needs"):
+        recipe("fp8_block128", square_gradients=True, wgrad=GemmRecipe(GemmKind.BF16))
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "mxfp8_regroup128", "fp8_block128"])
+@pytest.mark.parametrize("rows", [200, 128])
+def test_one_quantisation_in_squares_serves_all_products(kind, rows):
+    """y, dx and dW are the products of the squares of x, w and dy, whatever the number of rows (P6); compiled the same
+    way."""
+    chosen = recipe(kind, save="both", square_inputs=True, square_gradients=True, square_weights=kind == "mxfp8")
+    spec = CastSpec(chosen.forward.kind)
+    x, w, dy = torch.randn(rows, 256), torch.randn(128, 256) / 16, torch.randn(rows, 128)
+    xq, wq, dyq = (cast(t, None, spec, "reference")[0].dequantize() for t in (x, w, dy))
+    expected = xq @ wq.t(), dyq @ wq, dyq.t() @ xq
+    for call in (mx_linear, torch.compile(mx_linear, fullgraph=True, backend="aot_eager")):
+        leaf, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
+        y = call(leaf, weight, None, chosen)
+        y.backward(dy)
+        for ours, exact in zip((y, leaf.grad, weight.grad), expected, strict=True):
+            torch.testing.assert_close(ours.detach(), exact, rtol=1e-5, atol=1e-5)

@@ -15,11 +15,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs under TRITON_INTERPRET=1, see test_precision_tiers.py", allow_module_level=True)
 
 from gemworks.precision import triton_casts
-from gemworks.precision.casts import CastSpec, cast, cast_both
+from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
 from gemworks.precision.formats import Format
 from gemworks.precision.recipe import GemmKind
 from gemworks.precision.rng import Stochastic
-from gemworks.precision.scaled_mm import wide_scales
+from gemworks.precision.scaled_mm import square_scales, wide_scales
 from gemworks.precision.scales import ScaleMode
 from gemworks.precision.tiles import TileConfig
 
@@ -148,3 +148,25 @@ def test_activation_in_the_kernel(activation):
         reference = cast(ours.y, dim, spec, "reference")[0]
         assert torch.equal(plane.codes, reference.codes)
         assert torch.equal(plane.scales, reference.scales)
+
+
+@pytest.mark.parametrize("mode", list(ScaleMode))
+def test_squares_stored_both_ways(mode):
+    """P1, P8, P10: tiles that end inside a matrix; an infinity poisons its square alone, in both layouts."""
+    x = uneven(144, 272).bfloat16()
+    x[3, 200] = math.inf
+    spec = CastSpec(GemmKind.FP8_BLOCK128, scale_mode=mode)
+    ours, expected = cast_squares(x, spec, "triton"), cast_squares(x, spec, "reference")
+    for a, b in ((ours.rows, expected.rows), (ours.columns, expected.columns), (ours.transposed, expected.transposed)):
+        assert torch.equal(a.scales, b.scales)
+        assert torch.equal(a.codes, b.codes)
+        assert a.codes.stride() == b.codes.stride()
+        if a.dim is not None:
+            check_wide(a, b)
+    made = square_scales(expected.transposed, 2)
+    assert ours.transposed.wide.stride() == made.stride()
+    assert torch.equal(ours.transposed.wide.nan_to_num(-1.0), made.nan_to_num(-1.0))
+    assert square_scales(ours.transposed, 2) is ours.transposed.wide
+    assert torch.equal(ours.rows.codes, ours.columns.codes)
+    assert (ours.rows.codes[:128, 128:256] == 0x7F).all()
+    assert (ours.rows.codes == 0x7F).sum() == 128 * 128

@@ -9,6 +9,10 @@ The first recipe is the one that the others are compared with: same seed, same i
 seed and recipe: NE of the primary task, its difference in per cent of the first recipe's NE with a paired 95 %
 interval over samples (bootstrap); behind them a row per recipe with the mean over seeds and its 95 % interval
 (Student's t). `mxfp8_floor` is `mxfp8` with scale mode floor, which saturates. `--curve` plots the training losses.
+
+A finished model leaves its predictions in `--work`, and is not trained again: a run that was cut off goes on where it
+was, and rows are those of the models that exist. `--jobs` trains that many at a time, in processes of their own; on a
+GPU small models leave most of it idle, so several at once cost little more than one.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -108,62 +113,119 @@ def draw(path: Path, curves: dict[str, list[float]]) -> None:
     pyplot.close(figure)
 
 
+def run_one(name: str, seed: int, chosen: argparse.Namespace) -> None:
+    """Train and evaluate one model, and leave what it predicted in the work folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        kernels = []
+        if name != "bf16":
+            kernels = [
+                f"kernels.linears={json.dumps(named_recipe(name, Path(folder)))}",
+                f"kernels.linears_min_features={chosen.min_features}",
+            ]
+        config = load_config(chosen.preset, sets=[*chosen.sets, f"train.seed={seed}", *kernels])
+        device = resolve_device(config.train.device)
+        start = time.perf_counter()
+        logits, labels, losses, converted = train(config, open_source(config.data), device)
+    facts = {
+        "num_layers": converted,
+        "preset": chosen.preset,
+        "source": config.data.source,
+        "num_samples": labels.numel(),
+        "num_steps": len(losses),
+        "batch_size": config.data.batch_size,
+        "dtype": config.train.dtype,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+    path = result_path(chosen.work, name, seed)
+    torch.save({"logits": logits, "labels": labels.to(torch.uint8), "losses": losses, "facts": facts}, f"{path}.part")
+    os.replace(f"{path}.part", path)  # never half a file
+    print(f"trained {name}, seed {seed}: {facts['seconds']} s", flush=True)
+
+
+def result_path(work: Path, name: str, seed: int) -> Path:
+    """Where a model's predictions are kept."""
+    return work / f"{name}-{seed}.pt"
+
+
+def run_missing(chosen: argparse.Namespace, arguments: list[str]) -> None:
+    """Train what has no predictions yet, seed by seed, so that a run that is cut off has whole pairs."""
+    pairs = [(name, seed) for seed in chosen.seeds for name in chosen.recipes]
+    missing = [pair for pair in pairs if not result_path(chosen.work, *pair).exists()]
+    if chosen.jobs == 1:
+        for name, seed in missing:
+            run_one(name, seed, chosen)
+        return
+
+    def start(pair: tuple[str, int]) -> None:
+        # Later arguments replace earlier ones.
+        one = [*arguments, "--recipes", pair[0], "--seeds", str(pair[1]), "--jobs", "1", "--train-only"]
+        done = subprocess.run([sys.executable, __file__, *one], capture_output=True, text=True, check=False)
+        said = done.stdout if done.returncode == 0 else f"failed: {pair}: {done.stderr[-2000:]}"
+        print(said.strip(), flush=True)
+
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        list(pool.map(start, missing))
+
+
+def collect(chosen: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, list[float]], dict[str, list[float]]]:
+    """Rows, differences by recipe, and curves of the first seed, of the models that exist."""
+    rows: list[dict[str, Any]] = []
+    differences: dict[str, list[float]] = {}
+    curves: dict[str, list[float]] = {}
+    for seed in chosen.seeds:
+        first: Tensor | None = None
+        base = math.nan
+        for name in chosen.recipes:
+            path = result_path(chosen.work, name, seed)
+            if not path.exists():
+                continue
+            result = torch.load(path, weights_only=True)
+            logits, labels = result["logits"], result["labels"].float()
+            ne = normalized_entropy(logits, labels)
+            row: dict[str, Any] = {"recipe": name, "seed": seed, "ne": ne, **result["facts"]}
+            curves.setdefault(name, result["losses"])
+            if name == chosen.recipes[0]:
+                first, base = logits, ne
+            elif first is not None:
+                interval = paired_bootstrap(logits, first, labels, num_resamples=chosen.resamples)
+                row["ne_difference_percent"] = 100 * interval.difference / base
+                row["low_percent"], row["high_percent"] = 100 * interval.low / base, 100 * interval.high / base
+                differences.setdefault(name, []).append(row["ne_difference_percent"])
+            rows.append(row)
+            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+    return rows, differences, curves
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run; the CSV is written again after every model."""
+    """Train what is missing, then write rows and plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="small")
     parser.add_argument("--recipes", nargs="+", default=["bf16", "mxfp8"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--set", nargs="*", default=[], dest="sets", metavar="A.B=C")
     parser.add_argument("--min-features", type=int, default=128, help="narrower linears stay in bf16")
+    parser.add_argument("--jobs", type=int, default=1, help="models trained at a time")
+    parser.add_argument("--resamples", type=int, default=2000, help="of the bootstrap over samples")
+    parser.add_argument("--work", type=Path, help="folder of predictions; beside the CSV if not named")
+    parser.add_argument("--train-only", action="store_true", help="write no rows")
+    parser.add_argument("--collect-only", action="store_true", help="train nothing")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--curve", type=Path, help="a PNG of the training losses of the first seed")
+    arguments = sys.argv[1:] if arguments is None else arguments
     chosen = parser.parse_args(arguments)
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    differences: dict[str, list[float]] = {}
-    curves: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in chosen.seeds:
-            first: Tensor | None = None
-            base = math.nan
-            for name in chosen.recipes:
-                kernels = [
-                    f"kernels.linears={json.dumps(named_recipe(name, Path(folder)))}",
-                    f"kernels.linears_min_features={chosen.min_features}",
-                ]
-                if name == "bf16":
-                    kernels = []
-                config = load_config(chosen.preset, sets=[*chosen.sets, f"train.seed={seed}", *kernels])
-                device = resolve_device(config.train.device)
-                source = open_source(config.data)
-                start = time.perf_counter()
-                logits, labels, losses, converted = train(config, source, device)
-                ne = normalized_entropy(logits, labels)
-                row: dict[str, Any] = {"recipe": name, "seed": seed, "ne": ne, "num_layers": converted}
-                if seed == chosen.seeds[0]:
-                    curves[name] = losses
-                if first is None:
-                    first, base = logits, ne
-                else:
-                    interval = paired_bootstrap(logits, first, labels)
-                    row["ne_difference_percent"] = 100 * interval.difference / base
-                    row["low_percent"], row["high_percent"] = 100 * interval.low / base, 100 * interval.high / base
-                    differences.setdefault(name, []).append(row["ne_difference_percent"])
-                row |= {
-                    "preset": chosen.preset,
-                    "source": config.data.source,
-                    "num_samples": labels.numel(),
-                    "num_steps": len(losses),
-                    "batch_size": config.data.batch_size,
-                    "dtype": config.train.dtype,
-                    "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-                    "seconds": round(time.perf_counter() - start, 1),
-                }
-                rows.append(row)
-                print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-                write(chosen.out, rows, differences, len(chosen.seeds))
-    if chosen.curve is not None:
+    if chosen.jobs < 1:
+        parser.error(f"--jobs: got {chosen.jobs}, expected at least 1")
+    chosen.work = chosen.work or chosen.out.with_suffix("")
+    for folder in (chosen.out.parent, chosen.work):
+        folder.mkdir(parents=True, exist_ok=True)
+    if not chosen.collect_only:
+        run_missing(chosen, arguments)
+    if chosen.train_only:
+        return 0
+    rows, differences, curves = collect(chosen)
+    write(chosen.out, rows, differences)
+    if chosen.curve is not None and curves:
         draw(chosen.curve, curves)
     for name, values in differences.items():
         mean, low, high = seeds_interval(values)
@@ -171,15 +233,15 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def write(path: Path, rows: list[dict[str, Any]], differences: dict[str, list[float]], num_seeds: int) -> None:
+def write(path: Path, rows: list[dict[str, Any]], differences: dict[str, list[float]]) -> None:
     """Rows of single models, and of what is known of each recipe over seeds."""
     shared = {"command": "python " + " ".join(sys.argv), "commit": commit(), "torch": torch.__version__}
     means = []
     for name, values in differences.items():
-        if len(values) == num_seeds and num_seeds > 1:
+        if len(values) > 1:
             mean, low, high = seeds_interval(values)
             percent = {"ne_difference_percent": mean, "low_percent": low, "high_percent": high}
-            means.append({"recipe": name, "seed": f"mean of {num_seeds}", **percent})
+            means.append({"recipe": name, "seed": f"mean of {len(values)}", **percent})
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=COLUMNS, restval="", lineterminator="\n")
         writer.writeheader()

@@ -105,10 +105,8 @@ def evaluate(
 
     Example: gemworks eval runs/first --json
     """
-    from gemworks.gem.process import prepare_process
     from gemworks.gem.run_dir import RunDir
 
-    prepare_process()
     RunDir.open(run_dir)  # a wrong folder answers before torch is imported
     with quiet():
         from gemworks.gem.evaluate import evaluate_run
@@ -201,7 +199,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
             write_error_file(error)
             return report(error)
         if type(error).__name__ != "NoArgsIsHelpError":
-            print_error(f"{usage()} (gemworks --help says more)")
+            where = getattr(getattr(error, "ctx", None), "command_path", "gemworks")
+            print_error(f"{usage()} ({where} --help says more)")
         return int(getattr(error, "exit_code", WRONG_INPUT))
     if result == INTERRUPTED:  # typer turns Ctrl-C into this
         print_error("interrupted")

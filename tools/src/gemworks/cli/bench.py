@@ -7,6 +7,7 @@ it prints is progress; the table comes from the CSV, which holds no row whose co
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 import time
@@ -18,9 +19,10 @@ from typing import Annotated, Any
 import typer
 from gemworks.cli.compare import compare, print_comparison, read_rows
 from gemworks.cli.options import Json
-from gemworks.cli.output import need, print_error, print_json
+from gemworks.cli.output import print_error, print_json
 from gemworks.gem.errors import RUN_FAILED, WRONG_INPUT
 
+STEP = re.compile(r"\[(\d+)/(\d+)\] ")  # how a program says which of its steps begins
 LAST_LINES = 12  # of a failed program's output, shown when they went by as progress
 
 
@@ -33,12 +35,16 @@ class Suite:
         out: the value of its `--out` for a folder.
         smoke: its arguments for tiny sizes, on any machine.
         what: one line of help.
+        example: what follows `gemworks bench` in an example.
+        several: some of it needs several processes.
     """
 
     module: str
     out: Callable[[Path], str]
     smoke: tuple[str, ...]
     what: str
+    example: str = ""
+    several: bool = False
 
 
 SUITES: Mapping[str, Suite] = {
@@ -47,17 +53,45 @@ SUITES: Mapping[str, Suite] = {
         lambda folder: str(folder / "jagged.csv"),
         ("--smoke",),
         "Attention on jagged lengths, beside its peers.",
+        "jagged --compare docs/measured/jagged_h200.csv -- --budget-s 300",
     ),
-    "precision": Suite("gemworks.precision.bench", str, ("--smoke",), "FP8 casts, norms and linear layers."),
-    "parallel": Suite("gemworks.parallel.bench", str, ("plan",), "Planner, balance, overlap on several GPUs."),
+    "precision": Suite(
+        "gemworks.precision.bench",
+        str,
+        ("--smoke",),
+        "FP8 casts, norms and linear layers, against bf16 and Transformer Engine.",
+        "precision -- --only checks,casts",
+    ),
+    "parallel": Suite(
+        "gemworks.parallel.bench",
+        str,
+        ("plan",),
+        "Planner, balance of ranks, and on several GPUs: collectives and exposed communication.",
+        "parallel --nproc 2 -- gpu",
+        several=True,
+    ),
     "netmem": Suite(
         "gemworks.netmem.bench",
         lambda folder: str(folder / "netmem.csv"),
         ("--smoke",),
-        "Links, offload, activation budgets, copy engines.",
+        "Links, offload, activation budgets, and on two GPUs: copies by copy engines.",
+        "netmem --nproc 2 -- --suite pair",
+        several=True,
     ),
-    "layers": Suite("gemworks.gem.layers", str, ("--smoke",), "Local MFU of a preset, layer by layer."),
-    "ladder": Suite("gemworks.gem.ladder", str, ("--smoke",), "What every technique adds to a training step."),
+    "layers": Suite(
+        "gemworks.gem.layers",
+        str,
+        ("--smoke",),
+        "Local MFU: every layer type of a preset alone, forward and backward.",
+        "layers -- --preset large",
+    ),
+    "ladder": Suite(
+        "gemworks.gem.ladder",
+        str,
+        ("--smoke",),
+        "The ablation ladder: whole training steps, one technique added per row.",
+        "ladder --compare docs/measured/ladder.csv -- --preset large",
+    ),
 }
 
 bench_app = typer.Typer(
@@ -81,92 +115,29 @@ Rest = Annotated[
 ]
 
 
-@bench_app.command()
-def jagged(
-    rest: Rest = None, out: Out = None, smoke: Smoke = False, compare: Compare = None, json: Json = False
-) -> None:
-    """Attention on jagged lengths, beside its peers.
+def _add_command(name: str, suite: Suite) -> None:
+    def one(
+        rest: Rest = None, out: Out = None, smoke: Smoke = False, compare: Compare = None, json: Json = False
+    ) -> None:
+        _bench(name, rest, out, smoke, 1, compare, json)
 
-    Example: gemworks bench jagged --compare docs/measured/jagged_h200.csv -- --budget-s 300
+    def several(
+        rest: Rest = None,
+        out: Out = None,
+        smoke: Smoke = False,
+        nproc: Nproc = 1,
+        compare: Compare = None,
+        json: Json = False,
+    ) -> None:
+        _bench(name, rest, out, smoke, nproc, compare, json)
 
-    python -m gemworks.jagged.bench --help lists what can follow --
-    """
-    _bench("jagged", rest, out, smoke, 1, compare, json)
-
-
-@bench_app.command()
-def precision(
-    rest: Rest = None, out: Out = None, smoke: Smoke = False, compare: Compare = None, json: Json = False
-) -> None:
-    """FP8 casts, norms and linear layers, against bf16 and Transformer Engine.
-
-    Example: gemworks bench precision -- --only checks,casts
-
-    python -m gemworks.precision.bench --help lists what can follow --
-    """
-    _bench("precision", rest, out, smoke, 1, compare, json)
+    more = f"python -m {suite.module} --help lists what can follow --"
+    text = f"{suite.what}\n\nExample: gemworks bench {suite.example}\n\n{more}"
+    bench_app.command(name=name, help=text)(several if suite.several else one)
 
 
-@bench_app.command()
-def parallel(
-    rest: Rest = None,
-    out: Out = None,
-    smoke: Smoke = False,
-    nproc: Nproc = 1,
-    compare: Compare = None,
-    json: Json = False,
-) -> None:
-    """Planner, balance of ranks, and on several GPUs: collectives and exposed communication.
-
-    Example: gemworks bench parallel --nproc 2 -- gpu
-
-    python -m gemworks.parallel.bench --help lists what can follow --
-    """
-    _bench("parallel", rest, out, smoke, nproc, compare, json)
-
-
-@bench_app.command()
-def netmem(
-    rest: Rest = None,
-    out: Out = None,
-    smoke: Smoke = False,
-    nproc: Nproc = 1,
-    compare: Compare = None,
-    json: Json = False,
-) -> None:
-    """Links, offload, activation budgets, and on two GPUs: copies by copy engines.
-
-    Example: gemworks bench netmem --nproc 2 -- --suite pair
-
-    python -m gemworks.netmem.bench --help lists what can follow --
-    """
-    _bench("netmem", rest, out, smoke, nproc, compare, json)
-
-
-@bench_app.command()
-def layers(
-    rest: Rest = None, out: Out = None, smoke: Smoke = False, compare: Compare = None, json: Json = False
-) -> None:
-    """Local MFU: every layer type of a preset alone, forward and backward.
-
-    Example: gemworks bench layers -- --preset large
-
-    python -m gemworks.gem.layers --help lists what can follow --
-    """
-    _bench("layers", rest, out, smoke, 1, compare, json)
-
-
-@bench_app.command()
-def ladder(
-    rest: Rest = None, out: Out = None, smoke: Smoke = False, compare: Compare = None, json: Json = False
-) -> None:
-    """The ablation ladder: whole training steps, one technique added per row.
-
-    Example: gemworks bench ladder --compare docs/measured/ladder.csv -- --preset large
-
-    python -m gemworks.gem.ladder --help lists what can follow --
-    """
-    _bench("ladder", rest, out, smoke, 1, compare, json)
+for _name, _suite in SUITES.items():
+    _add_command(_name, _suite)
 
 
 def _bench(
@@ -174,7 +145,6 @@ def _bench(
 ) -> None:
     suite = SUITES[name]
     before = None if old is None else read_rows(old)  # a wrong name answers before anything is measured
-    need(suite.module.removesuffix(".bench"), "-".join(suite.module.split(".")[:2]))
     folder = _new_folder(name, out)
     launcher = ["-m"] if nproc == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(nproc), "-m"]
     arguments = [*(suite.smoke if smoke else ()), *(rest or ())]
@@ -192,7 +162,7 @@ def _bench(
                 "comparison": comparison,
             }
         )
-    else:
+    elif rows or code == 0:
         print_rows(rows, name)
         if comparison is not None and old is not None:
             print_comparison(comparison, old)
@@ -200,7 +170,10 @@ def _bench(
     if code != 0:
         for line in last_lines:
             print(line, file=sys.stderr)
-        print_error(f"bench {name}: the program ended with exit code {code}; what failed has no row above")
+        print_error(
+            f"bench {name}: the program ended with exit code {code}; what failed has no row; its output: "
+            f"{folder / 'bench.log'}"
+        )
         raise typer.Exit(WRONG_INPUT if code == WRONG_INPUT else RUN_FAILED)
 
 
@@ -242,18 +215,29 @@ def _run(command: Sequence[str], log: Path, title: str) -> tuple[int, list[str]]
 
 @contextlib.contextmanager
 def _progress(title: str) -> Iterator[tuple[Callable[[str], None], bool]]:
-    """How lines are shown: in a moving status line on a terminal, one after the other elsewhere, always on stderr."""
+    """How lines are shown: as a bar with the last one beside it on a terminal, one after the other elsewhere.
+
+    Always on standard error. A line that starts with `[3/8]` moves the bar; until there is one it only shows that
+    something happens.
+    """
     if not sys.stderr.isatty():
         yield (lambda line: print(line, file=sys.stderr, flush=True)), True
         return
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(title)
-        width = max(20, progress.console.width - 12)
-        yield (lambda line: progress.update(task, description=f"{title}: {line}"[:width])), False
+    text = TextColumn("{task.description}", markup=False)
+    with Progress(TimeElapsedColumn(), BarColumn(20), text, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=None)
+        width = max(20, progress.console.width - 30)  # of the elapsed time and the bar
+
+        def show(line: str) -> None:
+            if step := STEP.match(line):
+                # the step that begins now is not done
+                progress.update(task, completed=int(step[1]) - 1, total=int(step[2]))
+            progress.update(task, description=f"{title}: {line}"[:width])
+
+        yield show, False
 
 
 FIGURES = ("ms", "tflops", "gbps", "roofline_fraction", "ratio_to_best_peer")

@@ -81,8 +81,9 @@ def print_comparison(found: Sequence[Mapping[str, Any]], old: Path) -> None:
 
     order = ("slower", "faster", "new", "gone", "same")
     counts = {verdict: sum(item["verdict"] == verdict for item in found) for verdict in order}
-    table = Table(
-        title=f"against {old}: " + ", ".join(f"{n} {v}" for v, n in counts.items() if n), title_justify="left"
+    console, table = Console(), Table()
+    console.print(
+        f"against {old}: " + ", ".join(f"{n} {v}" for v, n in counts.items() if n), style="italic", highlight=False
     )
     table.add_column("what")
     for name in ("old ms", "new ms", "new / old"):
@@ -95,4 +96,4 @@ def print_comparison(found: Sequence[Mapping[str, Any]], old: Path) -> None:
         verdict = item["verdict"]
         mark = f"[{color[verdict]}]{verdict}[/]" if verdict in color else verdict
         table.add_row(" ".join(str(item[k]) for k in SHOWN_COLUMNS if k in item), *figures, ratio, mark)
-    Console().print(table)
+    console.print(table)

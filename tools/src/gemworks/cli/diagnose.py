@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from gemworks.cli.options import ConfigFile, Json, Preset, Sets
-from gemworks.cli.output import need, print_json, quiet
+from gemworks.cli.output import print_json, quiet
 
 
 def probe(
@@ -41,9 +41,8 @@ def probe(
 
     The recipe is then used by gemworks.precision.convert(model, "recipe.toml").
     """
-    need("gemworks.precision", "gemworks-precision")
     with quiet():
-        from gemworks.precision.probe import probe as run_probe
+        from gemworks.precision import probe as run_probe
 
         made = _call(source)
         options: dict[str, Any] = {"min_sqnr_db": min_sqnr_db, "min_speedup": min_speedup}
@@ -78,7 +77,6 @@ def trace(
     for path in traces:
         if not path.is_file():  # answers before torch is imported
             raise ValueError(f"{str(path)!r}: got no file, expected a trace that torch.profiler exported")
-    need("gemworks.netmem", "gemworks-netmem")
     with quiet():
         from gemworks.netmem.overlap import kernel_table, overlap_report, plot_timeline, rank_waits, read_trace
 
@@ -162,10 +160,11 @@ def mfu(
     if json:
         print_json(result)
     else:
-        _print_mfu(result)
+        print_mfu(result)
 
 
-def _print_mfu(result: dict[str, Any]) -> None:
+def print_mfu(result: dict[str, Any]) -> None:
+    """The table of `gemworks mfu`, and the share in one line."""
     from rich.console import Console
     from rich.table import Table
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import logging
 import os
 import platform
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
+
+from gemworks.cli.remedies import advise, alternatives, ask_nvidia_smi, look_for_gpus, outside_ranges
 
 
 @dataclass(frozen=True)
@@ -27,33 +29,43 @@ class Package:
         module: what to import.
         needed_for: why one would install it; shown when it is missing.
         required: whether training needs it.
+        install: what to tell pip, if that is not the name.
     """
 
     name: str
     module: str
     needed_for: str
     required: bool = False
+    install: str = ""
 
 
 PACKAGES = (
     Package("gemworks-cli", "gemworks.cli", "this command line", required=True),
     Package("gemworks-gem", "gemworks.gem", "the model and its training", required=True),
     Package("gemworks-jagged", "gemworks.jagged", "attention on sequences", required=True),
-    Package("gemworks-precision", "gemworks.precision", "FP8 arithmetic"),
+    Package("gemworks-precision", "gemworks.precision", "FP8 arithmetic", required=True),
     Package("gemworks-parallel", "gemworks.parallel", "training on several processes", required=True),
-    Package("gemworks-netmem", "gemworks.netmem", "activation offload"),
+    Package("gemworks-netmem", "gemworks.netmem", "activation offload", required=True),
     Package("torch", "torch", "everything", required=True),
     Package("torchrec", "torchrec", "embedding tables", required=True),
     Package("fbgemm-gpu", "fbgemm_gpu", "embedding kernels of torchrec", required=True),
-    Package("triton", "triton", "fast kernels on a GPU"),
-    Package("torchx", "torchx", "launching: pip install 'gemworks-gem[launch]'"),
+    Package("triton", "triton", "fast kernels on a GPU", install="gemworks-gem[triton]"),
+    Package("torchx", "torchx", "launching on this machine or a cluster", install="gemworks-gem[launch]"),
     Package("pyarrow", "pyarrow", "parquet data"),
     Package("tensorboard", "tensorboard", "viewing a run's TensorBoard events"),
     Package("matplotlib", "matplotlib", "learning curves"),
+    Package("safetensors", "safetensors", "gemworks checkpoint convert", install="gemworks-gem[export]"),
     Package("torchao", "torchao", "comparing FP8 numerics with a peer"),
-    Package("transformer-engine", "transformer_engine", "a peer's FP8 layers on a GPU"),
+    Package(
+        "transformer-engine",
+        "transformer_engine",
+        "a peer's FP8 layers on a GPU",
+        install="gemworks-precision[transformer-engine]",
+    ),
 )
+Item = TypeVar("Item")
 DTYPES = ("float32", "bfloat16")
+PCIE = ("--query-gpu=uuid,pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader")
 LINEAR_SHAPE = (4096, 4096, 4096)  # rows, in and out features of the layer that stands for all linear layers
 
 
@@ -67,17 +79,20 @@ def examine() -> dict[str, Any]:
         for item in packages
         if item["name"] in required and item["state"] != "ok"
     ]
+    problems += _guarded("versions", lambda: outside_ranges(item["name"] for item in packages), problems)
     devices = _guarded("devices", _devices, problems)
     names = [device["name"] for device in devices]
+    ops = [
+        *_guarded("ops of gemworks.jagged", lambda: _jagged_ops(names), problems),
+        *_guarded("ops of gemworks.precision", lambda: _precision_ops(names), problems),
+    ]
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": packages,
         "devices": devices,
-        "ops": [
-            *_guarded("ops of gemworks.jagged", lambda: _jagged_ops(names), problems),
-            *_guarded("ops of gemworks.precision", lambda: _precision_ops(names), problems),
-        ],
+        "ops": ops,
+        "advice": _guarded("GPUs", lambda: advise(look_for_gpus(), packages, ops), problems),
         "problems": problems,
     }
 
@@ -97,7 +112,9 @@ def look_at(package: Package) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         if version is None and package.module.startswith(error.name or " "):
             prefix = "" if package.required else "optional, "
-            return finding | {"state": "missing", "advice": f"{prefix}for {package.needed_for}"}
+            what = package.install or package.name
+            command = f"pip install '{what}'" if "[" in what else f"pip install {what}"
+            return finding | {"state": "missing", "advice": f"{prefix}for {package.needed_for}: {command}"}
         return finding | {"state": "broken", "advice": _cause(error)}
     except BaseException as error:
         return finding | {"state": "broken", "advice": _cause(error)}
@@ -121,6 +138,29 @@ def _cause(error: BaseException) -> str:
     return f"importing it fails: {type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
 
 
+def links_by_uuid(nvlink: Sequence[str], pcie: Sequence[str]) -> dict[str, str]:
+    """What nvidia-smi says of the links of each GPU, by the GPU's uuid as torch writes it.
+
+    >>> nvlink = ["GPU 0: NVIDIA H200 (UUID: GPU-5a)", "  Link 0: 26.562 GB/s", "  Link 1: 26.562 GB/s"]
+    >>> links_by_uuid(nvlink, ["GPU-5a, 5, 16", "GPU-6b, 4, 8"])
+    {'5a': '2 NVLinks of 26.562 GB/s each way, PCIe 5 x16', '6b': 'PCIe 4 x8'}
+    """
+    rates: dict[str, list[str]] = {}
+    for line in nvlink:
+        if found := re.search(r"UUID: GPU-([\w-]+)", line):
+            rates[found[1]] = []
+        elif rates and (found := re.search(r"Link \d+: ([\d.]+) GB/s", line)):
+            rates[list(rates)[-1]].append(found[1])
+    texts = {}
+    for line in pcie:
+        uuid, generation, width = (word.strip() for word in line.split(","))
+        uuid = uuid.removeprefix("GPU-")
+        each = rates.get(uuid)
+        words = [f"{len(each)} NVLinks of {each[0]} GB/s each way"] if each else []
+        texts[uuid] = ", ".join([*words, f"PCIe {generation} x{width}"])
+    return texts
+
+
 def _devices() -> list[dict[str, Any]]:
     import torch
 
@@ -131,15 +171,17 @@ def _devices() -> list[dict[str, Any]]:
         }
     ]
     num_gpus = torch.cuda.device_count()
+    links = links_by_uuid(ask_nvidia_smi("nvlink", "--status"), ask_nvidia_smi(*PCIE)) if num_gpus else {}
     for index in range(num_gpus):
         peers = [f"cuda:{j}" for j in range(num_gpus) if j != index and torch.cuda.can_device_access_peer(index, j)]
-        links = f", reaches {', '.join(peers)} directly" if peers else ", reaches other GPUs through the host only"
+        reach = f", reaches {', '.join(peers)} directly" if peers else ", reaches other GPUs through the host only"
         properties = torch.cuda.get_device_properties(index)
         devices.append(
             {
                 "name": f"cuda:{index}",
                 "description": f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
-                f"sm_{properties.major}{properties.minor}{links if num_gpus > 1 else ''}",
+                f"sm_{properties.major}{properties.minor}{reach if num_gpus > 1 else ''}",
+                "links": links.get(str(getattr(properties, "uuid", "")), ""),
             }
         )
     return devices
@@ -150,18 +192,37 @@ def _jagged_ops(devices: list[str]) -> list[dict[str, Any]]:
     import torch
     from gemworks import jagged
 
-    names = list(dict.fromkeys(row.op for row in jagged.support()))
+    tables: dict[str, list[tuple[str, str, str]]] = {}
+    for line in jagged.support():  # in the order in which backends are tried
+        tables.setdefault(line.op, []).append((line.backend, line.dtype, line.architecture))
     rows: list[dict[str, Any]] = []
-    for op in names:
+    for op, table in tables.items():
         for device in devices:
             for dtype in DTYPES:
                 row: dict[str, Any] = {"library": "jagged", "op": op, "device": device, "dtype": dtype}
                 try:
                     chosen = jagged.explain(op, dtype=getattr(torch, dtype), device=device)
-                    rows.append(row | {"backend": chosen.backend, "config": chosen.config, "reason": chosen.reason})
                 except Exception as error:
-                    rows.append(row | {"backend": None, "config": None, "reason": " ".join(str(error).split())})
+                    rows.append(row | _none(error))
+                    continue
+                found = {"backend": chosen.backend, "config": chosen.config, "reason": chosen.reason}
+                rows.append(row | found | {"alternatives": alternatives(table, dtype, _place(device), chosen.backend)})
     return rows
+
+
+def _place(device: str) -> str:
+    """ "cpu", or a GPU's architecture such as "sm_90"."""
+    import torch
+
+    if device == "cpu":
+        return device
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def _none(error: Exception) -> dict[str, Any]:
+    reason = " ".join(str(error).split())
+    return {"backend": None, "config": None, "reason": reason, "alternatives": []}
 
 
 def _precision_ops(devices: list[str]) -> list[dict[str, Any]]:
@@ -169,11 +230,15 @@ def _precision_ops(devices: list[str]) -> list[dict[str, Any]]:
 
     `dtype` is the recipe's name. The layer has a shape that every recipe's blocks divide.
     """
-    if importlib.util.find_spec("gemworks.precision") is None:  # optional; the list of packages says that it is missing
-        return []
     from gemworks import precision
+    from gemworks.precision.backends import ORDER
     from gemworks.precision.recipe import PRESETS
 
+    tables: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
+    for place, op, kind, kernel in precision.support_table():
+        tables.setdefault((op, kind), []).append((kernel.partition(":")[0], kind, place))
+    for table in tables.values():
+        table.sort(key=lambda row: ORDER.index(row[0]))
     rows: list[dict[str, Any]] = []
     for device in devices:
         for recipe in PRESETS:
@@ -181,11 +246,12 @@ def _precision_ops(devices: list[str]) -> list[dict[str, Any]]:
             try:
                 explained = precision.explain(LINEAR_SHAPE, recipe, device)
             except Exception as error:
-                reason = " ".join(str(error).split())
-                rows.append(row | {"op": "linear", "backend": None, "config": None, "reason": reason})
+                rows.append(row | {"op": "linear"} | _none(error))
                 continue
             for product, choice in explained.choices:
                 refused = "; ".join(f"not {backend}: {why}" for backend, why in choice.rejected)
+                kind = choice.kind.value
+                better = alternatives(tables[choice.op, kind], kind, _place(device), choice.backend)
                 rows.append(
                     row
                     | {
@@ -193,12 +259,13 @@ def _precision_ops(devices: list[str]) -> list[dict[str, Any]]:
                         "backend": choice.backend,
                         "config": choice.kernel,
                         "reason": refused or "the first choice",
+                        "alternatives": better,
                     }
                 )
     return rows
 
 
-def _guarded(what: str, look: Callable[[], list[dict[str, Any]]], problems: list[str]) -> list[dict[str, Any]]:
+def _guarded(what: str, look: Callable[[], list[Item]], problems: list[str]) -> list[Item]:
     try:
         return look()
     except Exception as error:

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -29,6 +29,9 @@ def print_error(text: str) -> None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Hides what importing other people's packages says about their own future."""
+    from gemworks.gem.process import prepare_process
+
+    prepare_process()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
@@ -96,6 +99,7 @@ def print_checkpoints(result: dict[str, Any], *, tensors: bool) -> None:
 def print_findings(findings: dict[str, Any]) -> None:
     """The tables of `gemworks doctor`."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
@@ -104,11 +108,12 @@ def print_findings(findings: dict[str, Any]) -> None:
         versions.add_column(name)
     for item in findings["packages"]:
         color = {"ok": "green", "missing": "yellow", "broken": "red"}[item["state"]]
-        versions.add_row(item["name"], item["version"] or "", f"[{color}]{item['state']}[/]", item["advice"])
+        versions.add_row(item["name"], item["version"] or "", f"[{color}]{item['state']}[/]", escape(item["advice"]))
     console.print(versions)
     console.print(f"python {findings['python']} on {findings['platform']}", highlight=False)
     for device in findings["devices"]:
-        console.print(f"device {device['name']}: {device['description']}", highlight=False)
+        links = f"; {device['links']}" if device.get("links") else ""
+        console.print(f"device {device['name']}: {device['description']}{links}", highlight=False)
     ops = Table(title="which backend every op would use", title_justify="left")
     for name in ("op", "device", "backend", "dtypes or recipes"):
         ops.add_column(name)
@@ -123,8 +128,29 @@ def print_findings(findings: dict[str, Any]) -> None:
     for key, names in dtypes.items():
         ops.add_row(*key, ", ".join(names))
     console.print(ops)
-    for reason, names in reasons.items():
-        where = "every op" if len(names) == len({key[0] for key in dtypes}) else ", ".join(names)
-        console.print(f"{reason} ({where})", highlight=False, markup=False)
-    for problem in findings["problems"]:
-        console.print(problem, style="red", highlight=False, markup=False)
+    _print_paragraphs("why", [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()])
+    _print_paragraphs(
+        "for faster backends",
+        [
+            f"{', '.join(item['ops'])}: {item['do'] or 'nothing to install'}. {item['why']}"
+            for item in findings["advice"]
+        ]
+        or ["nothing: every op has the best backend that it can have here"],
+    )
+    _print_paragraphs("problems", findings["problems"], style="red")
+
+
+def _print_paragraphs(title: str, paragraphs: Sequence[str], style: str = "") -> None:
+    """A list under a title, folded to the terminal's width between words."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if not paragraphs:
+        return
+    table = Table.grid(padding=(0, 1))
+    for paragraph in paragraphs:
+        table.add_row("-", Text(paragraph, style=style))
+    console = Console()
+    console.print(title, style="italic", highlight=False)
+    console.print(table)

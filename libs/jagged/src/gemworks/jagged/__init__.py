@@ -1,5 +1,6 @@
 """Attention, norms and pooling on packed variable-length sequences, without padding."""
 
+from gemworks.jagged._checks import debug_checks
 from gemworks.jagged.convert import (
     from_cu_seqlens,
     from_keyed,
@@ -20,10 +21,14 @@ from gemworks.jagged.dispatch import Explanation, SupportRow, explain, support
 from gemworks.jagged.jagged import Jagged, next_power_of_two
 from gemworks.jagged.ops.attention_fp8.op import flash_attention_fp8, gdpa_fp8
 from gemworks.jagged.ops.block_attention.op import block_attention, block_attention_qkv
+from gemworks.jagged.ops.block_attention.projected import block_attention_projected
 from gemworks.jagged.ops.block_attention.schedule import BlockSchedule
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias
 from gemworks.jagged.ops.flash_attention.op import flash_attention
+from gemworks.jagged.ops.flash_attention.packed import flash_attention_qkv
+from gemworks.jagged.ops.flash_attention.packed_pool import flash_attention_pool
 from gemworks.jagged.ops.gdpa.activations import Activation
+from gemworks.jagged.ops.gdpa.epilogue import NormEpilogue
 from gemworks.jagged.ops.gdpa.op import gdpa
 from gemworks.jagged.ops.norms.op import layer_norm, rms_norm
 from gemworks.jagged.ops.pooling.op import seed_pool
@@ -46,6 +51,7 @@ __all__ = [
     "BlockSchedule",
     "Explanation",
     "Jagged",
+    "NormEpilogue",
     "Rope",
     "RopeTables",
     "SupportRow",
@@ -53,13 +59,17 @@ __all__ = [
     "apply_rope",
     "attention_flops",
     "block_attention",
+    "block_attention_projected",
     "block_attention_qkv",
     "concat",
     "concat_batch",
+    "debug_checks",
     "expand_rows",
     "explain",
     "flash_attention",
     "flash_attention_fp8",
+    "flash_attention_pool",
+    "flash_attention_qkv",
     "from_cu_seqlens",
     "from_keyed",
     "from_lengths",

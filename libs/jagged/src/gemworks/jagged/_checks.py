@@ -1,10 +1,13 @@
 """Checks of arguments that every op shares. Each message names the argument, what came, what was expected and the fix.
 
-Nothing here reads device memory: values of offsets are checked only when they live on the host.
+Nothing here reads device memory, except in debug mode: values of offsets are checked when they live on the host.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -13,6 +16,32 @@ from torch import Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OFFSET_DTYPES = (torch.int32, torch.int64)
 MAX_HEAD_DIM = 256
+_debug = os.environ.get("GEMWORKS_JAGGED_DEBUG", "0") not in ("", "0")
+
+
+@contextmanager
+def debug_checks(on: bool = True) -> Iterator[None]:
+    """Within it, offsets on a device are read back and checked like those on the host: every op then waits for it.
+
+    GEMWORKS_JAGGED_DEBUG=1 in the environment does the same for a whole process. Compiled code is not checked.
+
+    >>> from gemworks.jagged import debug_checks
+    >>> with debug_checks():
+    ...     pass  # a step that reads rows it should not
+    """
+    global _debug
+    before, _debug = _debug, on
+    try:
+        yield
+    finally:
+        _debug = before
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether debug mode may read `x`: not a fake, a meta or a traced tensor."""
+    if torch.compiler.is_compiling() or not _debug:
+        return False
+    return type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
 
 
 def is_host(x: Tensor) -> bool:
@@ -80,7 +109,7 @@ def check_offsets(
     """Raise ValueError unless `offsets` [B + 1] is a valid row partition of `total` rows.
 
     Values (start, order, end, longest sequence) are checked when the offsets are on the host; on a device only dtype,
-    shape and placement are, because reading them would stall the stream.
+    shape and placement are, because reading them would stall the stream (`debug_checks` reads them nevertheless).
     """
     if not isinstance(offsets, Tensor):
         raise ValueError(f"{name}: got {type(offsets).__name__}, expected a Tensor [B + 1]; use Jagged.from_lengths")
@@ -92,5 +121,5 @@ def check_offsets(
         )
     if device is not None and offsets.device != device:
         raise ValueError(f"{name}: got device {offsets.device}, expected {device}; move it with .to('{device}')")
-    if is_host(offsets):
+    if is_host(offsets) or _is_readable(offsets):
         _check_offset_values(name, tuple(offsets.tolist()), total, max_length)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import wraps
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from gemworks.jagged._packing import Group, Plan, pad_rows, split_groups, unpad_rows
@@ -15,6 +16,8 @@ from torch import Tensor
 
 Align = Literal["top_left", "bottom_right"]
 _UNBOUNDED = 1 << 60
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,19 @@ class Mask:
     @property
     def is_full(self) -> bool:
         return self.left >= _UNBOUNDED and self.right >= _UNBOUNDED
+
+
+def without_autocast(function: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
+    """`function` with autocast off: it names the dtype of every product, and autocast would change it."""
+
+    @wraps(function)
+    def call(x: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
+        if x.device.type not in ("cpu", "cuda"):
+            return function(x, *args, **kwargs)
+        with torch.autocast(x.device.type, enabled=False):
+            return function(x, *args, **kwargs)
+
+    return call
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

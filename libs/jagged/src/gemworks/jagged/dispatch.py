@@ -217,7 +217,7 @@ def explain(
     gdpa: reference (gluon does not take torch.float64; triton does not take torch.float64; takes float64 on cpu)
     >>> explain("gdpa", architecture="sm_90", head_dim=128).backend
     'gluon'
-    >>> explain("gdpa", architecture="sm_90", head_dim=128, features=("masked",)).backend
+    >>> explain("flash_attention", architecture="sm_90", head_dim=128, features=("bias",)).backend
     'triton'
     """
     if op not in OPS:
@@ -242,10 +242,9 @@ def explain(
                 "shared_query" in features or op == "seed_pool",
                 "grouped" in features,
                 max_length_k,
+                biased="bias" in features,
             )
-            if "bias" in features:
-                refusal = "has no bias"
-            elif rule.backend == "gluon":
+            if rule.backend == "gluon":
                 refusal = table.gluon_refusal("forward", shape, place)
             steps = {step: table.choose(step, shape, place) for step in table.STEPS}
             fused = table.choose_fused(shape, place)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from gemworks.jagged._checks import check_offsets
+from gemworks.jagged.schedule_op import bounds_width, num_places, parse_height, tile_schedule
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -71,31 +71,17 @@ class TileSchedule:
             "offsets", with_offsets, total=total_q if offsets_q is not None else total_k or 0, max_length=None
         )
         b = with_offsets.shape[0] - 1 if num_sequences is None else num_sequences
-        device = with_offsets.device
-        steps = torch.arange(b + 1, device=device, dtype=torch.int32)
+        rows_q = -1
         if offsets_q is None:
-            q, total_q = steps * total_q, b * total_q
-        else:
-            q = offsets_q.to(torch.int32)
+            rows_q, total_q = total_q, b * total_q
         if rows_k is not None:
-            k, total_k = steps * rows_k, b * rows_k
+            offsets_k, total_k = None, b * rows_k
         elif offsets_k is None:
-            k, total_k = q, total_q
-        else:
-            k, total_k = offsets_k.to(torch.int32), total_q if total_k is None else total_k
-        bounds = torch.stack([_extend(q, total_q), _extend(q, None), _extend(k, total_k), _extend(k, None)])
-        rows, streamed = bounds[::2, : b + 2].diff(), bounds[1::2, : b + 2].diff()  # [2, B + 1] of q and of k
-        same = rows_k is None and offsets_k is None
-        orders: dict[int, Tensor] = {}
-        tensors = [bounds]
-        for name in heights.split():
-            side, height = _parse(name)
-            mine, total = (0, total_q) if side == "q" else (1, total_k)
-            key = 0 if same else mine
-            if key not in orders:
-                orders[key] = _order(streamed[1 - mine])
-            tensors.append(_tiles(rows[mine], orders[key], total, height))
-        return cls(tuple(tensors), heights)
+            offsets_k, total_k = offsets_q, total_q
+        return cls(
+            _build(offsets_q, offsets_k, b, total_q, total_q if total_k is None else total_k, rows_q, rows_k, heights),
+            heights,
+        )
 
     @property
     def bounds(self) -> Tensor:
@@ -108,42 +94,34 @@ class TileSchedule:
 
     def with_height(self, height: str, total: int) -> TileSchedule:
         """This schedule with one more height; `total` is the number of rows of that side."""
-        side, rows = _parse(height)
-        b = self.bounds.shape[1]
-        mine, other = (0, 3) if side == "q" else (2, 1)
-        tiles = _tiles(self.bounds[mine, :b].diff(), _order(self.bounds[other, :b].diff()), total, rows)
+        side, _ = parse_height(height)
+        # Rows past the end are the last sequence already, so the number of sequences is one less than there are.
+        q, k = (self.bounds[0], self.bounds[3]) if side == "q" else (self.bounds[1], self.bounds[2])
+        tiles = _build(q, k, q.shape[0] - 1, total, total, -1, None, height)[1]
         return TileSchedule((*self.tensors, tiles), f"{self.heights} {height}".strip())
 
 
-def _parse(name: str) -> tuple[str, int]:
-    side, rows = name[:1], name[1:]
-    if side not in ("q", "k") or not rows.isdigit() or int(rows) < 16:
-        raise ValueError(f"heights: got {name!r}, expected names such as 'q128' or 'k64', separated by spaces")
-    return side, int(rows)
-
-
-def _extend(offsets: Tensor, total: int | None) -> Tensor:
-    """[S]: offsets, then the end of the last sequence again, or of the tensor; padded with the last value."""
-    size = (offsets.shape[0] + 1 + 3) // 4 * 4  # rows of 16 bytes, so that every batch looks alike to the compiler
-    tail = offsets[-1:].expand(size - offsets.shape[0])
-    return torch.cat([offsets, tail if total is None else torch.full_like(tail, total)])
-
-
-def _order(other: Tensor) -> Tensor:
-    """Sequences in falling order of what one of their tiles costs: the other side's length."""
-    return torch.argsort(other, descending=True, stable=True)
-
-
-def _tiles(rows: Tensor, order: Tensor, total: int, height: int) -> Tensor:
-    """The sequences in that order, each cut into tiles."""
-    num_sequences = rows.shape[0]
-    capacity = (total // height + num_sequences + 3) // 4 * 4
-    count = (rows[order] + (height - 1)) // height
-    end = count.cumsum(0)
-    tile = torch.arange(capacity, device=rows.device)
-    at = torch.searchsorted(end, tile, right=True).clamp_(max=num_sequences - 1)
-    row = (tile - (end - count)[at]) * height
-    return torch.stack([order[at], row, end[-1:].expand(capacity)]).to(torch.int32)
+def _build(
+    offsets_q: Tensor | None,
+    offsets_k: Tensor | None,
+    num_sequences: int,
+    total_q: int,
+    total_k: int,
+    rows_q: int,
+    rows_k: int | None,
+    heights: str,
+) -> tuple[Tensor, ...]:
+    """The bounds and the tiles of each height, as views of what one op writes."""
+    flat = tile_schedule(
+        offsets_q, offsets_k, num_sequences, total_q, total_k, rows_q, -1 if rows_k is None else rows_k, heights
+    )
+    width = bounds_width(num_sequences)
+    tensors, begin = [flat[: 4 * width].view(4, width)], 4 * width
+    for side, height in map(parse_height, heights.split()):
+        places = num_places(total_q if side == "q" else total_k, num_sequences, height)
+        tensors.append(flat[begin : begin + 3 * places].view(3, places))
+        begin += 3 * places
+    return tuple(tensors)
 
 
 def _flatten(s: TileSchedule) -> tuple[list[Any], str]:

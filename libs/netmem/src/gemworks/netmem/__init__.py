@@ -1,5 +1,6 @@
 """Network and memory planned together: budgets, offload, SM-free collectives."""
 
+from gemworks.netmem.arbiter import CopyArbiter
 from gemworks.netmem.arena import PinnedArena
 from gemworks.netmem.budget import CHOICES, Option, Pace, Plan, Region, StepProfile, evaluate
 from gemworks.netmem.codec import Bf16Codec, Codec, Fp8Codec, MXFP8Codec, explain_codec, get_codec
@@ -39,6 +40,7 @@ __all__ = [
     "Codec",
     "CodecError",
     "CollectiveMismatchError",
+    "CopyArbiter",
     "CopyEngineAllGather",
     "CopyEngineReduceScatter",
     "Fp8Codec",

@@ -13,14 +13,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from gemworks.netmem.codec import Codec, decode_checked, get_codec, kernel_layout
-from gemworks.netmem.errors import CollectiveMismatchError
+from gemworks.netmem.errors import CodecError, CollectiveMismatchError
 
 _MAX_DIMS = 8
+_MAX_LAYOUTS = 256
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -54,10 +55,6 @@ def _all_gather(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | N
     gather(out, x, group=group)
 
 
-def _joined(pieces: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=device)
-
-
 class QuantizedCollective:
     """Collectives of one group with coded payloads.
 
@@ -68,8 +65,6 @@ class QuantizedCollective:
             that errors don't add up over steps (Seide et al., "1-bit stochastic gradient descent", Interspeech 2014).
         check: `"always"`: compare shapes across the ranks in every call, one small all-gather and one host
             synchronisation; `"never"`: trust the caller.
-        fused_sum: in `reduce_scatter`, decode and add in one Triton kernel where the codec has one. Off by default: the
-            kernel has the definition's bits under the interpreter and has not been run on a GPU yet.
 
     Every method is a collective: all ranks of the group call it in the same order.
     """
@@ -81,14 +76,13 @@ class QuantizedCollective:
         *,
         error_feedback: bool = False,
         check: Literal["always", "never"] = "always",
-        fused_sum: bool = False,
     ) -> None:
         if check not in ("always", "never"):
             raise ValueError(f"check: expected 'always' or 'never', got {check!r}")
         self._group = group
         self._codec = get_codec(codec)
         self._check = check
-        self._fused_sum = fused_sum
+        self._layouts: dict[tuple[Any, ...], list[tuple[torch.Size, torch.dtype]]] = {}
         self._feedback = error_feedback
         self._residuals: dict[str, torch.Tensor] = {}
         self._rank = dist.get_rank(group)
@@ -148,11 +142,38 @@ class QuantizedCollective:
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def _encode(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The bytes of a message, in pieces, uint8; together `codec.nbytes`."""
-        if x.numel() == 0:
-            return []
-        return [c.contiguous().view(-1).view(torch.uint8) for c in self._codec.encode(x.contiguous())]
+    def _encode(self, parts: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, list[int]]:
+        """The messages of the parts, one after the other, uint8; and their sizes."""
+        sizes = [self._nbytes(p.shape, p.dtype) for p in parts]
+        joined = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        for part, message in zip(parts, torch.split(joined, sizes), strict=True):
+            if part.numel() == 0:
+                continue
+            layout = self._kernel_layout(message, part.shape, part.dtype)
+            if layout is not None:
+                from gemworks.netmem import kernel_codec
+
+                kernel_codec.encode(part, *layout, out=_halves(message, part.numel(), layout[1]))
+                continue
+            pieces = [c.contiguous().view(-1).view(torch.uint8) for c in self._codec.encode(part.contiguous())]
+            if sum(p.numel() for p in pieces) != message.numel():
+                raise CodecError(
+                    f"codec {self._codec.name!r}: nbytes() says {message.numel()} for {tuple(part.shape)} "
+                    f"{part.dtype}, encode() gave {sum(p.numel() for p in pieces)}"
+                )
+            torch.cat(pieces, out=message)
+        return joined, sizes
+
+    def _kernel_layout(
+        self, message: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
+    ) -> tuple[int, bool] | None:
+        """As `codec.kernel_layout`, for a message whose scales the kernels can reach: float32 ones lie at multiples of
+        4.
+        """
+        layout = kernel_layout(self._codec, shape, dtype, message.device)
+        if layout is None or layout[1]:
+            return layout
+        return layout if (message.storage_offset() + torch.Size(shape).numel()) % 4 == 0 else None
 
     def _decode(
         self, message: torch.Tensor, shape: Sequence[int], coded: torch.dtype, dtype: torch.dtype
@@ -160,10 +181,8 @@ class QuantizedCollective:
         """What a message of a tensor of dtype `coded` says, in `dtype`."""
         if message.numel() == 0:
             return torch.empty(tuple(shape), dtype=dtype, device=message.device)
-        # what the codes look like follows from the shape: ask the codec, on an empty device
-        layout = [(c.shape, c.dtype) for c in self._codec.encode(torch.zeros(tuple(shape), dtype=coded, device="meta"))]
         codes, start = [], 0
-        for code_shape, code_dtype in layout:
+        for code_shape, code_dtype in self._layout(shape, coded):
             size = code_shape.numel() * code_dtype.itemsize
             piece = message[start : start + size]
             # a piece may start at an odd byte, which no wider type can view
@@ -173,35 +192,58 @@ class QuantizedCollective:
             start += size
         return decode_checked(self._codec, tuple(codes), shape, dtype, message.device)
 
+    def _layout(self, shape: Sequence[int], dtype: torch.dtype) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shapes and dtypes of the codes. They follow from the tensor's: ask the codec once, without data. Asking takes
+        milliseconds.
+        """
+        key = (*shape, dtype)
+        if key not in self._layouts:
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            empty = torch.zeros(tuple(shape), dtype=dtype, device="meta")
+            self._layouts[key] = [(c.shape, c.dtype) for c in self._codec.encode(empty)]
+        return self._layouts[key]
+
+    def _decode_into(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """What a message of a tensor of `out`'s shape and dtype says."""
+        layout = self._kernel_layout(message, out.shape, out.dtype) if message.numel() else None
+        if layout is None:
+            out.copy_(self._decode(message, out.shape, out.dtype, out.dtype))
+            return
+        from gemworks.netmem import kernel_codec
+
+        kernel_codec.decode(*_halves(message, out.numel(), layout[1]), *layout, out.dtype, out=out.view(-1))
+
     def _sum(
         self, received: torch.Tensor, sizes: list[int], shape: Sequence[int], dtype: torch.dtype, mean: bool
     ) -> torch.Tensor:
         """The messages of all ranks, decoded and added in float32 in rank order."""
-        numel = torch.Size(shape).numel()
-        layout = kernel_layout(self._codec, shape, dtype, received.device)
-        if self._fused_sum and layout is not None and (layout[1] or (sizes[0] % 4 == 0 and numel % 4 == 0)):
+        messages = torch.split(received, sizes)
+        layouts = {self._kernel_layout(message, shape, dtype) for message in messages}
+        layout = layouts.pop() if len(layouts) == 1 else None
+        if layout is not None and received.numel():
             from gemworks.netmem import kernel_codec
 
+            numel = torch.Size(shape).numel()
             return kernel_codec.decode_sum(received, self._world, numel, *layout, dtype, mean).view(tuple(shape))
         total = torch.zeros(tuple(shape), dtype=torch.float32, device=received.device)
-        for message in torch.split(received, sizes):
+        for message in messages:
             total += self._decode(message, shape, dtype, torch.float32)
         return (total / self._world if mean else total).to(dtype)
 
-    def _exchange(
-        self, messages: list[list[torch.Tensor]], received_bytes: list[int], device: torch.device
-    ) -> torch.Tensor:
+    def _exchange(self, messages: torch.Tensor, sizes: list[int], received_bytes: list[int]) -> torch.Tensor:
         """Message i to rank i; the messages from all ranks, one after the other."""
-        pieces = [piece for message in messages for piece in message]
-        received = torch.empty(sum(received_bytes), dtype=torch.uint8, device=device)
+        received = messages.new_empty(sum(received_bytes))
         dist.all_to_all_single(
-            received,
-            _joined(pieces, device),
-            output_split_sizes=received_bytes,
-            input_split_sizes=[sum(piece.numel() for piece in message) for message in messages],
-            group=self._group,
+            received, messages, output_split_sizes=received_bytes, input_split_sizes=sizes, group=self._group
         )
         return received
+
+    def _note_traffic(self, sizes: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
+        others = [i for i in range(self._world) if i != self._rank]
+        self.traffic = Traffic(
+            sum(sizes[i] for i in others), sum(parts[i].numel() * parts[i].element_size() for i in others)
+        )
 
     def _nbytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         return self._codec.nbytes(shape, dtype) if torch.Size(shape).numel() else 0
@@ -222,14 +264,13 @@ class QuantizedCollective:
             ValueError: unsupported dtype or number of dims.
         """
         self._agree("all_gather", x, [0] * self._world)
-        pieces = self._encode(x)
-        message = _joined(pieces, x.device)
+        message, _ = self._encode([x], x.device)
         everyone = message.new_empty(self._world * message.numel())
         if message.numel():
             _all_gather(everyone, message, self._group)
         out = torch.empty((self._world * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
         for m, part in zip(everyone.view(self._world, -1), torch.chunk(out, self._world), strict=False):
-            part.copy_(self._decode(m, x.shape, x.dtype, x.dtype))
+            self._decode_into(m, part)
         self.traffic = Traffic((self._world - 1) * message.numel(), (self._world - 1) * x.numel() * x.element_size())
         return out
 
@@ -257,25 +298,17 @@ class QuantizedCollective:
         source = x if residual is None else (x.float() + residual).to(x.dtype)
         rows = split_rows(x.shape[0], self._world)
         parts = list(torch.split(source, rows))
-        messages = [self._encode(p) for p in parts]
+        messages, sent_bytes = self._encode(parts, x.device)
         if self._feedback:
-            sent = torch.cat(
-                [
-                    self._decode(_joined(m, x.device), p.shape, x.dtype, torch.float32)
-                    for m, p in zip(messages, parts, strict=True)
-                ]
-            )
+            split = zip(torch.split(messages, sent_bytes), parts, strict=True)
+            sent = torch.cat([self._decode(m, p.shape, x.dtype, torch.float32) for m, p in split])
             # the sum before rounding to x's dtype, so that this rounding is fed back too
             exact = x.float() if residual is None else x.float() + residual
             self._residuals[key] = exact - sent
         shape = (rows[self._rank], *x.shape[1:])
         sizes = [self._nbytes(shape, x.dtype)] * self._world
-        received = self._exchange(messages, sizes, x.device)
-        others = [i for i in range(self._world) if i != self._rank]
-        self.traffic = Traffic(
-            sum(piece.numel() for i in others for piece in messages[i]),
-            sum(parts[i].numel() for i in others) * x.element_size(),
-        )
+        received = self._exchange(messages, sent_bytes, sizes)
+        self._note_traffic(sent_bytes, parts)
         return self._sum(received, sizes, shape, x.dtype, mean)
 
     def all_to_all(self, x: torch.Tensor, input_splits: Sequence[int], output_splits: Sequence[int]) -> torch.Tensor:
@@ -309,13 +342,17 @@ class QuantizedCollective:
                         "exchange the splits first"
                     )
         parts = list(torch.split(x, splits))
-        messages = [self._encode(p) for p in parts]
+        messages, sent_bytes = self._encode(parts, x.device)
         shapes = [(n, *x.shape[1:]) for n in expected]
         sizes = [self._nbytes(s, x.dtype) for s in shapes]
-        received = torch.split(self._exchange(messages, sizes, x.device), sizes)
-        others = [i for i in range(self._world) if i != self._rank]
-        self.traffic = Traffic(
-            sum(piece.numel() for i in others for piece in messages[i]),
-            sum(parts[i].numel() for i in others) * x.element_size(),
-        )
-        return torch.cat([self._decode(m, s, x.dtype, x.dtype) for m, s in zip(received, shapes, strict=True)])
+        received = torch.split(self._exchange(messages, sent_bytes, sizes), sizes)
+        self._note_traffic(sent_bytes, parts)
+        out = torch.empty((sum(expected), *x.shape[1:]), dtype=x.dtype, device=x.device)
+        for message, part in zip(received, torch.split(out, expected), strict=True):
+            self._decode_into(message, part)
+        return out
+
+
+def _halves(message: torch.Tensor, numel: int, mx: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a message."""
+    return message[:numel], message[numel:] if mx else message[numel:].view(torch.float32)

@@ -11,24 +11,27 @@ Where symmetric memory can't be had, FSDP2 gets the ordinary all-gather, with a 
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import warnings
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from gemworks.netmem.codec import has_triton
 from gemworks.netmem.overlap import Activity, Trace, read_trace
+from gemworks.netmem.symmetric import (
+    NUM_BUFFERS,
+    ReduceScatterRings,
+    SymmetricHandle,
+    SymmetricMemory,
+    SymmetricRings,
+    copy_engine_problem,
+)
 from torch import nn
 
-# Each size gets a ring of this many buffers: one being filled, one being copied out, one that FSDP2 still holds, one
-# to spare.
-NUM_BUFFERS = 4
 # a reduce-scatter goes in pieces: the pull of one hides the sum of another
 _MAX_PIECES = 8
 _MIN_PIECE_BYTES = 8 << 20
@@ -38,120 +41,7 @@ _FSDP_COPY = re.compile(
 )
 
 
-class SymmetricHandle(Protocol):
-    """What `torch.distributed._symmetric_memory.rendezvous` returns."""
-
-    def barrier(self, channel: int = 0) -> None: ...
-
-    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor: ...
-
-
-class SymmetricMemory(Protocol):
-    """Allocation and rendezvous of symmetric memory."""
-
-    def empty(self, num_bytes: int, device: torch.device) -> torch.Tensor: ...
-
-    def rendezvous(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> SymmetricHandle: ...
-
-
-class _TorchSymmetricMemory:
-    def empty(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        import torch.distributed._symmetric_memory as symm_mem
-
-        return symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
-
-    def rendezvous(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> SymmetricHandle:
-        import torch.distributed._symmetric_memory as symm_mem
-
-        return symm_mem.rendezvous(buffer, group.group_name)  # type: ignore[return-value]
-
-
-def copy_engine_problem(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why copy-engine collectives can't run on this group, or None if they can."""
-    if device.type != "cuda":
-        return f"tensors are on {device.type}, copy engines are a GPU's"
-    if not hasattr(dist, "is_nccl_available") or not dist.is_nccl_available():
-        return "this torch has no NCCL"
-    if group.size() > torch.cuda.device_count():
-        num_gpus = torch.cuda.device_count()
-        return f"{group.size()} ranks on {num_gpus} visible GPUs: the group spans hosts, RDMA is not built"
-    index = device.index or 0
-    apart = [i for i in range(group.size()) if i != index and not torch.cuda.can_device_access_peer(index, i)]
-    if apart:
-        return f"GPU {index} can't access the memory of GPUs {apart}"
-    return None
-
-
-@dataclass
-class _Buffer:
-    data: torch.Tensor
-    handle: SymmetricHandle
-    user: weakref.ref[torch.Tensor] | None = None
-    # after the last collective over it: no peer touches it any more
-    done: torch.cuda.Event | None = None
-
-
-class _Rings:
-    """Rings of symmetric buffers, one per size. All ranks ask in the same order, so a fixed order of use agrees."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        *,
-        num_buffers: int = NUM_BUFFERS,
-        memory: SymmetricMemory | None = None,
-    ) -> None:
-        if num_buffers < 2:
-            raise ValueError(f"num_buffers: expected at least 2, got {num_buffers}")
-        self._group, self._device, self._num = group, device, num_buffers
-        self._memory = memory or _TorchSymmetricMemory()
-        self._rings: dict[int, list[_Buffer]] = {}
-        self._next: dict[int, int] = {}
-        self._compute = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    def _take(self, size: Sequence[int | torch.SymInt], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        num_bytes = math.prod(int(n) for n in size) * dtype.itemsize
-        ring = self._rings.setdefault(num_bytes, [])
-        if len(ring) < self._num:
-            data = self._memory.empty(max(num_bytes, 16), device)
-            ring.append(_Buffer(data, self._memory.rendezvous(data, self._group)))
-            buffer = ring[-1]
-        else:
-            # a fixed order, not "whichever is free": ranks have to agree without talking
-            index = self._next.get(num_bytes, 0)
-            self._next[num_bytes] = (index + 1) % self._num
-            buffer = ring[index]
-            if buffer.user is not None and buffer.user() is not None:
-                raise RuntimeError(
-                    f"num_buffers: all {self._num} buffers of {num_bytes} bytes are in use; pass more, or prefetch "
-                    f"less deep"
-                )
-            if self._compute is not None:
-                # the last owner's copy-out was issued to the compute stream before it let the buffer go
-                event = torch.cuda.Event()
-                event.record(self._compute)
-                torch.cuda.current_stream(device).wait_event(event)
-                if buffer.done is not None:
-                    torch.cuda.current_stream(device).wait_event(buffer.done)
-        out = buffer.data[:num_bytes].view(dtype).view(tuple(int(n) for n in size))
-        buffer.user = weakref.ref(out)
-        return out
-
-    def _buffer_of(self, tensor: torch.Tensor) -> _Buffer:
-        for ring in self._rings.values():
-            for buffer in ring:
-                if buffer.data.data_ptr() == tensor.data_ptr():
-                    return buffer
-        raise ValueError("tensor: expected one from allocate(), got another one")
-
-    def _mark_done(self, buffer: _Buffer) -> None:
-        if self._compute is not None:
-            buffer.done = torch.cuda.Event()
-            buffer.done.record(torch.cuda.current_stream(self._device))
-
-
-class CopyEngineAllGather(_Rings):
+class CopyEngineAllGather(SymmetricRings):
     """An all-gather in FSDP2's `AllGather` interface (`allocate` and call), over symmetric memory.
 
     Args:
@@ -169,7 +59,7 @@ class CopyEngineAllGather(_Rings):
         Raises:
             RuntimeError: the oldest buffer of the ring is still in use; more are needed.
         """
-        return self._take(size, dtype, device)
+        return self.take(size, dtype, device)
 
     def __call__(
         self,
@@ -186,7 +76,7 @@ class CopyEngineAllGather(_Rings):
         world, rank, n = group.size(), group.rank(), input_tensor.numel()
         if n == 0 and output_tensor.numel() == 0:
             return None
-        buffer = self._buffer_of(output_tensor)
+        buffer = self.buffer_of(output_tensor)
         handle = buffer.handle
         if output_tensor.numel() != world * n:
             raise ValueError(
@@ -201,11 +91,11 @@ class CopyEngineAllGather(_Rings):
             peer = (rank + step) % world
             handle.get_buffer(peer, (n,), output_tensor.dtype, rank * n).copy_(own, non_blocking=True)
         handle.barrier(channel=1)
-        self._mark_done(buffer)
+        self.mark_done(buffer)
         return None
 
 
-class CopyEngineReduceScatter(_Rings):
+class CopyEngineReduceScatter(ReduceScatterRings):
     """A reduce-scatter in FSDP2's `ReduceScatter` interface: copy engines bring the peers' parts, one kernel adds them.
 
     Copy engines can't add, so this rank pulls its part of every peer's input into a staging buffer and adds the W
@@ -226,22 +116,7 @@ class CopyEngineReduceScatter(_Rings):
         memory: SymmetricMemory | None = None,
     ) -> None:
         super().__init__(group, device, num_buffers=num_buffers, memory=memory)
-        self._output_size: int | None = None
         self._pull_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """FSDP2 asks for the input first and for the output next; only the input has to be symmetric.
-
-        Raises:
-            RuntimeError: as `CopyEngineAllGather.allocate`.
-        """
-        numel = math.prod(int(n) for n in size)
-        if numel == self._output_size:
-            self._output_size = None
-            # gradients are views of it and live long: it must not come from a ring
-            return torch.empty(tuple(int(n) for n in size), dtype=dtype, device=device)
-        self._output_size = numel // self._group.size()
-        return self._take(size, dtype, device)
 
     def __call__(
         self,
@@ -258,16 +133,10 @@ class CopyEngineReduceScatter(_Rings):
                 AVG.
         """
         world, rank, n = group.size(), group.rank(), output_tensor.numel()
-        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ValueError(f"op: expected ReduceOp.SUM or ReduceOp.AVG, got {op}")
-        if n == 0 and input_tensor.numel() == 0:
+        buffer = self.checked_input(output_tensor, input_tensor, world, op)
+        if buffer is None:
             return None
-        buffer = self._buffer_of(input_tensor)
         handle = buffer.handle
-        if input_tensor.numel() != world * n:
-            raise ValueError(
-                f"input_tensor: expected {world * n} elements, {world} times the output, got {input_tensor.numel()}"
-            )
         own, output = input_tensor.view(-1)[rank * n : (rank + 1) * n], output_tensor.view(-1)
         parts = input_tensor.new_empty((world, n))
         mean = op == dist.ReduceOp.AVG
@@ -279,7 +148,7 @@ class CopyEngineReduceScatter(_Rings):
                 torch.cuda.current_stream(self._device).wait_event(event)
             _sum_parts(own[start:end], parts[:, start:end], rank, output[start:end], mean)
         handle.barrier(channel=3)  # nobody reads this rank's input any more
-        self._mark_done(buffer)
+        self.mark_done(buffer)
         return None
 
     def _pull(

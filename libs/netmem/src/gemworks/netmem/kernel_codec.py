@@ -197,19 +197,30 @@ def _shape(numel: int, block: int) -> tuple[int, dict[str, int]]:
     return num_blocks, {"BLOCK": block, "P": padded, "R": rows, "MASK": mask}
 
 
-def encode(x: torch.Tensor, block: int, mx: bool, *, hardware: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(
+    x: torch.Tensor,
+    block: int,
+    mx: bool,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    hardware: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 `[numel]` and one scale per block of the elements of x in row-major order.
 
     Args:
         x: float32, bf16 or fp16, on a GPU; contiguous, or it is copied.
         block: elements per scale, at most `MAX_BLOCK`.
         mx: E8M0 scale bytes instead of float32 scales.
+        out: codes and scales to write, contiguous.
         hardware: False under the interpreter.
     """
     x = x.contiguous()
     num_blocks, constants = _shape(x.numel(), block)
-    codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
-    scales = torch.empty(num_blocks, dtype=torch.uint8 if mx else torch.float32, device=x.device)
+    codes, scales = out or (
+        torch.empty(x.numel(), dtype=torch.uint8, device=x.device),
+        torch.empty(num_blocks, dtype=torch.uint8 if mx else torch.float32, device=x.device),
+    )
+    assert (codes.numel(), scales.numel()) == (x.numel(), num_blocks), (codes.shape, scales.shape)
     grid = (triton.cdiv(num_blocks, constants["R"]),)
     with torch.cuda.device_of(x):
         encode_kernel[grid](
@@ -265,6 +276,8 @@ def decode_sum(
             MX=mx,
             MEAN=mean,
             num_warps=NUM_WARPS,
+            # the definition rounds each product before it adds
+            enable_fp_fusion=False,
             **constants,
         )
     return out

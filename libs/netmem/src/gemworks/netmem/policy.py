@@ -3,11 +3,13 @@
 A region is a module. In eager, recompute is activation checkpointing (whole, or selective: products and attention are
 kept and the cheap rest is recomputed). Under `torch.compile` a region is one compiled block and recompute is the
 partitioner's memory budget for it: 1.0 keep, 0.0 recompute, 0.5 the half of it; `recompute@0.25` names any other.
-Quantise and offload are saved-tensor hooks around either kind; `quantise_fused` is in the compiled code itself.
+Quantise and offload are saved-tensor hooks around either kind; `quantise_fused` is in the compiled code itself, and
+`quantise_fused@0.5` is both at once: the half of the activations, coded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,7 +35,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # Share of the partitioner's default memory that a compiled region keeps.
-PARTITIONER_BUDGETS = {KEEP: 1.0, RECOMPUTE_CHEAP: 0.5, RECOMPUTE: 0.0}
+PARTITIONER_BUDGETS = {KEEP: 1.0, RECOMPUTE_CHEAP: 0.5, RECOMPUTE: 0.0, QUANTISE_FUSED: 1.0}
+# Graphs of one code object that dynamo may hold while a policy is on or is profiled: one per choice and kind of region.
+# Its own limit, 8, is a guard against code that never stops recompiling.
+MAX_GRAPHS = 128
 # Results that selective recomputation keeps: what costs matrix products to make again.
 EXPENSIVE_OPS = frozenset(
     getattr(torch.ops.aten, name).default
@@ -73,7 +78,7 @@ def compile_with_budget(
     Args:
         forward: the region.
         budget: 0..1: share of the activations that the partitioner may keep, compared with its default strategy.
-        quantise: keep what the graph saves for backward as FP8 rows (`fused.quantise_in_graph`); lossy.
+        quantise: keep what the graph saves for backward as FP8 (`fused.quantise_in_graph`); lossy.
         compile_kwargs: for `torch.compile`. `fullgraph=True` is the default, because a budget belongs to a whole graph.
 
     Raises:
@@ -86,11 +91,22 @@ def compile_with_budget(
         kwargs["backend"] = _backend(budget, quantise, kwargs.get("backend"))
         return torch.compile(forward, **kwargs)
 
+    # a closure's float turns symbolic as soon as the same code is compiled with another one, which an annotation can't
+    # be; a string is a constant
+    text = repr(float(budget))
+
     def annotated(*args: Any, **kw: Any) -> Any:
-        with torch.autograd.graph.region_activation_memory_budget(budget):
+        with torch.autograd.graph.region_activation_memory_budget(float(text)):
             return forward(*args, **kw)
 
     return torch.compile(annotated if budget != 1.0 else forward, **kwargs)
+
+
+def room_for_graphs() -> contextlib.AbstractContextManager[Any]:
+    """Lets dynamo hold a graph per choice of the same code; with `fullgraph` its usual limit is an error."""
+    from torch._dynamo import config
+
+    return config.patch(recompile_limit=max(config.recompile_limit, MAX_GRAPHS))  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -132,14 +148,14 @@ def partitioner_budget(choice: str) -> float | None:
     """The partitioner's budget that a choice stands for, or None for other choices.
 
     Raises:
-        ValueError: `recompute@x` with an x that is no number within 0..1.
+        ValueError: `recompute@x` or `quantise_fused@x` with an x that is no number within 0..1.
 
-    >>> partitioner_budget("recompute@0.25"), partitioner_budget("keep"), partitioner_budget("offload")
-    (0.25, 1.0, None)
+    >>> [partitioner_budget(c) for c in ("recompute@0.25", "quantise_fused@0.5", "keep", "offload")]
+    [0.25, 0.5, 1.0, None]
     """
-    if not choice.startswith(RECOMPUTE + "@"):
+    name, at, text = choice.partition("@")
+    if not at or name not in (RECOMPUTE, QUANTISE_FUSED):
         return PARTITIONER_BUDGETS.get(choice)
-    text = choice.removeprefix(RECOMPUTE + "@")
     try:
         budget = float(text)
     except ValueError:
@@ -169,17 +185,19 @@ def treated_forward(
 ) -> Callable[..., Any]:
     """The forward of a region under a choice. See `apply_policy`."""
     budget = partitioner_budget(choice)
-    if budget is None and choice not in (*CHOICES, QUANTISE_FUSED):
-        raise ValueError(f"choice: got {choice!r}, expected one of {(*CHOICES, QUANTISE_FUSED)} or 'recompute@0.25'")
+    if budget is None and choice not in CHOICES:
+        raise ValueError(
+            f"choice: got {choice!r}, expected one of {(*CHOICES, QUANTISE_FUSED)}, 'recompute@0.25' or "
+            f"'quantise_fused@0.5'"
+        )
     if choice in (QUANTISE, OFFLOAD, QUANTISE_OFFLOAD) and engine is None:
         raise ValueError(f"engine: choice {choice!r} needs an OffloadEngine, got None")
     if compile_kwargs is not None:
-        inner = compile_with_budget(
-            forward, 1.0 if budget is None else budget, quantise=choice == QUANTISE_FUSED, **compile_kwargs
-        )
-        if budget is not None or choice == QUANTISE_FUSED:
+        fused = choice.startswith(QUANTISE_FUSED)
+        inner = compile_with_budget(forward, 1.0 if budget is None else budget, quantise=fused, **compile_kwargs)
+        if budget is not None:
             return inner
-    elif choice == QUANTISE_FUSED or (budget is not None and choice not in CHOICES):
+    elif budget is not None and choice not in CHOICES:
         raise ValueError(f"compile_kwargs: choice {choice!r} is made while a region is compiled, got None")
     else:
         inner = forward
@@ -293,6 +311,10 @@ def apply_policy(
     undo: list[Callable[[], None]] = []
     applied = AppliedPolicy(dict(choices), undo)
     try:
+        if compile_kwargs is not None:
+            room = contextlib.ExitStack()
+            undo.append(room.close)
+            room.enter_context(room_for_graphs())
         for name, choice in choices.items():
             module = find_region(model, name)
             had = module.__dict__.get("forward")

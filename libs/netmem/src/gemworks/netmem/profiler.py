@@ -7,6 +7,7 @@ estimates from shapes.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
@@ -29,7 +30,7 @@ from gemworks.netmem.budget import (
 from gemworks.netmem.codec import Codec
 from gemworks.netmem.ledger import HBM, BandwidthLedger
 from gemworks.netmem.offload import OffloadEngine
-from gemworks.netmem.policy import apply_policy, find_region, treated_forward
+from gemworks.netmem.policy import apply_policy, find_region, room_for_graphs, treated_forward
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -222,6 +223,50 @@ def _measure_time(call: Callable[..., Any], captured: _Captured, clock: _Clock, 
     return statistics.median(forward[1:]), statistics.median(backward[1:] or [0.0])
 
 
+class _HostTraffic:
+    """Copies over the host link, both ways at once, for as long as asked."""
+
+    _PIECE_BYTES = 32 << 20
+
+    def __init__(self, ledger: BandwidthLedger, device: torch.device) -> None:
+        self._rates = {way: ledger.link(f"host.{way}").bytes_per_s for way in ("up", "down")}
+        self._host = [torch.empty(self._PIECE_BYTES, dtype=torch.uint8).pin_memory() for _ in self._rates]
+        self._there = [torch.empty(self._PIECE_BYTES, dtype=torch.uint8, device=device) for _ in self._rates]
+        self._streams = [torch.cuda.Stream(device) for _ in self._rates]
+
+    def start(self, seconds: float) -> None:
+        """Queue that much at the links' rates."""
+        for i, (way, rate) in enumerate(self._rates.items()):
+            source, target = (self._there[i], self._host[i]) if way == "up" else (self._host[i], self._there[i])
+            with torch.cuda.stream(self._streams[i]):
+                for _ in range(int(seconds * rate / self._PIECE_BYTES) + 1):
+                    target.copy_(source, non_blocking=True)
+
+
+def _seconds_per_moved_byte(
+    run: Callable[[], Any],
+    alone_s: float,
+    ledger: BandwidthLedger,
+    device: torch.device,
+    clock: _Clock,
+    repeats: int,
+) -> float:
+    """How much longer compute takes for each byte that moves over the host link beside it."""
+    if device.type != "cuda":
+        return 1 / ledger.capacity[HBM]
+    traffic = _HostTraffic(ledger, device)
+
+    def beside() -> Any:
+        traffic.start(2 * alone_s)
+        return run()
+
+    times = [clock(beside)[1] for _ in range(repeats + 1)]
+    both = sum(ledger.link(f"host.{way}").bytes_per_s for way in ("up", "down"))
+    bytes_per_s = min(both, ledger.capacity.get("host.duplex", both))
+    beside_s = statistics.median(times[1:])
+    return max(0.0, beside_s - alone_s) / (bytes_per_s * beside_s)
+
+
 def _capture(
     model: nn.Module, batch: Any, regions: Sequence[str]
 ) -> tuple[dict[str, _Captured], list[str], Callable[[], Any]]:
@@ -278,7 +323,8 @@ def profile(
             none.
         batch: what the model is called with: a tensor, a tuple of positional or a mapping of keyword arguments.
         regions: module names; each must run exactly once in a forward.
-        ledger: rates of `host.up` and `host.down`; moving a byte is also charged as device-memory traffic.
+        ledger: rates of `host.up` and `host.down`. Moving a byte also slows compute down: on a GPU by as much as a
+            forward is slower beside copies both ways, on a CPU by a byte of device-memory traffic.
         engine: the engine that will run the plan; its window and minimum size count.
         codec: for quantise and quantise_offload.
         choices: which to measure.
@@ -313,6 +359,18 @@ def profile(
     def meter() -> _Meter:
         return _CudaBytes(device) if device.type == "cuda" else _LiveStorages(_storages(fixed))
 
+    # the whole step as it runs with every region on its first choice, so that what lies outside the regions is left
+    first = dict.fromkeys(order, choices[0])
+    with apply_policy(model, first, engine=engine, codec=codec, compile_kwargs=compile_kwargs):
+        run()  # compile
+        whole = _measure_time(lambda: run(), _Captured((), {}), clock, repeats)
+        byte_s = _seconds_per_moved_byte(run, whole[0], ledger, device, clock, repeats)
+    if progress is not None:
+        progress(
+            f"step {sum(whole) * 1e3:.3f} ms; a GB over the host link slows compute down by {byte_s * 1e12:.3f} ms, "
+            f"{byte_s * ledger.capacity[HBM]:.2f} bytes of device memory a byte"
+        )
+
     def options(name: str) -> tuple[Option, ...]:
         module = find_region(model, name)
         found: dict[str, Option] = {}
@@ -334,7 +392,7 @@ def profile(
                     module, module.forward, timed_as, engine=engine, codec=codec, compile_kwargs=compile_kwargs
                 )
                 times[timed_as] = _measure_time(timed, captured[name], clock, repeats)
-            contention_s = moved / ledger.capacity[HBM]
+            contention_s = moved * byte_s
             found[choice] = Option(
                 choice,
                 forward_s=times[timed_as][0] + contention_s,
@@ -354,13 +412,9 @@ def profile(
     for name in order:
         key = name if alike is None else alike(name)
         if key not in known:
-            known[key] = options(name)
+            with room_for_graphs() if compile_kwargs is not None else contextlib.nullcontext():
+                known[key] = options(name)
     measured = tuple(Region(name, known[name if alike is None else alike(name)]) for name in order)
-    # the whole step as it runs with every region on its first choice, so that what lies outside the regions is left
-    first = {r.name: r.options[0].choice for r in measured}
-    with apply_policy(model, first, engine=engine, codec=codec, compile_kwargs=compile_kwargs):
-        run()  # compile
-        whole = _measure_time(lambda: run(), _Captured((), {}), clock, repeats)
     inside = sum(r.options[0].forward_s + r.options[0].backward_s for r in measured)
     for p, grad in zip(model.parameters(), saved_grads, strict=True):
         if grad is not None and p.grad is not None:
@@ -374,7 +428,7 @@ def profile(
         up_bytes_per_s=up.bytes_per_s,
         down_bytes_per_s=down.bytes_per_s,
         window_bytes=engine.window_bytes,
-        other_s=max(0.0, sum(whole) - inside) if first and set(first.values()) == {KEEP} else 0.0,
+        other_s=max(0.0, sum(whole) - inside) if choices[0] == KEEP else 0.0,
         granule_bytes=engine.stats().largest_parcel_bytes,
     )
 

@@ -224,5 +224,6 @@ def with_validation(config: SimulationConfig, csv_text: str) -> SimulationConfig
         f"median {statistics.median(found):.1f} %, worst {max(found):.1f} % over {len(found)} measured steps ({device})"
         for device, found in sorted(by_device.items())
     ]
-    text = f"error: {'; '.join(parts)}; none of them was used to calibrate, and beyond them it is extrapolation"
+    said = "; ".join(parts)
+    text = f"prediction error: {said}; none of them was used to calibrate, and beyond them it is extrapolation"
     return dataclasses.replace(config, validation=text)

@@ -48,7 +48,7 @@ class SimulationConfig:
     posting: Posting | None = field(default_factory=Posting)
     blocking: bool = False
     wire_factor: Mapping[str, float] = field(default_factory=dict)
-    validation: str = "error: no measurement on file for this cluster; closed forms and conservation only"
+    validation: str = "prediction error: no measurement on file for this cluster; closed forms and conservation only"
 
 
 # gloo has no reduce-scatter: torch runs an all-reduce and keeps this rank's part, twice a ring reduce-scatter's bytes.

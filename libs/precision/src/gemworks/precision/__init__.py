@@ -8,6 +8,7 @@ from gemworks.precision.hadamard import Hadamard, hadamard_inverse, hadamard_tra
 from gemworks.precision.jagged import JaggedMX, quantize_jagged
 from gemworks.precision.linear import mx_linear
 from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.probe import ProbeReport, probe
 from gemworks.precision.quantization import quantize, quantize_both, quantize_square
 from gemworks.precision.recipe import GemmKind, GemmRecipe, Recipe, Save, recipe
 from gemworks.precision.regroup import regroup
@@ -25,6 +26,7 @@ __all__ = [
     "MXLinear",
     "MXTensor",
     "PrecisionCostWarning",
+    "ProbeReport",
     "Recipe",
     "Save",
     "ScaleMode",
@@ -40,6 +42,7 @@ __all__ = [
     "hadamard_transform",
     "mx_grouped_linear",
     "mx_linear",
+    "probe",
     "quantize",
     "quantize_both",
     "quantize_jagged",

@@ -88,17 +88,18 @@ def _activation_tiles(x: Tensor, spec: CastSpec, activation: str, columns: bool,
     from gemworks.precision.kernel_activation import ACTIVATIONS as CODES
     from gemworks.precision.kernel_activation import activation_tile_kernel
     from gemworks.precision.launch import launch
-    from gemworks.precision.triton_casts import planes_of, tile_flags, tile_planes
+    from gemworks.precision.triton_casts import planes_of, tile_planes, tile_setup
 
     num_rows, num_columns = x.shape
     y = torch.empty_like(x) if return_y else x
     directions = ALONG_ROWS | ALONG_COLUMNS if columns else ALONG_ROWS
     written = tile_planes(x, spec, spec.block, directions)
     config = fused_tile_config(spec.block, spec.regroups, directions)
-    column_tiles = -(-num_columns // config.columns)
+    setup = tile_setup(config, spec, spec.block, directions, ACTIVATION=CODES[activation], WRITE_Y=return_y)
+    grid, column_tiles = setup.grid(num_rows, num_columns)
     launch(
         activation_tile_kernel,
-        (-(-num_rows // config.rows) * column_tiles, 1, 1),
+        grid,
         (
             x.view(torch.int32),
             y.view(torch.int32),
@@ -107,16 +108,8 @@ def _activation_tiles(x: Tensor, spec: CastSpec, activation: str, columns: bool,
             num_columns,
             column_tiles,
         ),
-        {
-            "ACTIVATION": CODES[activation],
-            "WRITE_Y": return_y,
-            "DIRECTIONS": directions,
-            "R8": config.rows // 8,
-            "C": config.columns,
-            "B": spec.block,
-            **tile_flags(spec),
-        },
-        **config.options,
+        setup.constants,
+        setup.options,
     )
     planes = planes_of(x, spec, spec.block, written, directions)
     return ActivationCast(planes[0], planes[1] if columns else None, y if return_y else None, written.inexact)

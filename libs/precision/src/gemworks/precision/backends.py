@@ -46,6 +46,8 @@ def device_spec(device: str | torch.device | DeviceSpec) -> DeviceSpec:
     """
     if isinstance(device, DeviceSpec):
         return device
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return _cuda_spec(device.index)
     name = str(device)
     if name.startswith("sm_") and name[3:].isdigit():
         return DeviceSpec("cuda", int(name[3:]))

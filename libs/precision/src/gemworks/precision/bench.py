@@ -20,7 +20,7 @@ from gemworks.precision.activation import activation_cast
 from gemworks.precision.attention import head_plane
 from gemworks.precision.backends import PrecisionCostWarning, device_spec
 from gemworks.precision.bench_checks import run_checks
-from gemworks.precision.bench_linear import bench_linear, bench_norm_linear, bench_parts
+from gemworks.precision.bench_linear import bench_host, bench_linear, bench_norm_linear, bench_parts
 from gemworks.precision.bench_run import (
     COMMON,
     KINDS,
@@ -37,7 +37,7 @@ from gemworks.precision.projection import project_heads
 from gemworks.precision.recipe import GemmKind
 from torch import Tensor, nn
 
-PARTS = ("checks", "casts", "norms", "activations", "projection", "linear", "parts", "norm_linear")
+PARTS = ("checks", "casts", "norms", "activations", "projection", "host", "linear", "parts", "norm_linear")
 
 
 def ceilings(bench: Bench) -> None:
@@ -274,6 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
         "norms": (bench_norms, ("cast", "norm")),
         "activations": (bench_activations, ("cast", "activation")),
         "projection": (bench_projection, ("cast", "projection")),
+        "host": (bench_host, ("cast", "gemm", "linear")),
         "linear": (bench_linear, ("cast", "gemm", "linear")),
         "parts": (bench_parts, ("cast", "gemm")),
         "norm_linear": (bench_norm_linear, ("cast", "norm", "gemm", "linear")),
@@ -281,9 +282,9 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.tune is not None and not failures:
         tune(bench, chosen.out, chosen.tune, chosen.warm)
         return 0
-    for part, (job, needs) in jobs.items():
-        if part not in parts:
-            continue
+    wanted = {part: jobs[part] for part in jobs if part in parts}
+    for number, (part, (job, needs)) in enumerate(wanted.items(), 1):
+        print(f"[{number}/{len(wanted)}] {part}", flush=True)
         broken = [op for op in failures if op.split(":")[0] in needs]
         if broken:
             print(f"not timed: {part}, as {broken} failed", flush=True)

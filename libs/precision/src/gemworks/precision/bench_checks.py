@@ -17,7 +17,8 @@ from gemworks.precision.activation import ACTIVATIONS, activation_cast
 from gemworks.precision.attention import head_plane
 from gemworks.precision.backends import PrecisionCostWarning
 from gemworks.precision.bounds import fp32_bound, hopper_fp8_bound
-from gemworks.precision.casts import CastSpec, cast, cast_both
+from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
+from gemworks.precision.codec import MXCodec
 from gemworks.precision.contract import check_backend
 from gemworks.precision.formats import Format
 from gemworks.precision.gemms import gemm
@@ -29,6 +30,7 @@ from gemworks.precision.probe import sqnr_db
 from gemworks.precision.projection import project_heads
 from gemworks.precision.recipe import GemmKind, recipe
 from gemworks.precision.rng import Stochastic
+from gemworks.precision.scaled_mm import square_scales, wide_scales
 from gemworks.precision.scales import ScaleMode
 from torch import Tensor
 
@@ -118,6 +120,28 @@ def check_tile_casts(device: torch.device) -> None:
                 raise AssertionError(f"regrouping, {mode}, {name}: {lost.item()}, expected {lost_expected.item()}")
 
 
+def check_squares(device: torch.device) -> None:
+    """Squares stored both ways, with the fp32 scales that products take."""
+    spec = CastSpec(GemmKind.FP8_BLOCK128)
+    for shape in ((144, 272), (1024, 640)):
+        x = _data(*shape, device)
+        ours, expected = cast_squares(x, spec), cast_squares(x, spec, "reference")
+        for name in ("rows", "columns", "transposed"):
+            plane, other = getattr(ours, name), getattr(expected, name)
+            _different(f"squares {name}", plane, other)
+            if plane.dim is None:
+                wide, made = plane.wide, square_scales(other, plane.scales.shape[1])
+            else:
+                plane, other = (plane, other) if plane.dim == 1 else (plane.t(), other.t())
+                wide, made = plane.wide, wide_scales(other, plane.shape[0], plane.scales.shape[1])
+            if (
+                wide is None
+                or wide.stride() != made.stride()
+                or not torch.equal(wide.nan_to_num(-1), made.nan_to_num(-1))
+            ):
+                raise AssertionError(f"squares {name}: fp32 scales differ")
+
+
 def check_general_casts(device: torch.device) -> None:
     """Odd sizes, which go through the general kernel."""
     _check_runs(device, [((33, 70), torch.bfloat16, kind, None) for kind in KINDS])
@@ -139,6 +163,21 @@ def check_formats(device: torch.device) -> None:
     specs += [(CastSpec(GemmKind.MXFP8, Format.E2M1), dim) for dim in (0, 1)]
     for spec, dim in specs:
         _different(f"{spec} dim {dim}", cast(x, dim, spec)[0], cast(x, dim, spec, "reference")[0])
+
+
+def check_codec(device: torch.device) -> None:
+    """Payloads of flat arrays, whatever lines they are laid out in, are those of the CPU; decoded values too."""
+    generator = torch.Generator().manual_seed(12)
+    for format in (Format.E4M3, Format.E2M1):
+        codec = MXCodec(format)
+        for size in (1, 31, 480, 1000, 2**16, 3 * 2**12 + 32):
+            x = torch.randn(size, generator=generator).bfloat16()
+            expected, context = codec.encode(x)
+            payload, _ = codec.encode(x.to(device))
+            if not torch.equal(payload.cpu(), expected):
+                raise AssertionError(f"codec {format.value} of {size}: payload differs")
+            if not torch.equal(codec.decode(payload, context).cpu(), codec.decode(expected, context)):
+                raise AssertionError(f"codec {format.value} of {size}: decoded values differ")
 
 
 def check_large(device: torch.device) -> None:
@@ -276,12 +315,13 @@ def check_exact_products(device: torch.device) -> None:
 def check_linear(device: torch.device) -> None:
     """SQNR of y, dx, dw against float64 products of the unquantised operands."""
     m, k, n = 515, 1024, 512
+    squares = {"save": "both", "square_inputs": True, "square_gradients": True}
     for kind in KINDS:
-        for save in ("high_precision", "row", "both"):
+        for settings in (*({"save": save} for save in ("high_precision", "row", "both")), squares):
             x = torch.randn(m, k, device=device).bfloat16().requires_grad_()
             w = (torch.randn(n, k, device=device) / 32).bfloat16().requires_grad_()
             dy = torch.randn(m, n, device=device).bfloat16()
-            y = mx_linear(x, w, None, recipe(kind.value, save=save))
+            y = mx_linear(x, w, None, recipe(kind.value, **settings))
             y.backward(dy)
             assert x.grad is not None
             assert w.grad is not None
@@ -293,15 +333,38 @@ def check_linear(device: torch.device) -> None:
             ):
                 noise = sqnr_db(exact, got)
                 if not noise >= gate:
-                    raise AssertionError(f"{kind} save={save} {name}: {noise:.1f} dB, expected at least {gate}")
+                    raise AssertionError(f"{kind} {settings} {name}: {noise:.1f} dB, expected at least {gate}")
+
+
+def check_transformer_engine(device: torch.device) -> None:
+    """Transformer Engine's block scaling against ours: the same blocks, powers of two and products, so y, dx and dw
+    agree far better than either does with exact products. Needs transformer_engine and a Hopper GPU."""
+    for m, k, n in ((512, 1024, 768), (4096, 512, 1536)):
+        generator = torch.Generator(device).manual_seed(m + k + n)
+        x, w, dy = (torch.randn(*s, device=device, generator=generator).bfloat16() for s in ((m, k), (n, k), (m, n)))
+        results = []
+        for backend in ("auto", "transformer_engine"):
+            leaf, weight = x.clone().requires_grad_(), torch.nn.Parameter(w / k**0.5)
+            y = mx_linear(leaf, weight, None, recipe("fp8_block128", backend=backend))
+            y.backward(dy)
+            assert leaf.grad is not None
+            assert weight.grad is not None
+            results.append((y.detach(), leaf.grad, weight.grad))
+        for name, ours, theirs in zip(("y", "dx", "dw"), *results, strict=True):
+            noise = sqnr_db(ours.double(), theirs)
+            print(f"transformer_engine {m}x{k}x{n} {name}: {noise:.1f} dB from ours", flush=True)
+            if not noise >= 35.0:
+                raise AssertionError(f"transformer_engine {m}x{k}x{n} {name}: {noise:.1f} dB from ours, expected 35")
 
 
 CHECKS: dict[str, Callable[[torch.device], None]] = {
     "cast:contract": check_contract,
     "cast:tile": check_tile_casts,
+    "cast:squares": check_squares,
     "cast:general": check_general_casts,
     **{f"cast:noise:{kind.value}": partial(check_noise, kind=kind) for kind in KINDS},
     "cast:formats": check_formats,
+    "cast:codec": check_codec,
     "norm": check_norm,
     "activation": check_activation,
     "projection": check_projection,

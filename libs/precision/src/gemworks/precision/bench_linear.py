@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from gemworks.precision.bench_checks import check_transformer_engine
 from gemworks.precision.bench_run import KINDS, Bench, attempt, time_bytes
 from gemworks.precision.casts import CastSpec, cast, cast_both
 from gemworks.precision.gemms import gemm
 from gemworks.precision.linear import mx_linear
 from gemworks.precision.norm import mx_norm_linear
 from gemworks.precision.probe import sqnr_db
-from gemworks.precision.recipe import GemmKind, recipe
+from gemworks.precision.recipe import GemmKind, GemmRecipe, Recipe, recipe
 from torch import Tensor, nn
 
 SHAPES = ((262144, 1024, 1024), (262144, 4096, 1024), (262144, 512, 1536), (8192, 8192, 8192))
@@ -69,8 +70,6 @@ class LayerBench:
                 noise = round(sqnr_db(exact, forward(self.x[:256], self.w)), 2)
             timed = self.bench.time_graph(lambda: forward(self.x, self.w))
         both = self.bench.time_graph(linear_run(self.x, self.w, self.dy, forward))
-        if self.bench.host_ms:
-            print(f"host time of {op} {format} {impl} forward + backward: {self.bench.host_ms:.2f} ms", flush=True)
         for direction, (ms, p20, p80), factor in (("fwd", timed, 1), ("fwd_bwd", both, 3)):
             row = {"op": op, "format": format, "impl": impl, "direction": direction, "sqnr_db": noise}
             row |= {"ms": round(ms, 4), "ms_p20": round(p20, 4), "ms_p80": round(p80, 4)}
@@ -107,25 +106,59 @@ class LayerBench:
             )
 
 
+def variants(bench: Bench) -> list[tuple[str, str, Recipe]]:
+    """(format, impl, recipe) of every row of ours. What differs from the preset is in the name of the row: planes kept
+    for backward, square blocks of the input, a weight gradient in bf16."""
+    rows = []
+    for kind in KINDS:
+        exact = kind is GemmKind.MXFP8
+        for save in ("both",) if exact and not bench.smoke else ("high_precision", "both"):
+            name = "gemworks" if save == "high_precision" else "gemworks_save_both"
+            rows.append((kind.value, name, recipe(kind.value, save=save)))
+        if not exact:
+            plain = GemmRecipe(GemmKind.BF16)
+            rows.append((kind.value, "gemworks_wgrad_bf16", recipe(kind.value, wgrad=plain)))
+    name = "fp8_block128"
+    rows.append((name, "gemworks_square_inputs", recipe(name, save="both", square_inputs=True)))
+    rows.append((name, "gemworks_squares", recipe(name, save="both", square_inputs=True, square_gradients=True)))
+    return rows
+
+
 def bench_linear(bench: Bench) -> None:
     """Forward, and forward + backward, of linear layers: every recipe and its peers."""
     for shape in shapes_of(bench):
         layer = LayerBench.make(bench, shape)
         layer.record("bf16", "torch", nn.functional.linear)
-        for kind in KINDS:
-            for save in ("both",) if kind is GemmKind.MXFP8 and not bench.smoke else ("high_precision", "both"):
-                chosen = recipe(kind.value, save=save)
-                name = "gemworks" if save == "high_precision" else "gemworks_save_both"
-                layer.record(kind.value, name, lambda a, b, c=chosen: mx_linear(a, b, None, c))
-        for kind in (GemmKind.MXFP8_REGROUP128, GemmKind.FP8_BLOCK128):
-            chosen = recipe(kind.value, square_inputs=True)
-            layer.record(kind.value, "gemworks_square_inputs", lambda a, b, c=chosen: mx_linear(a, b, None, c))
+        for format, impl, chosen in variants(bench):
+            layer.record(format, impl, lambda a, b, c=chosen: mx_linear(a, b, None, c))
         if bench.device.type == "cuda":
             transformer_engine_rows(layer)
         layer.publish()
         if bench.device.type == "cuda" and shape == SHAPES[0]:
             chosen = recipe("fp8_block128", save="both")
             layer.profile("fp8_block128", lambda a, b, c=chosen: mx_linear(a, b, None, c))
+
+
+def bench_host(bench: Bench) -> None:
+    """How long the host is busy with one forward and backward: so few rows that the device waits for it."""
+    shape = (96, 256, 128) if bench.smoke else (256, 1024, 1024)
+    layer = LayerBench.make(bench, shape)
+    runs = [("bf16", "torch", nn.functional.linear)]
+    runs += [(f, i, lambda a, b, c=c: mx_linear(a, b, None, c)) for f, i, c in variants(bench)]
+    times = {}
+    for format, impl, forward in runs:
+        ms, p20, p80 = times[format, impl] = bench.time_host(linear_run(layer.x, layer.w, layer.dy, forward))
+        bench.add(
+            op="linear_host",
+            shape="x".join(map(str, shape)),
+            format=format,
+            direction="fwd_bwd",
+            impl=impl,
+            ratio_to_bf16=round(times["bf16", "torch"][0] / ms, 4),
+            ms=round(ms, 4),
+            ms_p20=round(p20, 4),
+            ms_p80=round(p80, 4),
+        )
 
 
 def bench_norm_linear(bench: Bench) -> None:
@@ -199,6 +232,7 @@ def transformer_engine_rows(layer: LayerBench) -> None:
         import transformer_engine.pytorch as te  # pyright: ignore[reportMissingImports]
         from transformer_engine.common import recipe as te_recipe  # pyright: ignore[reportMissingImports]
 
+        check_transformer_engine(layer.bench.device)
         _, in_features, out_features = layer.shape
         for name, make in (
             ("block_scaling", te_recipe.Float8BlockScaling),

@@ -35,7 +35,6 @@ class Bench:
     rows: list[dict[str, Any]] = field(default_factory=list)
     copy_gbps: float = 0.0
     bf16_tflops: float = 0.0
-    host_ms: float = 0.0
     only: str = ""
     peers: bool = False
 
@@ -74,7 +73,6 @@ class Bench:
             last.record()
         torch.cuda.synchronize()
         times = sorted(first.elapsed_time(last) for first, last in events)
-        self.host_ms = 1e3 * host_s
         return statistics.median(times), times[len(times) // 5], times[(4 * len(times)) // 5]
 
     def time_graph(self, run: Callable[[], object]) -> tuple[float, float, float]:
@@ -89,11 +87,6 @@ class Bench:
             for _ in range(3):
                 run()
         torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(3):
-            run()
-        self.host_ms = 1e3 * (time.perf_counter() - start) / 3
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -112,6 +105,21 @@ class Bench:
         torch.cuda.synchronize()
         times = sorted(a.elapsed_time(b) for a, b in pairwise(marks))
         return statistics.median(times), times[len(times) // 5], times[(4 * len(times)) // 5]
+
+    def time_host(self, run: Callable[[], object]) -> tuple[float, float, float]:
+        """How long a call keeps the host busy: 20 calls at a time, whose kernels are short and fit the queue."""
+        for _ in range(10):
+            run()
+        times = []
+        for _ in range(15):
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(20):
+                run()
+            times.append(1e3 * (time.perf_counter() - start) / 20)
+        times.sort()
+        return statistics.median(times), times[3], times[12]
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Normal data of the run's seed."""

@@ -25,7 +25,7 @@ from gemworks.precision.backends import warn_once
 from gemworks.precision.casts import CastSpec, cast, cast_backend
 from gemworks.precision.convert import MXLinear
 from gemworks.precision.formats import Format
-from gemworks.precision.linear import linear_forward, recipe_of, run_backward
+from gemworks.precision.linear import backward_op, forward_op, recipe_of
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.recipe import GemmKind, Recipe
 from gemworks.precision.scales import ScaleMode
@@ -212,10 +212,10 @@ class GatheredWeight(_Wrapper):
         ops = torch.ops.gemworks_precision
         if func is ops.linear.default:
             x, weight, bias, text, _step, save, out_dtype = args
-            return linear_forward(x, weight.plane(), bias, recipe_of(text), save, out_dtype)
+            return forward_op(x, weight.plane(), bias, recipe_of(text), save, out_dtype)
         if func is ops.linear_backward.default:
             dy, x, weight, *rest = args
-            return run_backward(dy, x, weight.plane(), weight.dtype, *rest)
+            return backward_op(dy, x, weight.plane(), weight.dtype, *rest)
         if func in (_aten.detach.default, _aten.alias.default, _aten.as_strided.default, _aten.view.default):
             same = args[0]
             if func not in (_aten.detach.default, _aten.alias.default) and tuple(args[1]) != tuple(same.shape):

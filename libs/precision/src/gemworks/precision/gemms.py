@@ -8,6 +8,8 @@ the order of summation. How far a backend's product may be from the exact one: t
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from gemworks.precision.backends import choose, cost_note, device_spec, warn_once
 from gemworks.precision.mxtensor import MXTensor
@@ -43,26 +45,32 @@ def gemm(a: MXTensor, b: MXTensor, kind: GemmKind, out_dtype: torch.dtype, backe
             f"a and b: contractions {a.shape[1]} ({a.hadamard}) and {b.shape[1]} ({b.hadamard}) differ; "
             "both operands need the same length and the same Hadamard transform"
         )
-    device = device_spec(a.codes.device)
-    m, k, n = a.padded_shape[0], a.padded_shape[1], b.padded_shape[0]
-    block = kind.block
-    choice = choose("gemm", kind, (m, -(-k // block) * block, n), device, backend)
-    note = cost_note(choice, device)
-    if note is not None:
-        warn_once(note)
-    if choice.backend == "scaled_mm":
+    # Contractions are padded to the block, which leaves one entry for all numbers of rows of a weight gradient.
+    backend = _backend_of(kind, kind.block, b.padded_shape[0], a.codes.device, backend)
+    if backend == "scaled_mm":
         from gemworks.precision.scaled_mm import scaled_mm
 
         return scaled_mm(a, b, out_dtype)
-    if choice.backend == "triton":
+    if backend == "triton":
         from gemworks.precision.triton_casts import triton_dequantize
 
         return multiply_bf16(triton_dequantize(a), triton_dequantize(b), out_dtype)
-    if device.type == "cpu":
+    if not a.codes.is_cuda:
         product = a.dequantize(keep_transform=True) @ b.dequantize(keep_transform=True).t()
         return product.to(out_dtype)
     half = torch.bfloat16
     return multiply_bf16(a.dequantize(half, keep_transform=True), b.dequantize(half, keep_transform=True), out_dtype)
+
+
+@lru_cache(maxsize=1024)
+def _backend_of(kind: GemmKind, contraction: int, columns: int, device: torch.device, backend: str) -> str:
+    """The backend of a product; warns of its cost the first time."""
+    spec = device_spec(device)
+    choice = choose("gemm", kind, (0, contraction, columns), spec, backend)
+    note = cost_note(choice, spec)
+    if note is not None:
+        warn_once(note)
+    return choice.backend
 
 
 def multiply_bf16(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

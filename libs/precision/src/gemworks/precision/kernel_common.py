@@ -44,6 +44,16 @@ def max_mantissa_of(FORMAT):
 
 
 @triton.constexpr_function
+def scale_carry_of(FORMAT, MODE):
+    if MODE == 1:  # rceil: mantissas above the largest value's
+        return 0x7FFFFF - max_mantissa_of(FORMAT)
+    if MODE == 2:  # ceil: any mantissa but zero
+        return 0x7FFFFF
+    # even: what rounding to the element's mantissa carries
+    return 1 << (22 - mantissa_bits_of(FORMAT)) if MODE == 3 else 0
+
+
+@triton.constexpr_function
 def nan_code_of(FORMAT):
     return 0 if FORMAT == 2 else 0x7F
 
@@ -62,18 +72,20 @@ def magnitude(x):
 @triton.jit
 def scale_byte(amax, FORMAT: tl.constexpr, MODE: tl.constexpr, MIN_BYTE: tl.constexpr):
     """E8M0 byte (as int32) of blocks whose largest magnitude has the bits `amax`."""
-    MBITS: tl.constexpr = mantissa_bits_of(FORMAT)
-    bits = amax
-    if MODE == 3:
-        bits = bits + (1 << (22 - MBITS))
-    exponent = (bits >> 23) - emax_of(FORMAT)
-    mantissa = bits & 0x7FFFFF
-    if MODE == 1:
-        exponent += (mantissa > max_mantissa_of(FORMAT)).to(tl.int32)
-    if MODE == 2:
-        exponent += (mantissa > 0).to(tl.int32)
-    byte = tl.minimum(tl.maximum(exponent, MIN_BYTE), 254)
+    # Added to the bits, this carries into the exponent where the mode rounds up. Finite values stay under byte 254.
+    carry: tl.constexpr = scale_carry_of(FORMAT, MODE)
+    byte = tl.maximum(((amax + carry) >> 23) - emax_of(FORMAT), MIN_BYTE)
     return tl.where(amax >= 0x7F800000, 255, byte)
+
+
+@triton.jit
+def factor_of(byte, HARDWARE: tl.constexpr):
+    """fp32 2^-(byte - 127) and, for byte 255, NaN in hardware, whose conversion turns it into the code of a NaN; 0 for
+    the interpreter, whose conversion does not."""
+    if HARDWARE:
+        return tl.where(byte == 255, 0x7FC00000, (254 - byte) << 23).to(tl.float32, bitcast=True)
+    else:
+        return inverse_power(byte)
 
 
 @triton.jit

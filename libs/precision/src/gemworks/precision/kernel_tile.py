@@ -64,10 +64,11 @@ def store_tile(
         quad = first_column // 4 + tl.arange(0, C4)
         inside = (octet < left_octets)[:, None] & (quad < num_quads)[None, :]
         codes_ptr += first_row * num_quads
+        at = (octet * 8 * num_quads)[:, None] + quad[None, :]
         b = ()
         for i in tl.static_range(8):
             word, byte, lost = row_words(xs[i], lost, R8, C, B, FORMAT, MODE, REGROUP, PACKED, HARDWARE)
-            tl.store(codes_ptr + ((octet * 8 + i) * num_quads)[:, None] + quad[None, :], word, mask=inside)
+            tl.store(codes_ptr + i * num_quads + at, word, mask=inside)
             b = b + (byte,)  # noqa: RUF005
         # One store of all scales: eight stores would each cross shared memory.
         even, odd = tl.join(tl.join(b[0], b[4]), tl.join(b[2], b[6])), tl.join(tl.join(b[1], b[5]), tl.join(b[3], b[7]))
@@ -105,34 +106,31 @@ def store_scales(byte, scales_ptr, wide_ptr, first_group, first, num_groups, num
 
 
 @triton.jit
-def load_row(
-    x_ptr,
-    i: tl.constexpr,
-    stride_row,
-    left_rows,
-    first_column,
-    num_columns,
-    R8: tl.constexpr,
-    C: tl.constexpr,
-    PACKED: tl.constexpr,
+def load_tile(
+    x_ptr, stride_row, left_rows, first_column, num_columns, R8: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr
 ):
-    """Row i of every eight as a tuple of columns modulo 4, zero outside; `x_ptr` is at the tile's first row.
+    """Rows 0 to 7 modulo 8, each a tuple of its columns modulo 4, zero outside; `x_ptr` is at the tile's first row.
 
-    PACKED: x as int32 `[M, K / 2]`, stride_row in int32.
+    PACKED: x as int32 `[M, K / 2]`, stride_row in int32. One mask and one set of offsets serve all eight loads.
     """
-    row = tl.arange(0, R8) * 8 + i
-    start = (row * stride_row)[:, None]
+    octet = tl.arange(0, R8)
+    left_octets = (left_rows // 16) * 2
+    xs = ()
     if PACKED:
         column = first_column // 2 + tl.arange(0, C // 2)
-        inside = (row < left_rows)[:, None] & (column < (num_columns // 16) * 8)[None, :]
-        x = tl.load(x_ptr + start + column[None, :], mask=inside, other=0)
-        a, b = tl.split(tl.reshape(x, [R8, C // 4, 2]))
-        return a, b
+        inside = (octet < left_octets)[:, None] & (column < (num_columns // 16) * 8)[None, :]
+        at = (octet * 8 * stride_row)[:, None] + column[None, :]
+        for i in tl.static_range(8):
+            x = tl.load(x_ptr + i * stride_row + at, mask=inside, other=0)
+            xs = xs + (tl.split(tl.reshape(x, [R8, C // 4, 2])),)  # noqa: RUF005
     else:
         column = first_column + tl.arange(0, C)
-        inside = (row < left_rows)[:, None] & (column < num_columns)[None, :]
-        x = tl.load(x_ptr + start + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        return quads(x, R8, C)
+        inside = (octet < left_octets)[:, None] & (column < num_columns)[None, :]
+        at = (octet * 8 * stride_row)[:, None] + column[None, :]
+        for i in tl.static_range(8):
+            x = tl.load(x_ptr + i * stride_row + at, mask=inside, other=0.0).to(tl.float32)
+            xs = xs + (quads(x, R8, C),)  # noqa: RUF005
+    return xs
 
 
 @triton.jit(do_not_specialize=["num_column_tiles"])  # else widths of 16 tiles are another kernel
@@ -164,10 +162,7 @@ def cast_tile_kernel(
     first_row = (tile // num_column_tiles).to(tl.int64) * (R8 * 8)
     first_column = (tile % num_column_tiles) * C
     base = x_ptr + first_row * stride_row
-    xs = ()
-    for i in tl.static_range(8):
-        row = load_row(base, i, stride_row, num_rows - first_row, first_column, num_columns, R8, C, PACKED)
-        xs = xs + (row,)  # noqa: RUF005
+    xs = load_tile(base, stride_row, num_rows - first_row, first_column, num_columns, R8, C, PACKED)
     store_tile(
         xs,
         first_row,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from gemworks.precision.kernel_common import (
     encode,
+    factor_of,
     inverse_power,
     magnitude,
     nan_code_of,
@@ -63,6 +64,37 @@ def maximum_of_halves(a, b, HARDWARE: tl.constexpr):
 def larger_halves(a, b):
     """`maximum_of_halves` in hardware, as a reduction."""
     return maximum_of_halves(a, b, True)
+
+
+@triton.jit
+def scaled_pairs(x, factors):
+    """Two bf16 times two bf16 powers of two (or NaN), in int32: exact but for results under 2^-126, whose code is 0."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
+        "=r,r,r",
+        [x, factors],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def low_half(x):
+    """fp32 of the lower of two bf16."""
+    return (x << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high_half(x):
+    """fp32 of the upper of two bf16."""
+    return (x & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def half_factor(byte):
+    """bf16 bits of 2^-(byte - 127), NaN for byte 255, which the conversion turns into the code of a NaN."""
+    return tl.where(byte == 255, 0x7FC0, (254 - byte) << 7)
 
 
 @triton.jit
@@ -242,15 +274,23 @@ def row_words(
     """Words `[R8, C4]`, scale bytes `[R8, C / width]` and the count, of one row of every eight, in blocks along it."""
     G: tl.constexpr = C // B
     B4: tl.constexpr = B // 4
-    if PACKED:
+    if PACKED and HARDWARE and B == 32:
+        m = maximum_of_halves(x[0] & 0x7FFF7FFF, x[1] & 0x7FFF7FFF, True)
+        m = tl.reduce(tl.reshape(m, [R8, G, B4]), 2, larger_halves)
+        amax = tl.maximum(m << 16, m & -65536)
+    elif PACKED:
+        # Wide blocks span a warp, over which hardware has an integer maximum.
         m = maximum_of_halves(x[0] & 0x7FFF7FFF, x[1] & 0x7FFF7FFF, HARDWARE)
         m = tl.maximum(m & 0xFFFF, m >> 16)
+        amax = tl.max(tl.reshape(m, [R8, G, B4]), axis=2) << 16
     else:
         m = tl.maximum(tl.maximum(magnitude(x[0]), magnitude(x[1])), tl.maximum(magnitude(x[2]), magnitude(x[3])))
-    amax = tl.max(tl.reshape(m, [R8, G, B4]), axis=2)
-    if PACKED:
-        amax = amax << 16
+        amax = tl.max(tl.reshape(m, [R8, G, B4]), axis=2)
     byte = scale_byte(amax, FORMAT, MODE, 0 if B == 32 else 1)
+    if PACKED and HARDWARE and not REGROUP:
+        f = spread_last(half_factor(byte) * 0x10001, R8, G, B4)
+        low, high = scaled_pairs(x[0], f), scaled_pairs(x[1], f)
+        return pack4(low_half(low), high_half(low), low_half(high), high_half(high), FORMAT, True), byte, lost
     x0 = value(x, 0, PACKED, False, HARDWARE)
     x1 = value(x, 1, PACKED, False, HARDWARE)
     x2 = value(x, 2, PACKED, False, HARDWARE)
@@ -264,13 +304,13 @@ def row_words(
         own = spread_last(byte, R8, G, B4)
         word, counted = pack4_merged(x0, x1, x2, x3, f, own, wide, lost, FORMAT, MODE, HARDWARE)
         poisoned = wide == 255
-        lost = tl.where(poisoned, lost, counted)
-        byte = merged
+        return tl.where(poisoned, nan_word_of(FORMAT), word), merged, tl.where(poisoned, lost, counted)
     else:
-        f = spread_last(inverse_power(byte), R8, G, B4)
-        poisoned = spread_last(byte, R8, G, B4) == 255
+        f = spread_last(factor_of(byte, HARDWARE), R8, G, B4)
         word = pack4(x0 * f, x1 * f, x2 * f, x3 * f, FORMAT, HARDWARE)
-    return tl.where(poisoned, nan_word_of(FORMAT), word), byte, lost
+        if not HARDWARE:
+            word = tl.where(spread_last(byte, R8, G, B4) == 255, nan_word_of(FORMAT), word)
+        return word, byte, lost
 
 
 @triton.jit
@@ -331,6 +371,24 @@ def column_words(
     G: tl.constexpr = R8 * 8 // B
     B8: tl.constexpr = B // 8
     byte = scale_byte(column_amax(xs, R8, C, G, PACKED, HARDWARE), FORMAT, MODE, 0 if B == 32 else 1)
+    if PACKED and HARDWARE and not REGROUP:
+        even, odd = tl.split(tl.reshape(half_factor(byte), [G, C // 2, 2]))
+        factors = tl.split(tl.reshape(spread_first(even | (odd << 16), G, B8, C // 2), [R8, C // 4, 2]))
+        words = ()
+        for j in tl.static_range(2):
+            y = ()
+            for i in tl.static_range(8):
+                y = y + (scaled_pairs(xs[i][j], factors[j]),)  # noqa: RUF005
+            first = wide_word(
+                pack4(low_half(y[0]), low_half(y[1]), low_half(y[2]), low_half(y[3]), FORMAT, True),
+                pack4(low_half(y[4]), low_half(y[5]), low_half(y[6]), low_half(y[7]), FORMAT, True),
+            )
+            second = wide_word(
+                pack4(high_half(y[0]), high_half(y[1]), high_half(y[2]), high_half(y[3]), FORMAT, True),
+                pack4(high_half(y[4]), high_half(y[5]), high_half(y[6]), high_half(y[7]), FORMAT, True),
+            )
+            words = words + (first, second)  # noqa: RUF005
+        return unquads(words[0], words[1], words[2], words[3], R8, C), byte, lost
     if REGROUP:
         # The scale of 128 is that of the largest of its four blocks: scale bytes grow with amax.
         merged = scale_byte(column_amax(xs, R8, C, G // 4, PACKED, HARDWARE), FORMAT, MODE, 1)
@@ -341,10 +399,9 @@ def column_words(
         poison = wide == 255
         byte = merged
     else:
-        f = quads(spread_first(inverse_power(byte), G, B8, C), R8, C)
+        f = quads(spread_first(factor_of(byte, HARDWARE), G, B8, C), R8, C)
         own = f
         bad = f
-        poison = spread_first(byte, G, B8, C) == 255
     words = ()
     for j in tl.static_range(4):
         v = ()
@@ -360,4 +417,8 @@ def column_words(
             high = pack4(v[4], v[5], v[6], v[7], FORMAT, HARDWARE)
         words = words + (wide_word(low, high),)  # noqa: RUF005
     word = unquads(words[0], words[1], words[2], words[3], R8, C)
-    return tl.where(poison, nan_word_of(FORMAT) * 0x100000001, word), byte, lost
+    if REGROUP:
+        word = tl.where(poison, nan_word_of(FORMAT) * 0x100000001, word)
+    elif not HARDWARE:
+        word = tl.where(spread_first(byte, G, B8, C) == 255, nan_word_of(FORMAT) * 0x100000001, word)
+    return word, byte, lost

@@ -17,6 +17,15 @@ from torch import Tensor
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
+def integers(*values: int) -> tuple[Any, ...]:
+    """What Triton compiles differently for, of integers: 1, multiples of 16, 64-bit size.
+
+    >>> integers(32, 1) == integers(64, 1), integers(1) == integers(3), integers(32) == integers(2**40)
+    (True, False, False)
+    """
+    return tuple([v == 1 or (v % 16 == 0, v < 2**31) for v in values])
+
+
 def specialisation(argument: Any) -> Any:
     """What Triton compiles differently for: dtype and 16-byte alignment of tensors; 1, multiples of 16 and 64-bit size
     of integers.
@@ -32,7 +41,12 @@ def specialisation(argument: Any) -> Any:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: Mapping[str, Any], **options: Any
+    kernel: Any,
+    grid: tuple[int, int, int],
+    arguments: tuple[Any, ...],
+    constants: Mapping[str, Any],
+    options: Mapping[str, int],
+    key: tuple[Any, ...] | None = None,
 ) -> None:
     """`kernel[grid](*arguments, **constants, **options)`.
 
@@ -41,18 +55,16 @@ def launch(
         arguments: tensors of one device, integers below 2^63 and floats, by position.
         constants: the remaining arguments, by name.
         options: `num_warps` and `maxnreg`.
+        key: equal for launches of this kernel that compile to the same code, where the caller knows that more cheaply
+            than by asking each argument.
     """
     device = arguments[0].device
     if device.type != "cuda":  # the interpreter
         kernel[grid](*arguments, **constants, **options)
         return
-    key = (
-        id(kernel),  # kernels live as long as their modules
-        device.index,
-        *map(specialisation, arguments),
-        *constants.values(),
-        *options.items(),
-    )
+    if key is None:
+        key = (*map(specialisation, arguments), *constants.values(), *options.items())
+    key = (id(kernel), device.index, key)  # kernels live as long as their modules
     found = _compiled.get(key)
     if found is not None and torch.cuda.current_device() == device.index:
         compiled, values = found

@@ -11,13 +11,14 @@ The op is opaque to torch.compile; planes are made inside.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from gemworks.precision import te_backend
 from gemworks.precision.backends import choose, device_spec, shape_rule
-from gemworks.precision.casts import CastSpec, cast, cast_both
-from gemworks.precision.formats import Format
+from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
 from gemworks.precision.gemms import gemm
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.recipe import GemmKind, GemmRecipe, Recipe, Save, recipe
@@ -31,8 +32,32 @@ def recipe_of(text: str) -> Recipe:
     return Recipe.from_toml(text)
 
 
-def _spec(gemm_recipe: GemmRecipe, chosen: Recipe, format: Format, **extra: object) -> CastSpec:
-    return CastSpec(gemm_recipe.kind, format, chosen.scale_mode, **extra)  # pyright: ignore[reportArgumentType]
+@dataclass(frozen=True)
+class LinearSpecs:
+    """The casts of one recipe, made once: left operands (x, dy twice), right operands (the weight twice, x)."""
+
+    forward: CastSpec
+    dgrad: CastSpec
+    wgrad: CastSpec
+    forward_weight: CastSpec
+    dgrad_weight: CastSpec
+    wgrad_input: CastSpec
+
+
+@lru_cache(maxsize=1024)
+def specs_of(text: str) -> LinearSpecs:
+    """The casts of a recipe by its text; gradients without their noise, which depends on the step."""
+    chosen = recipe_of(text)
+    mode, hadamard = chosen.scale_mode, chosen.hadamard
+    forward, dgrad, wgrad = chosen.forward, chosen.dgrad, chosen.wgrad
+    return LinearSpecs(
+        CastSpec(forward.kind, forward.left, mode),
+        CastSpec(dgrad.kind, dgrad.left, mode),
+        CastSpec(wgrad.kind, wgrad.left, mode, hadamard=hadamard),
+        CastSpec(forward.kind, forward.right, mode),
+        CastSpec(dgrad.kind, dgrad.right, mode),
+        CastSpec(wgrad.kind, wgrad.right, mode, hadamard=hadamard),
+    )
 
 
 def weight_is_square(gemm_recipe: GemmRecipe, chosen: Recipe) -> bool:
@@ -43,7 +68,8 @@ def weight_is_square(gemm_recipe: GemmRecipe, chosen: Recipe) -> bool:
 def weight_plane(weight: Tensor, gemm_recipe: GemmRecipe, chosen: Recipe, transposed: bool) -> tuple[MXTensor, Tensor]:
     """The weight as the second operand: `[N, K]` along K for forward, its transpose along N for dgrad; and the
     count."""
-    spec = _spec(gemm_recipe, chosen, gemm_recipe.right)
+    specs = specs_of(chosen.text)
+    spec = specs.forward_weight if gemm_recipe is chosen.forward else specs.dgrad_weight
     if weight_is_square(gemm_recipe, chosen):
         # The transpose is quantised, not the plane transposed: the same bits, and codes in the order of the product.
         return cast(weight.t() if transposed else weight, None, spec, chosen.backend)
@@ -52,23 +78,33 @@ def weight_plane(weight: Tensor, gemm_recipe: GemmRecipe, chosen: Recipe, transp
 
 
 def forward_planes(x_MK: Tensor, chosen: Recipe, keep_columns: bool) -> tuple[MXTensor, MXTensor | None, Tensor]:
-    """The input's row plane for forward and, if kept for backward, its column plane; and the inexact count."""
-    spec = _spec(chosen.forward, chosen, chosen.forward.left)
+    """The input's row plane for forward and, if kept for backward, what the weight gradient takes: its column plane or,
+    with `square_inputs`, the square plane of its transpose; and the inexact count."""
+    spec = specs_of(chosen.text).forward
     if keep_columns:
+        if chosen.square_inputs:
+            squares = cast_squares(x_MK, spec, chosen.backend)
+            return squares.rows, squares.transposed, squares.inexact
         return cast_both(x_MK, spec, chosen.backend)
     rows, inexact = cast(x_MK, 1, spec, chosen.backend)
     return rows, None, inexact
 
 
+@lru_cache(maxsize=64)
+def no_counts(device: torch.device) -> Tensor:
+    """int64 `[2]` of zeros, never written: the counts of arithmetic that loses no codes."""
+    return torch.zeros(2, dtype=torch.int64, device=device)
+
+
 def linear_forward(
     x_MK: Tensor, weight: Tensor | MXTensor, bias: Tensor | None, chosen: Recipe, save: bool, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y `[M, N]`, the kept plane's codes and scales (empty if none), and int64 `[2]` inexact codes of input and weight.
+) -> tuple[Tensor, MXTensor | None, Tensor]:
+    """y `[M, N]`, the plane kept for backward (None: the input itself is), and int64 `[2]` inexact codes of input and
+    weight.
 
     `weight` may be a plane already (an FSDP shard gathered in FP8): then it is used as it is.
     """
-    empty = torch.empty(0, dtype=torch.uint8, device=x_MK.device)
-    counts = torch.zeros(2, dtype=torch.int64, device=x_MK.device)
+    counts = no_counts(x_MK.device)
     kept: MXTensor | None = None
     if chosen.forward.kind is GemmKind.BF16:
         dense = weight.dequantize(x_MK.dtype) if isinstance(weight, MXTensor) else weight.to(x_MK.dtype)
@@ -84,24 +120,35 @@ def linear_forward(
         y = gemm(rows, plane_w, chosen.forward.kind, out_dtype, chosen.backend)
         if save and chosen.save is not Save.HIGH_PRECISION:
             kept = columns if chosen.save is Save.BOTH else rows
-    if bias is not None:
-        y = y.add_(bias)
+    return (y if bias is None else y.add_(bias)), kept, counts
+
+
+def forward_op(
+    x_MK: Tensor, weight: Tensor | MXTensor, bias: Tensor | None, chosen: Recipe, save: bool, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`linear_forward` with an op's flat results: the kept plane as codes and scales, empty if none."""
+    y, kept, counts = linear_forward(x_MK, weight, bias, chosen, save, out_dtype)
+    counts = counts.clone()
     if kept is None:
+        empty = torch.empty(0, dtype=torch.uint8, device=x_MK.device)
         return y, empty, empty.clone(), counts
     # Block by block in memory, whatever the backend: the compiler is told strides.
-    scales = kept.scales.contiguous() if kept.dim == 0 else kept.scales.t().contiguous().t()
+    scales = kept.scales.t().contiguous().t() if kept.dim == 1 else kept.scales.contiguous()
     return y, kept.codes, scales, counts
 
 
-def _kept_plane(codes: Tensor, scales: Tensor, shape: tuple[int, int], chosen: Recipe) -> MXTensor:
+def kept_plane(codes: Tensor, scales: Tensor, shape: tuple[int, int], chosen: Recipe) -> MXTensor:
+    """The plane that a forward kept, from its codes and scales."""
     block = 32 if chosen.forward.kind is GemmKind.MXFP8 else 128
     dim = 0 if chosen.save is Save.BOTH else 1
+    if chosen.save is Save.BOTH and chosen.square_inputs:
+        dim, shape = None, (shape[1], shape[0])
     return MXTensor(codes, scales, shape, dim, block, chosen.forward.left, chosen.scale_mode)
 
 
 def linear_backward(
     dy_MN: Tensor,
-    x_MK: Tensor,
+    x_MK: Tensor | MXTensor,
     weight: Tensor | MXTensor,
     chosen: Recipe,
     step: int,
@@ -109,21 +156,29 @@ def linear_backward(
     need_dw: bool,
     dx_dtype: torch.dtype,
     dw_dtype: torch.dtype,
-    kept: tuple[Tensor, Tensor] | None,
-    shape: tuple[int, int],
-) -> tuple[Tensor, Tensor]:
-    """dx `[M, K]` and dW `[N, K]` (empty where not needed)."""
-    empty = torch.empty(0, device=dy_MN.device, dtype=dx_dtype)
-    dx, dw = empty, torch.empty(0, device=dy_MN.device, dtype=dw_dtype)
-    noise = Stochastic(chosen.seed, step) if chosen.stochastic_gradients else None
-    dgrad = _spec(chosen.dgrad, chosen, chosen.dgrad.left, stochastic=noise)
-    wgrad = _spec(chosen.wgrad, chosen, chosen.wgrad.left, stochastic=noise, hadamard=chosen.hadamard)
-    quantise_rows = need_dx and chosen.dgrad.kind is not GemmKind.BF16
-    quantise_columns = need_dw and chosen.wgrad.kind is not GemmKind.BF16
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx `[M, K]` and dW `[N, K]` (None where not needed), from the input or the plane of it that was kept: along K,
+    along M, or square and transposed."""
+    specs = specs_of(chosen.text)
+    dgrad, wgrad = specs.dgrad, specs.wgrad
+    if chosen.stochastic_gradients:
+        noise = Stochastic(chosen.seed, step)
+        dgrad, wgrad = replace(dgrad, stochastic=noise), replace(wgrad, stochastic=noise)
+    quantise_rows = need_dx and dgrad.kind is not GemmKind.BF16
+    quantise_columns = need_dw and wgrad.kind is not GemmKind.BF16
     rows: MXTensor | None = None
     columns: MXTensor | None = None
+    dx: Tensor | None = None
+    dw: Tensor | None = None
     if quantise_rows and quantise_columns and dgrad == wgrad:
-        rows, columns, _ = cast_both(dy_MN, dgrad, chosen.backend)
+        if chosen.square_gradients:
+            squares = cast_squares(dy_MN, dgrad, chosen.backend)
+            rows, columns = squares.rows, squares.columns
+        else:
+            rows, columns, _ = cast_both(dy_MN, dgrad, chosen.backend)
+    elif chosen.square_gradients and (quantise_rows or quantise_columns):
+        squares = cast_squares(dy_MN, dgrad if quantise_rows else wgrad, chosen.backend)
+        rows, columns = squares.rows if quantise_rows else None, squares.columns if quantise_columns else None
     else:
         if quantise_rows:
             rows = cast(dy_MN, 1, dgrad, chosen.backend)[0]
@@ -138,40 +193,37 @@ def linear_backward(
                 plane_w = weight.t() if weight.dim is None else _requantise(weight, chosen)
             else:
                 plane_w = weight_plane(weight, chosen.dgrad, chosen, transposed=True)[0]
-            dx = gemm(rows, plane_w, chosen.dgrad.kind, dx_dtype, chosen.backend)
+            dx = gemm(rows, plane_w, dgrad.kind, dx_dtype, chosen.backend)
     if need_dw:
-        source = None
-        if kept is not None:
-            source = _kept_plane(*kept, shape, chosen)
-        if columns is None:
-            dense_x = x_MK if source is None else source.dequantize(dy_MN.dtype)
-            dw = (dy_MN.t() @ dense_x.to(dy_MN.dtype)).to(dw_dtype)
+        kept = x_MK if isinstance(x_MK, MXTensor) else None
+        if columns is not None and kept is not None and kept.dim != 1:
+            plane_x_t = kept if kept.dim is None else kept.t()
+            dw = gemm(columns.t(), plane_x_t, wgrad.kind, dw_dtype, chosen.backend)
         else:
-            if source is not None and source.dim == 0:
-                plane_x_t = source.t()
+            dense_x = kept.dequantize(dy_MN.dtype) if kept is not None else x_MK
+            assert isinstance(dense_x, Tensor)
+            if columns is None:
+                dw = (dy_MN.t() @ dense_x.to(dy_MN.dtype)).to(dw_dtype)
             else:
-                dense_x = x_MK if source is None else source.dequantize(dy_MN.dtype)
-                spec_x = _spec(chosen.wgrad, chosen, chosen.wgrad.right, hadamard=chosen.hadamard)
                 if chosen.square_inputs:
-                    plane_x_t = cast(dense_x.t(), None, spec_x, chosen.backend)[0]
+                    plane_x_t = cast(dense_x.t(), None, specs.wgrad_input, chosen.backend)[0]
                 else:
-                    plane_x_t = cast(dense_x, 0, spec_x, chosen.backend)[0].t()
-            dw = gemm(columns.t(), plane_x_t, chosen.wgrad.kind, dw_dtype, chosen.backend)
+                    plane_x_t = cast(dense_x, 0, specs.wgrad_input, chosen.backend)[0].t()
+                dw = gemm(columns.t(), plane_x_t, wgrad.kind, dw_dtype, chosen.backend)
     return dx, dw
 
 
 def _requantise(weight: MXTensor, chosen: Recipe) -> MXTensor:
     """A gathered plane along K, read along N: dequantised (exact) and quantised again; rounds twice."""
-    return cast(weight.dequantize(torch.bfloat16), 0, _spec(chosen.dgrad, chosen, chosen.dgrad.right), chosen.backend)[
-        0
-    ].t()
+    dense = weight.dequantize(torch.bfloat16)
+    return cast(dense, 0, specs_of(chosen.text).dgrad_weight, chosen.backend)[0].t()
 
 
 @torch.library.custom_op("gemworks_precision::linear", mutates_args=())
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, recipe_text: str, step: int, save: bool, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return linear_forward(x, weight, bias, recipe_of(recipe_text), save, out_dtype)
+    return forward_op(x, weight, bias, recipe_of(recipe_text), save, out_dtype)
 
 
 @_linear.register_fake
@@ -183,6 +235,9 @@ def _(x, weight, bias, recipe_text, step, save, out_dtype):
         return y, x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.uint8), counts
     block = 32 if chosen.forward.kind is GemmKind.MXFP8 else 128
     m, k = x.shape
+    if chosen.save is Save.BOTH and chosen.square_inputs:
+        squares = (-(-k // block), -(-m // block))
+        return y, x.new_empty((k, m), dtype=torch.uint8), x.new_empty(squares, dtype=torch.uint8), counts
     if chosen.save is Save.BOTH:
         codes = x.new_empty((k, m), dtype=torch.uint8).t()
         return y, codes, x.new_empty((-(-m // block), k), dtype=torch.uint8), counts
@@ -203,12 +258,12 @@ def _linear_backward(
     x_dtype: torch.dtype,
     num_features: int,
 ) -> tuple[Tensor, Tensor]:
-    return run_backward(
+    return backward_op(
         dy, x, weight, weight.dtype, codes, scales, recipe_text, step, need_dx, need_dw, x_dtype, num_features
     )
 
 
-def run_backward(
+def backward_op(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | MXTensor,
@@ -222,12 +277,13 @@ def run_backward(
     x_dtype: torch.dtype,
     num_features: int,
 ) -> tuple[Tensor, Tensor]:
-    """`linear_backward` with the op's flat arguments; a kept plane is told from none by its dims."""
-    kept = (codes, scales) if codes.dim() == 2 else None
-    shape = (dy.shape[0], num_features)
-    return linear_backward(
-        dy, x, weight, recipe_of(recipe_text), step, need_dx, need_dw, x_dtype, dw_dtype, kept, shape
-    )
+    """`linear_backward` with an op's flat arguments and results; a kept plane is told from none by its dims."""
+    chosen = recipe_of(recipe_text)
+    source = x if codes.dim() != 2 else kept_plane(codes, scales, (dy.shape[0], num_features), chosen)
+    dx, dw = linear_backward(dy, source, weight, chosen, step, need_dx, need_dw, x_dtype, dw_dtype)
+    if dx is None:
+        dx = torch.empty(0, device=dy.device, dtype=x_dtype)
+    return dx, torch.empty(0, device=dy.device, dtype=dw_dtype) if dw is None else dw
 
 
 @_linear_backward.register_fake
@@ -238,9 +294,8 @@ def _(dy, x, weight, codes, scales, recipe_text, step, need_dx, need_dw, x_dtype
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x, weight, bias, recipe_text, step, save, _ = inputs
+    x, weight, bias, recipe_text, step, _, _ = inputs
     _, codes, scales, counts = output
-    chosen = recipe_of(recipe_text)
     # The input itself is kept only where no plane replaces it.
     keep_input = codes.dim() != 2
     ctx.save_for_backward(x if keep_input else codes.new_empty(0), weight, codes, scales)
@@ -249,7 +304,6 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(codes, scales, counts)
     # Otherwise a zero gradient as large as the kept plane is written in each backward.
     ctx.set_materialize_grads(False)
-    del chosen, save
 
 
 def _backward(ctx, dy, *_unused):
@@ -265,6 +319,52 @@ def _backward(ctx, dy, *_unused):
 
 
 _linear.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _EagerLinear(torch.autograd.Function):
+    """What the op computes, without the op: dispatching it takes the host as long as everything else that it does."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, chosen: Recipe, step, save, out_dtype):  # pyright: ignore[reportIncompatibleMethodOverride]
+        y, kept, counts = linear_forward(x, weight, bias, chosen, save, out_dtype)
+        ctx.set_materialize_grads(False)
+        ctx.chosen, ctx.step, ctx.x_dtype, ctx.plane = chosen, step, x.dtype, None
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if kept is None:
+            ctx.save_for_backward(x, weight)
+        else:
+            # Tensors go through autograd, so that hooks on saved tensors see them.
+            ctx.save_for_backward(None, weight, kept.codes, kept.scales, kept.wide)
+            ctx.plane = kept.meta
+        if chosen.forward.kind is GemmKind.MXFP8_REGROUP128:
+            ctx.mark_non_differentiable(counts)
+            return y, counts
+        return y, None
+
+    @staticmethod
+    def backward(ctx, dy, _=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if dy is None:
+            return None, None, None, None, None, None, None
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        x, weight, *kept = ctx.saved_tensors
+        source = x if not kept else MXTensor.unchecked(*kept, *ctx.plane)
+        dx, dw = linear_backward(dy, source, weight, ctx.chosen, ctx.step, need_dx, need_dw, ctx.x_dtype, weight.dtype)
+        db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if need_db and ctx.bias_dtype is not None else None
+        return dx, dw, db, None, None, None, None
+
+
+def _runs_eagerly(x: Tensor, weight: Tensor) -> bool:
+    """Nothing watches ops: no compiler, no mode, no transform, no tensor subclass."""
+    return (
+        type(weight) in _PLAIN
+        and type(x) in _PLAIN
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def mx_linear(
@@ -316,16 +416,22 @@ def linear_with_counts(
             f"layer, or leave it in bf16 as convert() does by rule ({shape_rule(k, n, chosen)})"
         )
     out_dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
+    autocast = torch.is_autocast_enabled(x.device.type)
+    if autocast:
         out_dtype = torch.get_autocast_dtype(x.device.type)
         x = x.to(out_dtype)
     if chosen.backend == te_backend.NAME:
         choose("gemm", chosen.forward.kind, (0, k, n), device_spec(x.device), chosen.backend)  # raises where it can't
         return te_backend.te_linear(x, weight, bias, chosen), torch.zeros(2, dtype=torch.int64, device=x.device)
     save = torch.is_grad_enabled() and weight.requires_grad
-    with torch.autocast(x.device.type, enabled=False):
-        y, _, _, counts = torch.ops.gemworks_precision.linear(
-            x if x.dim() == 2 else x.reshape(-1, k), weight, bias, chosen.text, step, save, out_dtype
-        )
+    x_MK = x if x.dim() == 2 else x.reshape(-1, k)
+    with torch.autocast(x.device.type, enabled=False) if autocast else nullcontext():
+        if _runs_eagerly(x, weight):
+            y, counts = _EagerLinear.apply(x_MK, weight, bias, chosen, step, save, out_dtype)  # pyright: ignore[reportGeneralTypeIssues]
+            counts = no_counts(x.device) if counts is None else counts
+        else:
+            y, _, _, counts = torch.ops.gemworks_precision.linear(
+                x_MK, weight, bias, chosen.text, step, save, out_dtype
+            )
     # FSDP2 warns about views, so a matrix is handed back as it is.
     return (y if x.dim() == 2 else y.reshape(*x.shape[:-1], n)), counts

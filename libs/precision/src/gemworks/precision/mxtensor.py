@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,6 +59,30 @@ class MXTensor:
         if tuple(self.codes.shape) != self.code_shape:
             raise ValueError(f"codes: got shape {tuple(self.codes.shape)}, expected {self.code_shape}")
 
+    @classmethod
+    def unchecked(
+        cls,
+        codes: Tensor,
+        scales: Tensor,
+        wide: Tensor | None,
+        shape: tuple[int, ...],
+        dim: int | None,
+        block: int,
+        format: Format,
+        scale_mode: ScaleMode,
+        hadamard: Hadamard | None = None,
+    ) -> MXTensor:
+        """For callers that made the tensors themselves: checks are most of what making a plane costs the host."""
+        plane = object.__new__(cls)
+        values = (codes, scales, shape, dim, block, format, scale_mode, hadamard, wide)
+        plane.__dict__.update(zip(_FIELDS, values, strict=True))
+        return plane
+
+    @property
+    def meta(self) -> tuple[Any, ...]:
+        """Everything but the tensors, in the order of `unchecked`."""
+        return self.shape, self.dim, self.block, self.format, self.scale_mode, self.hadamard
+
     @property
     def padded_shape(self) -> tuple[int, ...]:
         """`shape`, with `dim` rounded up to the Hadamard size where a transform was applied."""
@@ -83,7 +107,7 @@ class MXTensor:
     @property
     def float8_codes(self) -> Tensor:
         """`codes` viewed as torch's float8 dtype of the format (no copy)."""
-        dtype = element_spec(self.format).torch_dtype
+        dtype = _FLOAT8.get(self.format)
         if dtype is None:
             raise ValueError(f"float8_codes: format {self.format.value!r} has no 8-bit torch dtype; read .codes")
         return self.codes.view(dtype)
@@ -134,28 +158,32 @@ class MXTensor:
             raise ValueError(
                 "t: a packed E2M1 square plane cannot be transposed without repacking; quantise the transpose"
             )
-        return replace(
-            self,
-            codes=self.codes.t(),
-            scales=self.scales.t(),
-            shape=(self.shape[1], self.shape[0]),
-            dim=None if self.dim is None else 1 - self.dim,
-            # Squares are padded along their contraction, which is now the other dim.
-            wide=None if self.dim is None or self.wide is None else self.wide.t(),
+        # Squares are padded along their contraction, which is now the other dim.
+        wide = None if self.dim is None or self.wide is None else self.wide.t()
+        return MXTensor.unchecked(
+            self.codes.t(),
+            self.scales.t(),
+            wide,
+            (self.shape[1], self.shape[0]),
+            None if self.dim is None else 1 - self.dim,
+            self.block,
+            self.format,
+            self.scale_mode,
+            self.hadamard,
         )
 
 
+_FLOAT8 = {format: dtype for format in Format if (dtype := element_spec(format).torch_dtype) is not None}
+_FIELDS = ("codes", "scales", "shape", "dim", "block", "format", "scale_mode", "hadamard", "wide")
+
+
 def _flatten_mx(mx: MXTensor) -> tuple[list[Tensor], tuple[object, ...]]:
-    return [mx.codes, mx.scales], (mx.shape, mx.dim, mx.block, mx.format, mx.scale_mode, mx.hadamard)
+    return [mx.codes, mx.scales], mx.meta
 
 
 def _unflatten_mx(tensors: Iterable[Any], context: Any) -> MXTensor:
-    mx = object.__new__(MXTensor)
-    fields = ("codes", "scales", "shape", "dim", "block", "format", "scale_mode", "hadamard")
-    for name, value in zip(fields, (*tensors, *context), strict=True):
-        object.__setattr__(mx, name, value)
-    object.__setattr__(mx, "wide", None)
-    return mx
+    codes, scales = tensors
+    return MXTensor.unchecked(codes, scales, None, *context)
 
 
 pytree.register_pytree_node(MXTensor, _flatten_mx, _unflatten_mx, serialized_type_name="gemworks.precision.MXTensor")

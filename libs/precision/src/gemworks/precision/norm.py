@@ -11,16 +11,21 @@ backends, as sums are ordered differently.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from gemworks.precision.backends import choose
 from gemworks.precision.casts import CastSpec, cast, cast_backend, device_of
 from gemworks.precision.gemms import gemm
-from gemworks.precision.linear import linear_backward, weight_plane
+from gemworks.precision.linear import kept_plane, linear_backward, weight_plane
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.recipe import GemmKind, Recipe, Save, recipe
-from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, fused_tile_config, norm_sum_width
+from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, TileConfig, fused_tile_config, norm_sum_tile, norm_turn
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from gemworks.precision.triton_casts import TileSetup
 
 NORMS = ("rms", "layer")
 
@@ -59,7 +64,7 @@ def norm_cast(
     return_y: bool = False,
     backend: str = "auto",
 ) -> NormCast:
-    """Residual addition, norm and cast: two kernels on a GPU, the first of which writes the sum.
+    """Residual addition, norm and cast, one kernel on a GPU.
 
     Args:
         x: `[M, K]`.
@@ -188,6 +193,34 @@ def _norm_general(
     return planes, inexact
 
 
+@lru_cache(maxsize=256)
+def _norm_setup(
+    config: TileConfig,
+    spec: CastSpec,
+    directions: int,
+    num_columns: int,
+    has_residual: bool,
+    has_bias: bool,
+    subtract: bool,
+    write_y: bool,
+) -> TileSetup:
+    from gemworks.precision.triton_casts import tile_setup
+
+    rows, width = norm_sum_tile(config, num_columns)
+    return tile_setup(
+        config,
+        spec,
+        spec.block,
+        directions,
+        HAS_RESIDUAL=has_residual,
+        HAS_BIAS=has_bias,
+        SUBTRACT_MEAN=subtract,
+        WRITE_Y=write_y,
+        ROWS=rows,
+        WIDTH=width,
+    )
+
+
 def _norm_tiles(
     x: Tensor,
     weight: Tensor,
@@ -202,68 +235,45 @@ def _norm_tiles(
     eps: float,
     columns: bool,
 ) -> tuple[tuple[MXTensor, MXTensor], Tensor]:
-    """Contiguous bf16 in two passes: the sum with each row's statistics, then tiles of the sum."""
-    from gemworks.precision.kernel_norm_tile import norm_apply_kernel, norm_sum_kernel
+    """Contiguous bf16 in one kernel that reads the sum back from cache."""
+    from gemworks.precision.kernel_norm_tile import norm_cast_kernel
     from gemworks.precision.launch import launch
-    from gemworks.precision.triton_casts import planes_of, tile_flags, tile_planes
+    from gemworks.precision.triton_casts import planes_of, tile_planes
 
     num_rows, num_columns = x.shape
     directions = ALONG_ROWS | ALONG_COLUMNS if columns else ALONG_ROWS
     config = fused_tile_config(spec.block, spec.regroups, directions)
-    flags = tile_flags(spec)
+    flags = (residual is not None, bias is not None, norm == "layer", y is not None)
+    setup = _norm_setup(config, spec, directions, num_columns, *flags)
+    written = tile_planes(x, spec, spec.block, directions)
+    _, column_tiles = setup.grid(num_rows, num_columns)
+    row_blocks = -(-num_rows // setup.config.rows)
+    blocks_per_turn = min(row_blocks, norm_turn(setup.config.rows, num_columns))
+    sums = blocks_per_turn * (setup.config.rows // int(setup.constants["ROWS"]))
+    programs = (-(-row_blocks // blocks_per_turn) + 1) * (sums + blocks_per_turn * column_tiles)
     total = hidden.view(torch.int32)
-    width = norm_sum_width(num_columns)
-    rows = max(1, 4096 // width)
     launch(
-        norm_sum_kernel,
-        (-(-num_rows // rows), 1, 1),
+        norm_cast_kernel,
+        (programs, 1, 1),
         (
             x.view(torch.int32),
             residual.view(torch.int32) if residual is not None else total,
-            total,
-            mean,
-            rstd,
-            num_rows,
-            num_columns,
-            eps,
-        ),
-        {
-            "HAS_RESIDUAL": residual is not None,
-            "SUBTRACT_MEAN": norm == "layer",
-            "ROWS": rows,
-            "C": width,
-            "HARDWARE": flags["HARDWARE"],
-        },
-        num_warps=4,
-    )
-    written = tile_planes(x, spec, spec.block, directions)
-    column_tiles = -(-num_columns // config.columns)
-    launch(
-        norm_apply_kernel,
-        (-(-num_rows // config.rows) * column_tiles, 1, 1),
-        (
             total,
             weight,
             bias if bias is not None else weight,
             y.view(torch.int32) if y is not None else total,
             mean,
             rstd,
+            torch.zeros(row_blocks, dtype=torch.int32, device=x.device),
             *written.arguments(directions),
             num_rows,
             num_columns,
             column_tiles,
+            blocks_per_turn,
+            eps,
         ),
-        {
-            "HAS_BIAS": bias is not None,
-            "SUBTRACT_MEAN": norm == "layer",
-            "WRITE_Y": y is not None,
-            "DIRECTIONS": directions,
-            "R8": config.rows // 8,
-            "C": config.columns,
-            "B": spec.block,
-            **flags,
-        },
-        **config.options,
+        setup.constants,
+        setup.options,
     )
     return planes_of(x, spec, spec.block, written, directions), written.inexact
 
@@ -311,20 +321,13 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out, d_hidden):  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, norm_weight, weight, mean, rstd, y, codes, scales = ctx.saved_tensors
-        kept = (codes, scales) if codes is not None else None
+        source = y
+        if codes is not None:
+            source = kept_plane(codes, scales, tuple(hidden.shape), ctx.chosen)
         d_y, d_weight = linear_backward(
-            d_out,
-            hidden if y is None else y,
-            weight,
-            ctx.chosen,
-            ctx.step,
-            True,
-            ctx.needs_input_grad[4],
-            hidden.dtype,
-            weight.dtype,
-            kept,
-            tuple(hidden.shape),
+            d_out, source, weight, ctx.chosen, ctx.step, True, ctx.needs_input_grad[4], hidden.dtype, weight.dtype
         )
+        assert d_y is not None
         dh, d_norm, d_bias = norm_backward(d_y, hidden, norm_weight, mean, rstd, ctx.norm, ctx.has_bias)
         if d_hidden is not None:
             dh = dh + d_hidden
@@ -335,7 +338,7 @@ class _NormLinear(torch.autograd.Function):
             dh if ctx.has_residual else None,
             d_norm,
             d_bias,
-            d_weight if ctx.needs_input_grad[4] else None,
+            d_weight,
             None,
             None,
             None,

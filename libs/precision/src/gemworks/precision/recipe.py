@@ -34,7 +34,7 @@ class GemmKind(StrEnum):
     @property
     def block(self) -> int:
         """Multiple that the layer's features must be of (1 for bf16)."""
-        return {"bf16": 1, "mxfp8": 32}.get(self.value, 128)
+        return 1 if self is GemmKind.BF16 else (32 if self is GemmKind.MXFP8 else 128)
 
 
 class Save(StrEnum):
@@ -89,6 +89,8 @@ class Recipe:
         row_weights: 1x128 weight blocks in the 128-wide kinds: merging loses fewer codes, Hopper's product is slower.
         square_inputs: square blocks of the activations in the weight gradient. Hopper multiplies 1x128 by 128x128
             faster than 1x128 by 1x128; 128 rows then share a scale, so rows much smaller than their neighbours lose.
+            With `save="both"` the forward takes the same codes: one quantisation, stored both ways.
+        square_gradients: square blocks of the output gradient, quantised once for dgrad and wgrad.
         stochastic_gradients: round output gradients stochastically.
         hadamard_size: random Hadamard transform along the weight gradient's contraction, 0 for none. Only there: the
             planes of the other products have other readers.
@@ -110,6 +112,7 @@ class Recipe:
     square_weights: bool = False
     row_weights: bool = False
     square_inputs: bool = False
+    square_gradients: bool = False
     stochastic_gradients: bool = False
     hadamard_size: int = 0
     seed: int = 0
@@ -140,11 +143,12 @@ class Recipe:
             raise ValueError("save: 'both' needs forward and wgrad of one kind and one format for the activations")
         if self.square_weights and self.row_weights:
             raise ValueError("square_weights and row_weights: both set; choose one")
-        if self.square_inputs and (self.save is Save.BOTH or self.hadamard_size):
+        if (self.square_inputs or self.square_gradients) and self.hadamard_size:
             raise ValueError(
-                "square_inputs: goes with neither save='both' (a kept plane of the other form) nor hadamard_size "
-                "(a transform along one dim); unset one of them"
+                "square_inputs and square_gradients: do not go with hadamard_size, a transform along one dim"
             )
+        if self.square_gradients and (self.dgrad.kind is not self.wgrad.kind or self.dgrad.left != self.wgrad.left):
+            raise ValueError("square_gradients: needs dgrad and wgrad of one kind and one format for the gradients")
         if self.keep_last_layers_bf16 < 0 or self.min_features < 0:
             raise ValueError("keep_last_layers_bf16 and min_features: expected numbers >= 0")
         unknown = sorted({preset for preset in self.layers.values() if preset not in PRESETS})

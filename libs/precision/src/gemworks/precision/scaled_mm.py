@@ -19,6 +19,8 @@ import torch
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.scales import scale_values
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.functional import ScalingType, SwizzleType
 
 
 def wide_scales(plane: MXTensor, num_rows: int, num_blocks: int) -> Tensor:
@@ -62,8 +64,6 @@ def swizzle_32_4_4(scales: Tensor) -> Tensor:
 
 def scaled_mm(a: MXTensor, b: MXTensor, out_dtype: torch.dtype) -> Tensor:
     """`A @ B^T` of two planes through cuBLAS; see the module for the layouts."""
-    from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
-
     m, n = a.padded_shape[0], b.padded_shape[0]
     k = a.padded_shape[1]
     if m == 0 or n == 0 or k == 0:
@@ -87,7 +87,7 @@ def scaled_mm(a: MXTensor, b: MXTensor, out_dtype: torch.dtype) -> Tensor:
         else:
             scale_b, recipe_b = wide_scales(b, columns, num_blocks), ScalingType.BlockWise1x128
         swizzle = SwizzleType.NO_SWIZZLE
-    out = scaled_mm(
+    out = functional.scaled_mm(
         left,
         right.t(),
         scale_a,

@@ -46,6 +46,7 @@ def check_recipe(chosen: Recipe) -> None:
         "row_weights": chosen.row_weights,
         "square_weights": chosen.square_weights,
         "square_inputs": chosen.square_inputs,
+        "square_gradients": chosen.square_gradients,
     }
     asked = [name for name, value in extras.items() if value]
     formats = {f.value for gemm in (chosen.forward, chosen.dgrad, chosen.wgrad) for f in (gemm.left, gemm.right)}

@@ -22,11 +22,11 @@ from gemworks.precision.kernel_cast import (
 )
 from gemworks.precision.kernel_common import FORMATS, MODES
 from gemworks.precision.kernel_tile import cast_tile_kernel
-from gemworks.precision.launch import launch
+from gemworks.precision.launch import integers, launch
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.quantization import ROW_BLOCK_SIZES, SQUARE_BLOCK_SIZES, check_input
 from gemworks.precision.rng import STREAM_COLUMNS, STREAM_ROWS
-from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, tile_config
+from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, TileConfig, tile_config
 from torch import Tensor
 
 
@@ -110,12 +110,37 @@ def fits_tiles(x: Tensor, spec: CastSpec, block: int) -> bool:
     )
 
 
-@lru_cache(maxsize=256)
-def tile_flags(spec: CastSpec) -> dict[str, int | bool]:
-    """`cast_flags` without noise, which the tile kernels do not take. Not to be changed by the caller."""
+@dataclass(frozen=True, eq=False)
+class TileSetup:
+    """What a tile kernel is started with, but for its tensors and sizes. Made once for each cast; hashed by identity.
+
+    Attributes:
+        config: the tile.
+        constants: `cast_flags` without noise, the tile, and what else the kernel needs.
+        options: warps and registers.
+    """
+
+    config: TileConfig
+    constants: dict[str, int | bool]
+    options: dict[str, int]
+
+    def grid(self, num_rows: int, num_columns: int) -> tuple[tuple[int, int, int], int]:
+        """One dim of programs, and how many of them lie side by side."""
+        column_tiles = -(-num_columns // self.config.columns)
+        return (-(-num_rows // self.config.rows) * column_tiles, 1, 1), column_tiles
+
+
+def tile_setup(config: TileConfig, spec: CastSpec, block: int, directions: int, **more: int | bool) -> TileSetup:
+    """The setup of a tile kernel; `more` are its own constants."""
     flags = cast_flags(spec)
     del flags["STOCHASTIC"]
-    return flags
+    shape = {"R8": config.rows // 8, "C": config.columns, "B": block, "DIRECTIONS": directions}
+    return TileSetup(config, {**shape, **flags, **more}, config.options)
+
+
+@lru_cache(maxsize=256)
+def _cast_setup(config: TileConfig, spec: CastSpec, block: int, directions: int, packed: bool) -> TileSetup:
+    return tile_setup(config, spec, block, directions, PACKED=packed)
 
 
 @dataclass(frozen=True)
@@ -178,11 +203,12 @@ def plane_of(
     codes: Tensor, scales: Tensor, wide: Tensor, dim: int, shape: tuple[int, int], width: int, spec: CastSpec
 ) -> MXTensor:
     """The plane along `dim` that a tile kernel wrote: codes `[lines, length]`, scales `[blocks, lines]`."""
-    factors = wide.t() if width == 128 else None
-    if dim == 1:
-        return MXTensor(codes, scales.t(), shape, 1, width, spec.format, spec.scale_mode, wide=factors)
     factors = wide if width == 128 else None
-    return MXTensor(codes.t(), scales, shape, 0, width, spec.format, spec.scale_mode, wide=factors)
+    if dim == 0:
+        return MXTensor.unchecked(codes.t(), scales, factors, shape, 0, width, spec.format, spec.scale_mode)
+    if factors is not None:
+        factors = factors.t()
+    return MXTensor.unchecked(codes, scales.t(), factors, shape, 1, width, spec.format, spec.scale_mode)
 
 
 def planes_of(
@@ -199,29 +225,25 @@ def planes_of(
 def cast_tiles(x: Tensor, spec: CastSpec, block: int, written: TilePlanes, directions: int) -> None:
     """Run the tile kernel."""
     num_rows, num_columns = x.shape
-    config = tile_config(block, spec.regroups, directions)
     packed = packs(x)
-    column_tiles = -(-num_columns // config.columns)
+    setup = _cast_setup(tile_config(block, spec.regroups, directions), spec, block, directions, packed)
+    grid, column_tiles = setup.grid(num_rows, num_columns)
+    stride = x.stride(0) // 2 if packed else x.stride(0)
     launch(
         cast_tile_kernel,
-        (-(-num_rows // config.rows) * column_tiles, 1, 1),
+        grid,
         (
             x.view(torch.int32) if packed else x,
             *written.arguments(directions),
             num_rows,
             num_columns,
-            x.stride(0) // 2 if packed else x.stride(0),
+            stride,
             column_tiles,
         ),
-        {
-            "R8": config.rows // 8,
-            "C": config.columns,
-            "B": block,
-            "DIRECTIONS": directions,
-            "PACKED": packed,
-            **tile_flags(spec),
-        },
-        **config.options,
+        setup.constants,
+        setup.options,
+        # What the kernel writes is new, so aligned; `fits_tiles` leaves sizes of one kind.
+        (setup, packed or x.dtype, stride % 16 == 0, x.data_ptr() % 16 == 0),
     )
 
 
@@ -388,12 +410,17 @@ def _cast_square(x: Tensor, spec: CastSpec, block: int) -> tuple[MXTensor, Tenso
                 step,
                 padded,
             ),
-            {"TILE": tile, "BLOCK": block, **cast_flags(spec)},
-            num_warps=8 if tile == 128 else 4,
+            *_square_setup(spec, block, tile),
+            (spec, block, x.dtype, x.data_ptr() % 16 == 0, integers(*x.shape, *x.stride(), seed, step, padded)),
         )
     factors = wide.t() if width == 128 else None
-    plane = MXTensor(codes, scales, (num_rows, num_columns), None, width, spec.format, spec.scale_mode, wide=factors)
-    return plane, inexact
+    shape = (num_rows, num_columns)
+    return MXTensor.unchecked(codes, scales, factors, shape, None, width, spec.format, spec.scale_mode), inexact
+
+
+@lru_cache(maxsize=256)
+def _square_setup(spec: CastSpec, block: int, tile: int) -> tuple[dict[str, int | bool], dict[str, int]]:
+    return {"TILE": tile, "BLOCK": block, **cast_flags(spec)}, {"num_warps": 8 if tile == 128 else 4}
 
 
 def triton_dequantize(plane: MXTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -433,6 +460,6 @@ def triton_wide_scales(scales: Tensor, num_rows: int, num_columns: int) -> Tenso
         (-(-num_rows // 256), -(-num_columns // 8), 1),
         (scales, out, *scales.shape, *scales.stride(), num_rows, num_columns),
         {"ROWS": 256, "COLUMNS": 8},
-        num_warps=4,
+        {"num_warps": 4},
     )
     return out.t()

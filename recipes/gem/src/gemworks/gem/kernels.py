@@ -30,7 +30,8 @@ class KernelConfig:
         pooling: the same for the seeds' attention.
         pffn: gemworks.jagged's GDPA, or two batched products around an activation, padded while they run.
         norm: gemworks.jagged's norms with their residuals, or torch's with the additions beside them.
-        fused_qk: QK-norm and RoPE inside the attention op; otherwise op by op before it.
+        fused_qk: QK-norm and RoPE inside the ops of self-attention and softmax pooling, which take their projection as
+            one tensor and return its gradient as one; otherwise op by op before them.
         stream: dtype of the tokens between the layers: autocast's own, or float32, as norms under autocast leave it.
         rope_tables: dtype of the rotations' cosines and sines; float16 errs by 2^-11 of 1, less than a bf16 query does.
         share_schedule: tile schedules are built once per batch; otherwise every op builds its own.

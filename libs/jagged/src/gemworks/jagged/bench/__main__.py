@@ -26,7 +26,10 @@ from gemworks.jagged.bench.peers import PEERS, Contender, Maker, from_file, ours
 from gemworks.jagged.bench.timing import Clock, Time, measure_ceilings, time_in_turn
 
 SUITES = ("attention", "blocks", "norms")
+# FlexAttention compiles for every shape, others tune at every length: targets are measured beside all of them.
 SLOW_TO_COMPILE = ("FlexAttention",)
+SWEEP_PRIORITY = 2
+SWEEP_PEERS = ("torch varlen_attn", "flash-attn-4", "padded SDPA")
 
 
 def closures(x: Inputs, contender: Contender) -> dict[str, Callable[[], object]]:
@@ -81,7 +84,12 @@ class Run:
         for direction, by_name in runs.items():
             still = {n: run for n, run in by_name.items() if n not in refusals}
             times[direction], errors = time_in_turn(
-                self.clock, still, rounds=self.args.rounds, repeats=self.args.repeats, enter=self.guard.enter
+                self.clock,
+                still,
+                rounds=self.args.rounds,
+                repeats=self.args.repeats,
+                round_ms=self.args.round_ms,
+                enter=self.guard.enter,
             )
             for name, error in errors.items():
                 self._refuse(name, error, refusals)
@@ -113,7 +121,12 @@ class Run:
                 raise RuntimeError(self.guard.state.broken[label])
             self.guard.enter(label)
             rows = bandwidth.measure(
-                make(), self.clock, self.context, rounds=self.args.rounds, repeats=self.args.repeats
+                make(),
+                self.clock,
+                self.context,
+                rounds=self.args.rounds,
+                repeats=self.args.repeats,
+                round_ms=self.args.round_ms,
             )
         except (AssertionError, RuntimeError, ValueError) as error:  # no number for what is wrong
             print(f"  FAILED {type(error).__name__}: {error}", flush=True)
@@ -128,9 +141,12 @@ class Run:
 
     def _set_up(self, name: str, make: Maker, x: Inputs, refusals: dict[str, str]) -> dict[str, Callable[[], object]]:
         args = self.args
-        main = x.case.priority == 0 and x.case.kind == "self"
-        if name in SLOW_TO_COMPILE and not (main or args.smoke or args.all_peers):
-            refusals[name] = "left out: it compiles for long; --all-peers measures it here too"
+        priority = 0 if args.smoke or args.all_peers else x.case.priority
+        if name in SLOW_TO_COMPILE and priority > 0:
+            refusals[name] = "left out: it compiles for every shape; --all-peers measures it here too"
+            return {}
+        if priority >= SWEEP_PRIORITY and not name.startswith(report.OURS) and name not in SWEEP_PEERS:
+            refusals[name] = "left out: it tunes at every length; --all-peers measures it here too"
             return {}
         began = self.guard.state.seconds
         self.guard.enter(name)
@@ -160,8 +176,13 @@ def memory_bound_subjects(
     args: Any, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, Callable[[], bandwidth.Subject]]]:
     if "blocks" in args.suite:
-        shape = blocks.Shape(5, 150, 2, 16) if args.smoke else None
-        yield from blocks.subjects(device, dtype, shape, *([("norm rope qkv",)] if args.smoke else []))
+        if args.smoke:
+            yield from blocks.subjects(device, dtype, blocks.Shape(5, 150, 2, 16), ("norm rope qkv",))
+        else:
+            yield from blocks.subjects(device, dtype)
+            yield from blocks.subjects(device, dtype, blocks.LONGEST, ("rope",))
+            for block in (32, 128):
+                yield from blocks.subjects(device, dtype, blocks.Shape(block=block), ("plain", "rope fp16 tables"))
     if "norms" in args.suite:
         yield from norms.subjects(device, dtype, *([(("layer_norm affine residual", 16),), 64] if args.smoke else []))
 
@@ -188,7 +209,11 @@ def parser() -> argparse.ArgumentParser:
         help="one more peer: FUNCTION(q, k, v, cu_q, cu_k, max_q, max_k, scale), or make(inputs)",
     )
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=8, help="in a round")
+    parser.add_argument("--round-ms", type=float, default=80.0, help="of one contender's repeats in a round")
+    parser.add_argument(
+        "--shard", default="0/1", metavar="I/N", help="every n-th case: n processes compile side by side what one times"
+    )
     parser.add_argument(
         "--limit-s", type=float, default=120.0, help="of one contender's set-up or round, until it is left out"
     )
@@ -241,6 +266,8 @@ def main(argv: list[str] | None = None, *, restarts: bool = False) -> int:
         *memory_bound,
         *((label, step) for label, step, priority in attention if priority > 0),
     ]
+    shard, num_shards = map(int, args.shard.split("/"))
+    steps = steps[shard::num_shards]
     for index, (label, step) in enumerate(steps):
         if index < state.group:
             continue
@@ -249,12 +276,12 @@ def main(argv: list[str] | None = None, *, restarts: bool = False) -> int:
         if state.seconds > args.budget_s:
             print(f"{label}: not run, the budget of {args.budget_s:.0f} s is spent", flush=True)
             continue
-        print(f"{label} ({state.seconds:.0f} s)", flush=True)
+        print(f"[{index + 1}/{len(steps)}] {label} ({state.seconds:.0f} s)", flush=True)
         state.failed += step()
         if cuda:
             torch.cuda.empty_cache()
-    if rows := report.read_csv(args.out):
-        print(report.plot(args.out.with_suffix(".png"), rows), flush=True)
+    if num_shards == 1 and (rows := report.read_csv(args.out)):
+        print(report.plots(args.out.with_suffix(".png"), rows), flush=True)
     return 1 if state.failed else 0
 
 

@@ -67,7 +67,15 @@ def _closures(run: Forward, leaves: list[Tensor], cotangents: list[Tensor]) -> t
     return {"fwd": forward, "bwd": backward}, outs
 
 
-def measure(subject: Subject, clock: Clock, context: report.Context, *, rounds: int, repeats: int) -> list[report.Row]:
+def measure(
+    subject: Subject,
+    clock: Clock,
+    context: report.Context,
+    *,
+    rounds: int,
+    repeats: int,
+    round_ms: float = float("inf"),
+) -> list[report.Row]:
     """Rows of both directions. Raises if ours is wrong; peers that fail have their reason in place of the ratio."""
     ours, outs = _closures(subject.ours, subject.leaves, subject.cotangents)
     subject.check(outs)
@@ -90,7 +98,7 @@ def measure(subject: Subject, clock: Clock, context: report.Context, *, rounds: 
             refuse(name, error)
     rows = []
     for direction, by_name in runs.items():
-        times, errors = time_in_turn(clock, by_name, rounds=rounds, repeats=repeats)
+        times, errors = time_in_turn(clock, by_name, rounds=rounds, repeats=repeats, round_ms=round_ms)
         if report.OURS in errors:
             raise errors[report.OURS]
         for name, error in errors.items():

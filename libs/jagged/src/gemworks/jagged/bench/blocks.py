@@ -37,6 +37,9 @@ class Shape:
     block: int = 64
 
 
+LONGEST = Shape(num_sequences=16, max_length=16384)
+
+
 def block_lengths(num_sequences: int, max_length: int) -> Tensor:
     """Uniform on [0.4, 1] of the longest: mean 0.7."""
     generator = torch.Generator().manual_seed(SEED)
@@ -92,8 +95,9 @@ def subjects(
             kept.append(_Batch.make(shape, device, dtype))
         return _subject(kept[0], variant)
 
+    where = "" if shape == Shape() else f" B{shape.num_sequences} max{shape.max_length} block{shape.block}"
     for variant in variants:
-        yield f"block_attention {variant}", lambda v=variant: make(v)
+        yield f"block_attention {variant}{where}", lambda v=variant: make(v)
 
 
 def _front(rope: RopeTables | None, norm: bool) -> Forward:

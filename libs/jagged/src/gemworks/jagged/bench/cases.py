@@ -5,6 +5,7 @@ Letters: B sequences, T packed rows, N heads, H head width.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -14,11 +15,15 @@ from gemworks.jagged import TileSchedule, attention_flops, num_pairs, offsets_fr
 from torch import Tensor
 
 BWD_FACTOR = 2.5
-LAWS = ("uniform", "mean70", "zipf12", "full")
+LAWS = ("uniform", "mean70", "zipf12", "full", "empties", "ones")
 
 
 def draw_lengths(law: str, batch: int, maximum: int, seed: int) -> Tensor:
-    """Lengths [B]: uniform on [1, max]; mean70: uniform on [0.4 max, max]; zipf12: P(n) ~ n^-1.2 on [1, max]; full."""
+    """Lengths [B].
+
+    uniform: on [1, max]. mean70: uniform on [0.4 max, max]. zipf12: P(n) ~ n^-1.2 on [1, max]. full: all the longest.
+    empties, ones: those that uniform draws for B / 4 sequences, and after each of them three of no or one row.
+    """
     generator = torch.Generator().manual_seed(seed)
     if law == "full":
         return torch.full((batch,), maximum)
@@ -29,6 +34,10 @@ def draw_lengths(law: str, batch: int, maximum: int, seed: int) -> Tensor:
     if law == "zipf12":
         weights = torch.arange(1, maximum + 1, dtype=torch.float64) ** -1.2
         return torch.multinomial(weights, batch, replacement=True, generator=generator) + 1
+    if law in ("empties", "ones"):
+        lengths = torch.full((batch // 4, 4), int(law == "ones"))
+        lengths[:, 0] = draw_lengths("uniform", batch // 4, maximum, seed)
+        return lengths.flatten()
     raise ValueError(f"law: got {law!r}, expected one of {', '.join(LAWS)}")
 
 
@@ -78,6 +87,7 @@ class Case:
 
 
 BOTH = ("flash_attention", "gdpa")
+SWEEP_LAWS = ("uniform", "mean70", "zipf12")
 # The targets of the kernels come first; then what else is promised a row; then the sweep.
 CASES: tuple[Case, ...] = (
     *(Case(op, "self", b, n, priority=0) for b, n in ((256, 1024), (128, 2048)) for op in BOTH),
@@ -90,12 +100,19 @@ CASES: tuple[Case, ...] = (
     Case("gdpa", "pffn", 256, 1024, rows=256),
     Case("gdpa", "pffn", 256, 1024, rows=128),
     *(Case("flash_attention", "pool", 128, 2048, rows=n) for n in (64, 256)),
+    *(Case(op, "self", 1024, 1024, law, priority=1) for law in ("empties", "ones") for op in BOTH),
     *(Case(op, "self", 256, n, priority=2) for n in (256, 512) for op in BOTH),
-    *(Case(op, "self", 256, 1024, head_dim=64, priority=2) for op in BOTH),
     *(Case(op, "self", 64, 4096, "full", priority=2) for op in BOTH),
-    *(Case(op, "self", 256, 1024, law, priority=2) for law in ("mean70", "zipf12") for op in BOTH),
-    *(Case(op, "self", 1152, 2000, "mean70", priority=3) for op in BOTH),
-    *(Case(op, "self", 1152, n, law, priority=3) for n in (256, 1024) for law in ("uniform", "zipf12") for op in BOTH),
+    *(Case(op, "self", 1152, 2000, "mean70", priority=2) for op in BOTH),
+    *(
+        Case(op, "self", batch, n, law, width, priority=3)
+        for law, width, batch, n in itertools.product(SWEEP_LAWS, (128, 64), (256, 1152), (256, 1024, 4096))
+        for op in BOTH
+    ),
+    *(
+        Case("gdpa", "pffn", batch, 1024, law, width, rows, priority=3)
+        for law, width, batch, rows in itertools.product(SWEEP_LAWS, (128, 64), (256, 1152), (128, 256))
+    ),
 )
 SMOKE: tuple[Case, ...] = (
     Case("flash_attention", "self", 3, 16, heads=2, head_dim=16),
@@ -108,11 +125,11 @@ SMOKE: tuple[Case, ...] = (
 
 
 def grouped(cases: Iterable[Case]) -> list[list[Case]]:
-    """Cases with the same inputs together, in the order of the most urgent of each group."""
-    groups: dict[Case, list[Case]] = {}
+    """Cases with the same inputs together, in the order of the most urgent of each group; each case once."""
+    groups: dict[Case, dict[Case, Case]] = {}
     for case in sorted(cases, key=lambda c: c.priority):
-        groups.setdefault(case.inputs, []).append(case)
-    return list(groups.values())
+        groups.setdefault(case.inputs, {}).setdefault(replace(case, priority=0), case)
+    return [list(group.values()) for group in groups.values()]
 
 
 @dataclass(frozen=True)

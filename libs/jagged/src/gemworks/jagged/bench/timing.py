@@ -62,11 +62,13 @@ def time_in_turn(
     *,
     rounds: int,
     repeats: int,
+    round_ms: float = float("inf"),
     enter: Callable[[str], None] = lambda name: None,
 ) -> tuple[dict[str, Time], dict[str, Exception]]:
     """Each closure `repeats` times a round, round after round, so that a drift of the clock meets all of them.
 
     Args:
+        round_ms: what the repeats of one closure in one round may take; at least one is made.
         enter: called with a name before its closure runs.
 
     Returns:
@@ -83,12 +85,14 @@ def time_in_turn(
             errors[name] = error
             return []
 
+    counts = {}
     for name in runs:
-        step(name, 2)  # compiles and warms up
+        first = step(name, 2)  # compiles and warms up
+        counts[name] = max(1, int(min(repeats, round_ms / max(first[-1], 1e-6)))) if first else 0
     for _ in range(rounds):
         for name in runs:
             if name not in errors:
-                samples[name] += step(name, repeats)
+                samples[name] += step(name, min(repeats, counts[name]))
     return {name: Time.of(x) for name, x in samples.items() if name not in errors}, errors
 
 

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 from gemworks.netmem.bench import pair, single
-from gemworks.netmem.bench.budgets import budgets, warm_compiler
+from gemworks.netmem.bench.budgets import PARTS, budgets, warm_compiler
 from gemworks.netmem.bench.plots import plot_file
 from gemworks.netmem.bench.rows import Rows
 from gemworks.netmem.bench.stack import SMOKE, StackSize
 from gemworks.netmem.ledger import HBM, BandwidthLedger
 from gemworks.netmem.measure import measure
 
-SUITES = ("links", "offload_copies", "small_copy_under_bulk", "quantise", "stash", "budgets")
+SUITES = ("links", "offload_copies", "small_copy_under_bulk", "turns", "quantise", "stash", "budgets")
 
 
 def _ledger(device: torch.device, smoke: bool) -> BandwidthLedger:
@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         default="yes",
         help="with --compile: compile all choices of `budgets` at once before it; only: and do nothing else",
     )
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="of `budgets`")
     parser.add_argument("--batch", type=int, default=StackSize.batch)
     parser.add_argument("--depth", type=int, default=StackSize.depth)
     args = parser.parse_args(argv)
@@ -109,10 +110,12 @@ def main(argv: list[str] | None = None) -> int:
     rows = Rows(device, ledger.capacity[HBM] / 1e9, _matmul_tflops(device, args.smoke), path=out)
     setup = single.Setup(device, ledger, rows, args.smoke, args.compile)
     failed = []
-    for name in SUITES if "all" in args.suite else args.suite:
+    suites = SUITES if "all" in args.suite else args.suite
+    for number, name in enumerate(suites, 1):
+        print(f"[{number}/{len(suites)}] {name}", flush=True)
         try:
             if name == "budgets":
-                budgets(setup, size)
+                budgets(setup, size, args.parts)
             else:
                 getattr(single, name)(setup)
         except (RuntimeError, AssertionError, ValueError, MemoryError) as error:

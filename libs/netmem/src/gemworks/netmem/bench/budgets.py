@@ -8,14 +8,14 @@ all the time: parameters, gradients, the batch and its gradient.
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
+import itertools
 import os
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,8 +42,14 @@ from gemworks.netmem.solver import least_feasible, solve
 
 # values of one global partitioner budget, and so the memory budgets at which it is compared
 GLOBAL = (0.8, 0.6, 0.4, 0.2, 0.0)
+# what regions may choose beyond these
+FINER = (0.9, 0.5)
+FUSED = (1.0, 0.8, 0.2)
 TARGET_SHARE = 0.38  # -62 % of the activations
 REL_GAP = 0.01
+MAX_LABELS = 2000
+FREE_SLOWDOWN = 0.03
+PARTS = ("target", "curve", "quantise", "offload")
 _START = time.perf_counter()
 _FAILURES = (RuntimeError, AssertionError, ValueError)
 
@@ -69,7 +75,7 @@ class Study:
         self.model, self.batch = make_stack(size, s.device)
         self.compiled = s.compile
         self.compile_kwargs: dict[str, object] | None = {} if s.compile else None
-        self.arena_bytes = s.gib(6) if not s.smoke else 64 << 20
+        self.arena_bytes = s.gib(8) if not s.smoke else 64 << 20
         self.engine = OffloadEngine(
             PinnedArena(self.arena_bytes, pin=s.device.type == "cuda"),
             device=s.device,
@@ -155,11 +161,17 @@ def _gradients(study: Study, choices: Mapping[str, str]) -> torch.Tensor:
     return torch.cat([p.grad.float().flatten() for p in study.model.parameters() if p.grad is not None])
 
 
+def _sqnr_db(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return 10 * torch.log10(expected.square().sum() / (got - expected).square().sum()).item()
+
+
 def _solve(step: StepProfile, budget_bytes: float) -> tuple[Plan | None, str]:
-    """The plan, or None and why; in a process of its own or in this one."""
+    """The plan, or None and why."""
     start = time.perf_counter()
     try:
-        plan = solve(step, budget_bytes, rel_gap=REL_GAP)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the row says how large the gap is
+            plan = solve(step, budget_bytes, rel_gap=REL_GAP, max_labels=MAX_LABELS)
     except InfeasibleBudgetError as error:
         text = f"budget {budget_bytes / GIB:.3f} GiB: least is {error.least_feasible_bytes / GIB:.3f}"
         return None, f"{text}, {error.held_up_by}"
@@ -167,30 +179,12 @@ def _solve(step: StepProfile, budget_bytes: float) -> tuple[Plan | None, str]:
     return plan, f"solved in {took:.1f} s: {_shares(plan)}, gap {plan.gap_s * 1e3:.3f} ms"
 
 
-def _ready() -> None:
-    """Makes a worker import everything, and leave cores to the others."""
-    torch.set_num_threads(2)
+def _recomputes(budgets: Sequence[float]) -> list[str]:
+    return [f"{RECOMPUTE}@{b}" for b in budgets]
 
 
-class _Solves:
-    """Plans for several budgets, solved on other cores while the GPU measures."""
-
-    def __init__(self, num: int) -> None:
-        self._pool = None
-        if num > 1:
-            self._pool = ProcessPoolExecutor(num, multiprocessing.get_context("spawn"), initializer=_ready)
-            for _ in range(num):
-                self._pool.submit(_ready)
-
-    def ask(self, step: StepProfile, budget_bytes: float) -> Callable[[], tuple[Plan | None, str]]:
-        """Start; call what comes back for the answer."""
-        if self._pool is None:
-            return lambda: _solve(step, budget_bytes)
-        return self._pool.submit(_solve, step, budget_bytes).result
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+def _fused() -> list[str]:
+    return [f"{QUANTISE_FUSED}@{b}" for b in FUSED]
 
 
 def warm_compiler(size: StackSize, timeout_s: float = 90) -> None:
@@ -198,7 +192,7 @@ def warm_compiler(size: StackSize, timeout_s: float = 90) -> None:
 
     What they compile ends up in the compiler's cache on disk; one after the other it would take minutes.
     """
-    choices = [KEEP, *(f"{RECOMPUTE}@{b}" for b in GLOBAL), QUANTISE_FUSED]
+    choices = [KEEP, *_recomputes((*GLOBAL, *FINER)), *_fused()]
     code = (
         "import sys, torch\n"
         "from gemworks.netmem.bench.stack import StackSize, make_stack\n"
@@ -245,46 +239,57 @@ def _profile(study: Study, choices: Sequence[str]) -> StepProfile:
     )
 
 
-def budgets(s: Setup, size: StackSize) -> None:
-    """Measure and predict."""
-    partitioned = [f"{RECOMPUTE}@{b}" for b in GLOBAL] if s.compile else ["recompute_cheap", RECOMPUTE]
-    solves = _Solves(1 if s.smoke else 1 + len(partitioned))
+def budgets(s: Setup, size: StackSize, parts: Sequence[str] = PARTS) -> None:
+    """Measure and predict. A part that fails leaves its traceback, and the others their rows."""
     study = Study(s, size)
-    lossless = [KEEP, *partitioned, OFFLOAD]
-    coded = [QUANTISE, QUANTISE_OFFLOAD, *([QUANTISE_FUSED] if study.compiled else [])]
+    partitioned = _recomputes(GLOBAL) if s.compile else ["recompute_cheap", RECOMPUTE]
+    finer = _recomputes(FINER) if s.compile else []
+    fused = _fused() if s.compile else []
+    coded = [QUANTISE, QUANTISE_OFFLOAD] if "quantise" in parts else []
     try:
-        step = _profile(study, [*lossless, *coded])
+        step = _profile(study, [KEEP, *partitioned, *finer, OFFLOAD, *coded, *fused])
+        coded += fused
     except _FAILURES:
-        # half of the study is better than none; the traceback says what is missing
         traceback.print_exc()
-        coded = []
-        step = _profile(study, lossless)
+        step = _profile(study, [KEEP, *partitioned, *finer, OFFLOAD, *coded])
     kinds = StepProfile(step.regions[:2])
     _log("profiled\n" + table(kinds))
     _price_rows(study, kinds)
     keep = _everywhere(step, KEEP)
-    peers = {choice: _everywhere(step, choice) for choice in partitioned}
-    target_answer = solves.ask(step, step.base_bytes + TARGET_SHARE * (keep.peak_bytes - step.base_bytes))
-    answers = {choice: solves.ask(step, plan.peak_bytes) for choice, plan in peers.items()}
     study.keep_point = study.row("keep", "keep everything", keep)
-    for rows in (lambda: _offload_rows(study, step, keep), lambda: _quantise_rows(study, step, coded)):
+    rows = {
+        "target": lambda: _target_row(study, step, keep),
+        "curve": lambda: _curve_rows(study, step, partitioned),
+        "quantise": lambda: _quantise_rows(study, step, coded),
+        "offload": lambda: _offload_rows(study, step, keep),
+    }
+    for part in parts:
         try:
-            rows()
+            rows[part]()
         except _FAILURES:
             traceback.print_exc()
-    target, text = target_answer()
+
+
+def _target_row(study: Study, step: StepProfile, keep: Plan) -> None:
+    """The solver's mix at `TARGET_SHARE` of the activations."""
+    target, text = _solve(step, step.base_bytes + TARGET_SHARE * (keep.peak_bytes - step.base_bytes))
     _log(text)
     name = "-62 %" if target is not None else f"least memory ({text})"
     target = target or least_feasible(step)
-    study.row(f"{name}: {_shares(target)}", "gemworks", target, study.keep_point, "keep everything")
-    measured = {choice: study.row(f"global {choice}", "one global budget", plan) for choice, plan in peers.items()}
-    for choice, answer in answers.items():
-        mix, text = answer()
+    sqnr_db = _sqnr_db(_gradients(study, dict(target.choices)), _gradients(study, dict(keep.choices)))
+    text = f"{name}: {_shares(target)}, gradient SQNR {sqnr_db:.1f} dB"
+    study.row(text, "gemworks", target, study.keep_point, "keep everything")
+
+
+def _curve_rows(study: Study, step: StepProfile, partitioned: Sequence[str]) -> None:
+    """One global budget, and the solver's mix in the memory which that one is predicted to take."""
+    for choice in partitioned:
+        everywhere = _everywhere(step, choice)
+        peer = study.row(f"global {choice}", "one global budget", everywhere)
+        mix, text = _solve(step, everywhere.peak_bytes)
         _log(text)
         if mix is not None:
-            text = f"memory of global {choice}: {_shares(mix)}"
-            study.row(text, "gemworks", mix, measured[choice], "one global budget")
-    solves.close()
+            study.row(f"memory of global {choice}: {_shares(mix)}", "gemworks", mix, peer, "one global budget")
 
 
 def _price_rows(study: Study, kinds: StepProfile) -> None:
@@ -307,16 +312,44 @@ def _price_rows(study: Study, kinds: StepProfile) -> None:
 
 
 def _offload_rows(study: Study, step: StepProfile, keep: Plan) -> None:
-    """Offload alone, region by region from the first, until the ledger says that compute would wait, and further."""
+    """Offload alone, of more and more regions from the first; how much of it is free, predicted and measured."""
     num = len(step.regions)
-    plans = [evaluate(step, [OFFLOAD] * n + [KEEP] * (num - n)) for n in range(1, num + 1)]
-    free = sum(p.stall_s == 0 for p in plans)
-    for n in sorted({min(n, num) for n in (1, free, free + 1, 2 * free + 1, 8)} - {0}):
-        plan = plans[n - 1]
+    activations = max(1.0, keep.peak_bytes - step.base_bytes)
+    predicted, measured = [(0.0, 0.0)], [(0.0, 0.0)]
+    for n in range(1, min(num, 4) + 1):  # beyond it compute does little but wait
+        plan = evaluate(step, [OFFLOAD] * n + [KEEP] * (num - n))
+        if plan.moved_bytes > study.arena_bytes:
+            break
         name = "free" if plan.stall_s == 0 else f"waits {plan.stall_s * 1e3:.1f} ms"
-        share = plan.moved_bytes / max(1, keep.peak_bytes - step.base_bytes)
+        share = plan.moved_bytes / activations
         text = f"offload {n} of {num} regions, {plan.moved_bytes / GIB:.3f} GiB, {share:.3f} of activations, {name}"
-        study.row(text, "gemworks offload", plan, study.keep_point, "keep everything")
+        point = study.row(text, "gemworks offload", plan, study.keep_point, "keep everything")
+        assert study.keep_point is not None
+        predicted.append((share, plan.step_s / keep.step_s - 1))
+        measured.append((share, point.ms / study.keep_point.ms - 1))
+    if len(predicted) == 1:
+        return  # the host arena holds no region
+    free, found = (_share_at(points, FREE_SLOWDOWN) for points in (predicted, measured))
+    study.s.rows.add(
+        "free_share",
+        shape=study.size.label,
+        setting=f"share of activations offloaded at {100 * FREE_SLOWDOWN:.0f} % slower: predicted {free:.4f}, "
+        f"measured {found:.4f}",
+        ratio_to_best_peer=found / free,
+        best_peer="the ledger's prediction",
+    )
+
+
+def _share_at(points: Sequence[tuple[float, float]], slowdown: float) -> float:
+    """Where the line through (share, slowdown) points first reaches a slowdown; the last share if it doesn't.
+
+    >>> _share_at([(0.0, 0.0), (0.1, 0.01), (0.2, 0.05)], 0.03)
+    0.15
+    """
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if y1 >= slowdown:
+            return x0 + (x1 - x0) * (slowdown - y0) / (y1 - y0)
+    return points[-1][0]
 
 
 def _quantise_rows(study: Study, step: StepProfile, coded: Sequence[str]) -> None:
@@ -326,7 +359,7 @@ def _quantise_rows(study: Study, step: StepProfile, coded: Sequence[str]) -> Non
     for choice in [c for c in coded if c != QUANTISE_OFFLOAD]:
         plan = _everywhere(step, choice)
         got = _gradients(study, dict(plan.choices))
-        sqnr_db = 10 * torch.log10(expected.square().sum() / (got - expected).square().sum()).item()
+        sqnr_db = _sqnr_db(got, expected)
         ratio = held / sum(r.option(choice).held_bytes for r in step.regions)
         text = f"{choice} everywhere: held {ratio:.3f}x less, gradient SQNR {sqnr_db:.1f} dB"
         study.row(text, f"gemworks {choice}", plan, study.keep_point, "keep everything")

@@ -28,12 +28,14 @@ from gemworks.netmem.copy_engine import (
     few_ctas_options,
     verify_copy_engines,
 )
+from gemworks.netmem.movers import CHUNK_BYTES
 from gemworks.netmem.overlap import overlap_report, read_trace
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 MIB = 1 << 20
 FEW_CTAS = 4
-SUITES = ("pair_gather", "pair_reduce", "pair_quantized", "pair_fsdp")
+SUITES = ("pair_gather", "pair_reduce", "pair_contention", "pair_quantized", "pair_fsdp")
 # layers wide enough for parameters to be worth gathering (`large`'s width of 512 gathers a megabyte), and enough tokens
 # for the GPU to set the pace
 WIDE = StackSize(batch=8, length=2048, width=4096, heads=32, keys=256, depth=4)
@@ -195,6 +197,71 @@ def pair_reduce(rows: Rows, device: torch.device, smoke: bool) -> None:
         )
 
 
+def pair_contention(rows: Rows, device: torch.device, smoke: bool) -> None:
+    """Copy-engine gathers while bulk copies go over the host link: do they wait for each other?"""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.group.WORLD
+    assert group is not None
+    n, bulk, num = 128 * MIB // world, 1 << 30, 16
+    shape = f"{num}x256MiB beside {bulk}B"
+    if (problem := copy_engine_problem(group, device)) is not None:
+        rows.add("gather_beside_offload", shape=shape, setting=f"not run: {problem}")
+        return
+    comm = CopyEngineAllGather(group, device)
+    buffer = comm.allocate((world * n,), dtype=torch.bfloat16, device=device)
+    own = buffer[rank * n : (rank + 1) * n].normal_()
+    host = {way: torch.ones(bulk, dtype=torch.uint8).pin_memory() for way in ("up", "down")}
+    there = {way: torch.zeros(bulk, dtype=torch.uint8, device=device) for way in ("up", "down")}
+    streams = {way: torch.cuda.Stream(device) for way in ("up", "down")}
+
+    def once(ways: Sequence[str], gathers: int) -> tuple[float, dict[str, float], bool]:
+        """Milliseconds of the gathers and of each bulk copy, and whether the latter outlasted the former."""
+        synchronize(device)
+        dist.barrier()
+        synchronize(device)
+        events = {way: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for way in ("gather", *ways)}
+        for way in ways:
+            source, target = (there[way], host[way]) if way == "up" else (host[way], there[way])
+            with torch.cuda.stream(streams[way]):
+                events[way][0].record()
+                for start in range(0, bulk, CHUNK_BYTES):
+                    end = start + CHUNK_BYTES
+                    target[start:end].copy_(source[start:end], non_blocking=True)
+                events[way][1].record()
+        events["gather"][0].record()
+        for _ in range(gathers):
+            comm(buffer, own, group)
+        events["gather"][1].record()
+        events["gather"][1].synchronize()
+        outlasted = all(not events[way][1].query() for way in ways)
+        synchronize(device)
+        times = {way: begin.elapsed_time(end) for way, (begin, end) in events.items()}
+        return times.pop("gather"), times, outlasted
+
+    once((), 2)
+    alone_ms: dict[str, float] = {}
+    for way in ("up", "down"):
+        alone_ms[way] = sorted(once((way,), 0)[1][way] for _ in range(3))[1]
+    for ways in ((), ("up",), ("down",), ("up", "down")):
+        found = sorted((once(ways, num) for _ in range(5)), key=lambda f: f[0])
+        ms = found[2][0]
+        alone_ms.setdefault("gather", ms)
+        bulks = [f"{way} {found[2][1][way]:.2f} ms, alone {alone_ms[way]:.2f}" for way in ways]
+        text = "; ".join([*bulks, f"bulk under way to the end in {sum(f[2] for f in found)} of 5"])
+        rows.add(
+            "gather_beside_offload",
+            shape=shape,
+            setting=text if ways else "idle host link",
+            ms=ms,
+            ms_p20=found[1][0],
+            ms_p80=found[3][0],
+            gbps=num * (world - 1) * n * 2 / ms / 1e6,
+            best_peer="idle host link",
+            ratio_to_best_peer=alone_ms["gather"] / ms,
+            dtype="bf16",
+        )
+
+
 def pair_quantized(rows: Rows, device: torch.device, smoke: bool) -> None:
     """`QuantizedCollective` against the plain collectives of the same tensors."""
     world = dist.get_world_size()
@@ -221,22 +288,16 @@ def pair_quantized(rows: Rows, device: torch.device, smoke: bool) -> None:
 
         plain_ms = add(_native(device), "plain", plain)
         expected = (out if op == "reduce_scatter" else everyone).float()
-        checks: tuple[tuple[str, Literal["always", "never"], bool], ...] = (
-            ("bf16", "never", False),
-            ("fp8_row", "always", False),
-            ("fp8_row", "never", False),
-            ("fp8_row", "never", True),
-            ("mxfp8", "never", True),
+        checks: tuple[tuple[str, Literal["always", "never"]], ...] = (
+            ("bf16", "never"),
+            ("fp8_row", "always"),
+            ("fp8_row", "never"),
+            ("mxfp8", "never"),
         )
-        for codec, check, fused_sum in checks:
-            q = QuantizedCollective(codec=codec, check=check, fused_sum=fused_sum)
+        for codec, check in checks:
+            q = QuantizedCollective(codec=codec, check=check)
             assert (coded(q).float() - expected).norm() <= 5e-2 * expected.norm(), f"{op} {codec}: wrong result"
-            add(
-                "gemworks",
-                f"{codec}, check {check}, fused sum {fused_sum}",
-                lambda q=q, coded=coded: coded(q),
-                plain_ms,
-            )
+            add("gemworks", f"{codec}, check {check}", lambda q=q, coded=coded: coded(q), plain_ms)
 
 
 def pair_fsdp(rows: Rows, device: torch.device, smoke: bool) -> None:
@@ -254,12 +315,14 @@ def pair_fsdp(rows: Rows, device: torch.device, smoke: bool) -> None:
         impls[f"nccl {FEW_CTAS} CTAs"] = few
     impls |= {"copy-engine gather": world_group, "copy-engine gather and reduce": world_group}
     losses: dict[str, float] = {}
+    gradients: dict[str, torch.Tensor] = {}
     steps: dict[str, Callable[[], torch.Tensor]] = {}
     texts: dict[str, str] = {}
     for impl, group in impls.items():
         if impl.startswith("copy") and problem is not None:
             rows.add("fsdp_stack", shape=size.label, impl=impl, setting=f"not run: {problem}")
             continue
+        rows.note(f"{impl}: making the model")
         model, batch = make_stack(size, device)
         mesh = DeviceMesh.from_group(group, device.type)
         for part in model.parts:
@@ -269,22 +332,28 @@ def pair_fsdp(rows: Rows, device: torch.device, smoke: bool) -> None:
             copy_engine_all_gather(model, group)
         if impl.endswith("reduce"):
             copy_engine_reduce_scatter(model, group)
-
         steps[impl] = step = functools.partial(_step, model, batch)
         losses[impl] = step().item()
         assert len(set(losses.values())) == 1, losses
+        gradients[impl] = _own_gradients(model)
+        off = (gradients[impl] - gradients[_native(device)]).norm() / gradients[_native(device)].norm()
+        assert off <= 1e-2, f"{impl}: gradients differ by {off:.2g}"
+        rows.note(f"{impl}: gradients differ by {off:.2g}; tracing")
         # where the trace says what took SMs, and for how long
         trace = _trace_of(step, device)
         report = overlap_report(trace).devices[0]
-        copies = verify_copy_engines(trace).fsdp_copy_us
+        check = verify_copy_engines(trace)
         share = "" if report.sm_share is None else f"SM share of communication {report.sm_share:.4f}, "
         texts[impl] = (
-            f"{share}CTAs {_ctas(trace)}, exposed {report.exposed_us:.0f} us, FSDP copies {copies:.0f} us"
+            f"{share}CTAs {_ctas(trace)}, exposed {report.exposed_us:.0f} us, "
+            f"{check.peer_copies} peer copies, FSDP copies {check.fsdp_copy_us:.0f} us"
             if device.type == "cuda"
             else ""
         )
+    del gradients
+    rows.note("timing")
     # interleaved, so that clocks and neighbours treat all alike
-    repeats, times = (3 if smoke else 15), {impl: [] for impl in steps}
+    repeats, times = (3 if smoke else 11), {impl: [] for impl in steps}
     for _ in range(repeats):
         for impl, step in steps.items():
             dist.barrier()
@@ -310,6 +379,13 @@ def _step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     loss = model(batch)
     loss.backward()
     return loss
+
+
+def _own_gradients(model: nn.Module) -> torch.Tensor:
+    """This rank's shards of all gradients, flat."""
+    shards = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
+    assert shards
+    return torch.cat([s.flatten() for s in shards])
 
 
 def _once_ms(step: Callable[[], Any], device: torch.device) -> float:

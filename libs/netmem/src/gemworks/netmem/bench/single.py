@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from gemworks.netmem.arena import PinnedArena
+from gemworks.netmem.arbiter import CopyArbiter
+from gemworks.netmem.arena import Fence, PinnedArena
 from gemworks.netmem.bench.rows import Rows, synchronize, timed_ms, timed_on_device_ms
 from gemworks.netmem.codec import BUILTIN, Codec, explain_codec
 from gemworks.netmem.ledger import HBM, BandwidthLedger
@@ -147,6 +148,65 @@ def small_copy_under_bulk(s: Setup) -> None:
                 best_peer="idle link",
                 ratio_to_best_peer=idle_ms / ms,
             )
+
+
+def turns(s: Setup) -> None:
+    """The same small copies and bulk with an arbiter, which queues the bulk late; and what that costs the bulk."""
+    if s.device.type != "cuda":
+        s.rows.add("small_copy_turns", setting="needs a GPU: a CPU has no copy engine")
+        return
+    bulk = s.gib(1)
+    host = torch.ones(bulk, dtype=torch.uint8).pin_memory()
+    device = torch.zeros(bulk, dtype=torch.uint8, device=s.device)
+    for piece_bytes in (8 << 20, CHUNK_BYTES):
+        arbiter = CopyArbiter(mover_for(s.device, piece_bytes), piece_bytes=piece_bytes)
+        slow, urgent = arbiter.port(0), arbiter.port(1)
+        for small in (1 << 20, 16 << 20):
+            source = torch.full((small,), 3, dtype=torch.uint8).pin_memory()
+            latencies = []
+            for _ in range(7):
+                synchronize(s.device)
+                fence = slow.copy("down", device, host, [])
+                time.sleep(0.002)
+                started = time.perf_counter()
+                target, arrival = urgent.to_device(source, s.device)
+                while not arrival.done():
+                    pass
+                latencies.append((time.perf_counter() - started) * 1e3)
+                under_way = not fence.done()
+                arbiter.synchronize()
+                assert torch.equal(target.cpu(), source), "the small copy is wrong"
+                assert under_way, "the bulk copy was over before the small one: nothing was measured"
+            latencies.sort()
+            s.rows.add(
+                "small_copy_turns",
+                shape=f"{small}B to device under {bulk}B",
+                setting=f"arbiter, pieces of {piece_bytes}, 2 queued",
+                ms=latencies[3],
+                ms_p20=latencies[1],
+                ms_p80=latencies[5],
+            )
+        for setting, port in ((f"arbiter, pieces of {piece_bytes}, 2 queued", slow), ("queued at once", None)):
+            mover = port or mover_for(s.device, piece_bytes)
+            ms, p20, p80 = timed_ms(lambda mover=mover: _finish(mover.copy("down", device, host, [])), s.device, 7)
+            gbps = bulk / ms / 1e6
+            share = gbps * 1e9 / s.ledger.link("host.down").bytes_per_s
+            shape = f"{bulk}B to device in pieces of {piece_bytes}"
+            s.rows.add(
+                "bulk_copy_turns",
+                shape=shape,
+                setting=setting,
+                ms=ms,
+                ms_p20=p20,
+                ms_p80=p80,
+                gbps=gbps,
+                roofline_fraction=share,
+            )
+
+
+def _finish(fence: Fence) -> None:
+    while not fence.done():
+        time.sleep(1e-4)
 
 
 def quantise(s: Setup) -> None:

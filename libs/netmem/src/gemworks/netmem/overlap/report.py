@@ -18,6 +18,9 @@ from typing import Any
 from gemworks.netmem.overlap.intervals import intersect, subtract, total, union
 from gemworks.netmem.overlap.trace import Activity, Trace, read_trace
 
+# lines of waits in the text of one device
+MAX_WAITS = 10
+
 
 @dataclass(frozen=True)
 class LinkUse:
@@ -95,7 +98,7 @@ class OverlapReport:
         return text
 
     def to_text(self) -> str:
-        """A table for people."""
+        """A table for people; of many waits the `MAX_WAITS` longest."""
         lines = []
         if not self.on_gpu:
             lines.append("no GPU activity in this trace: CPU operators stand for compute and communication")
@@ -126,8 +129,10 @@ class OverlapReport:
             lines += [
                 f"  {_short(w.waiter)} ({w.waiter_lane}) waited {w.total_us / 1e3:.3f} ms in {w.num_times} times "
                 f"for {_short(w.waited_for)} ({w.waited_for_lane})"
-                for w in d.waits
+                for w in d.waits[:MAX_WAITS]
             ]
+            if rest := d.waits[MAX_WAITS:]:
+                lines.append(f"  {len(rest)} more waited {sum(w.total_us for w in rest) / 1e3:.3f} ms; see the JSON")
         return "\n".join(lines)
 
 

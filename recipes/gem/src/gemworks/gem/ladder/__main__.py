@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -22,16 +23,26 @@ from gemworks.gem.device import resolve_device
 from gemworks.gem.ladder import rows
 from gemworks.gem.ladder.page import write_page
 from gemworks.gem.ladder.settings import FULL_STACK, RUNGS, WITHOUT, build
-from gemworks.gem.ladder.step import StepCost, free, read_batches, run_steps
+from gemworks.gem.ladder.step import StepCost, TrainingRow, free, read_batches, run_steps
 from gemworks.gem.layers.__main__ import measure
 from gemworks.gem.layers.report import COLUMNS as LAYER_COLUMNS
 from gemworks.gem.layers.report import Measured, Row, Total, append_csv, common_columns, rows_of, total_of
 from gemworks.gem.layers.timing import Bound
 from gemworks.gem.presets import load_config
 from gemworks.gem.schema import Batch
+from gemworks.gem.turns import Turns
 from gemworks.jagged.bench.timing import Ceilings, Clock, measure_ceilings
 
+SMALL = {"batch_size": 8, "balance_window": 0}  # batches that only compile
 SEQUENCE_LAYERS = ("hsp", "pffn", "attention")
+
+
+# What a row may fail with and stay in the table, with its reason.
+REFUSALS = (RuntimeError, NotImplementedError, AssertionError, ImportError)
+
+
+def _note(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,7 @@ def largest_batch(base: GemConfig, device: torch.device, *, limit: int) -> int:
         source = open_source(config.data)
         try:
             batches = read_batches(config, source, 2, pin=device.type == "cuda")
-            run_steps(config, source, batches, device, warmup=0)
+            run_steps(config, source, batches, device, warmup=1)
         except torch.OutOfMemoryError:
             break
         finally:
@@ -88,23 +99,34 @@ class Ladder:
     Args:
         args: of the command line.
         device: where to train.
-        ceilings: of this run.
     """
 
-    def __init__(self, args: argparse.Namespace, device: torch.device, ceilings: Ceilings) -> None:
-        self.args, self.device, self.ceilings = args, device, ceilings
-        self.bound = Bound(ceilings.copy_gbps, ceilings.bf16_tflops, device)
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.args, self.device = args, device
         name = "leave_one_out_h200.csv" if args.leave_one_out else "ladder_h200.csv"
         self.path: Path = args.out / (args.csv or name)
-        self.common = common_columns(
-            device, module="gemworks.gem.ladder", copy_gbps=ceilings.copy_gbps, tflops=ceilings.bf16_tflops,
-            mhz=ceilings.clock_mhz,
-        )  # fmt: skip
+        self.num_wrong = 0  # rows whose answer was wrong, which have no number
         self._source: Source | None = None
         self._batches: dict[DataConfig, list[Batch]] = {}
 
-    def climb(self, bases: Sequence[GemConfig], deadline: float) -> None:
-        """Every row that the CSV does not have; stops before a row that would begin after the deadline.
+    @cached_property
+    def ceilings(self) -> Ceilings:
+        """Of this run; measured when the first row asks."""
+        return measure_ceilings(Clock(self.device), self.device)
+
+    @cached_property
+    def bound(self) -> Bound:
+        return Bound(self.ceilings.copy_gbps, self.ceilings.bf16_tflops, self.device)
+
+    @cached_property
+    def common(self) -> Row:
+        return common_columns(
+            self.device, module="gemworks.gem.ladder", copy_gbps=self.ceilings.copy_gbps,
+            tflops=self.ceilings.bf16_tflops, mhz=self.ceilings.clock_mhz,
+        )  # fmt: skip
+
+    def pending(self, bases: Sequence[GemConfig]) -> list[tuple[Planned, rows.Case]]:
+        """The rows that the CSV does not have.
 
         One ladder after the other; with `--rows` one row of all ladders after the other, in the order given.
         """
@@ -113,42 +135,77 @@ class Ladder:
         if self.args.rows:
             order = self.args.rows
             plans = sorted((p for p in plans if p[1].name in order), key=lambda p: order.index(p[1].name))
+        left = []
         for base, plan in plans:
             data = plan.config.data
             case = rows.Case(base.model.attention, data.batch_size, data.length_law, data.max_length)
-            if rows.key_of(plan.name, case) in have:
-                continue
-            if time.monotonic() > deadline:
-                print(f"budget is over before {plan.name} ({base.model.attention}); start the same command again")
-                return
-            row = self._row(plan, case)
-            rows.append(self.path, row)
-            print(_line(row), flush=True)
+            if rows.key_of(plan.name, case) not in have:
+                left.append((plan, case))
+        return left
 
-    def _row(self, plan: Planned, case: rows.Case) -> Row:
+    def climb(self, bases: Sequence[GemConfig], deadline: float) -> None:
+        """Every pending row, warmed up and measured in turn; stops before a row that would begin after the deadline."""
+        pending = self.pending(bases)
+        for number, (plan, case) in enumerate(pending, 1):
+            print(f"[{number}/{len(pending)}] {plan.name}, {case.attention} attention", flush=True)
+            if time.monotonic() > deadline:
+                print(f"budget is over before {plan.name} ({case.attention}); start the same command again")
+                return
+            self._write(plan, case, self._warm(plan))
+            free(self.device)
+
+    def climb_in_turn(self, bases: Sequence[GemConfig], turns: Turns) -> None:
+        """Every pending row: all warmed up beside other processes, then all measured without them."""
+        warm: list[tuple[Planned, rows.Case, TrainingRow | str]] = []
+        try:
+            warm = [(plan, case, self._warm(plan)) for plan, case in self.pending(bases)]
+        finally:
+            turns.arrive()
+        turns.wait()
+        with turns.turn():
+            for plan, case, row in warm:
+                self._write(plan, case, row)
+
+    def _warm(self, plan: Planned) -> TrainingRow | str:
+        """The row's training with its first steps done, or why it cannot be."""
+        if plan.refusal:
+            return plan.refusal
+        try:
+            source, batches = self._data(plan.config, self.args.warmup + self.args.steps)
+            small = read_batches(plan.config.with_data(**SMALL), source, 2, pin=False)
+            row = TrainingRow(plan.config, source, batches, self.device, warmup=self.args.warmup, small=small)
+            row.warm_up()
+        except REFUSALS as error:
+            free(self.device, compiled=False)
+            return _note(error)
+        return row
+
+    def _write(self, plan: Planned, case: rows.Case, warm: TrainingRow | str) -> None:
+        """Measures a row and appends it to the CSV; one that cannot run stays in the table, with its reason."""
         cost: StepCost | None = None
         local: Total | None = None
-        note, steps = plan.refusal, self.args.warmup + self.args.steps
-        config = plan.config
-        if not note:
+        note, config = "", plan.config
+        if isinstance(warm, str):
+            note = warm
+        else:
             try:
-                source, batches = self._data(config, steps)
-                cost = run_steps(
-                    config, source, batches, self.device, warmup=self.args.warmup, trace=plan.name in self.args.profile
-                )
-                free(self.device)
-                if not self.args.no_local and (not self.args.local or plan.name in self.args.local):
+                cost = warm.measure(trace=plan.name in self.args.profile)
+                warm.close()
+                free(self.device, compiled=False)
+                if note := rows.wrong_answer(self.path, case, self.args.steps, cost):
+                    cost, self.num_wrong = None, self.num_wrong + 1
+                elif not self.args.no_local and (not self.args.local or plan.name in self.args.local):
                     local = total_of(self._layers(plan.name, case, config), sequence_only=True)
-            except (RuntimeError, NotImplementedError, AssertionError, ImportError) as error:
-                # a row that cannot run stays in the table, with its reason
-                note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-            free(self.device)
+            except REFUSALS as error:
+                note = _note(error)
         if cost is not None and cost.split is not None:
             self._write_kernels(plan.name, case, cost)
         common = self._mean_length(config)
-        return rows.make_row(
+        row = rows.make_row(
             plan.name, plan.added, case, config, cost, local, common, steps=self.args.steps, note=note
         )  # fmt: skip
+        rows.append(self.path, row)
+        print(_line(row), flush=True)
 
     def _layers(self, name: str, case: rows.Case, config: GemConfig) -> list[Measured]:
         """The sequence layers alone; of a traced row they go to the layers' CSV too."""
@@ -224,6 +281,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--local", action="append", default=[], metavar="ROW", help="Local MFU of these rows only")
     parser.add_argument("--local-batch-size", type=int, help="batch of the layers alone; default: the row's")
     parser.add_argument("--redo", action="store_true", help="measure rows again that the CSV has")
+    parser.add_argument("--turns", type=Path, help="folder where processes meet that warm up side by side")
+    parser.add_argument("--of", type=int, default=1, help="how many of them")
+    parser.add_argument("--patience-s", type=float, default=120.0, help="how long they wait for each other")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no row after this many seconds")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the CSVs")
@@ -257,10 +317,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = min(largest_batch(base, device, limit=args.largest) for base in bases)
         print(f"largest batch that the padded row fits: {size}")
         bases = [base.with_data(batch_size=size) for base in bases]
-    ladder = Ladder(args, device, measure_ceilings(Clock(device), device))
-    ladder.climb(bases, began + args.budget_s)
+    ladder = Ladder(args, device)
+    if args.turns is None:
+        ladder.climb(bases, began + args.budget_s)
+    else:
+        ladder.climb_in_turn(bases, Turns(args.turns, args.of, patience_s=args.patience_s))
     print(f"{ladder.path}: {len(rows.done(ladder.path))} rows, {time.monotonic() - began:.0f} s")
-    return 0
+    return 1 if ladder.num_wrong else 0
 
 
 if __name__ == "__main__":

@@ -91,6 +91,99 @@ def read_batches(config: GemConfig, source: Source, number: int, *, pin: bool) -
     return batches
 
 
+class TrainingRow:
+    """One row's training: a fresh model, its first steps, then the timed ones.
+
+    Reading and making data is not part of a step here: the batches lie ready in (page-locked) host memory, and their
+    way to the device is part of it.
+
+    Args:
+        config: of the row.
+        source: of the data.
+        batches: one per step.
+        device: where to train.
+        warmup: steps of them that are not timed, at least 1.
+        small: batches of a few samples, for steps before all others: they compile what these run, in little memory.
+    """
+
+    def __init__(
+        self,
+        config: GemConfig,
+        source: Source,
+        batches: Sequence[Batch],
+        device: torch.device,
+        *,
+        warmup: int,
+        small: Sequence[Batch] = (),
+    ) -> None:
+        if not 1 <= warmup < len(batches):
+            raise ValueError(
+                f"warmup: got {warmup} of {len(batches)} batches, expected at least 1 and one batch after them"
+            )
+        num_steps = len(small) + len(batches)
+        self.config = replace(config, train=replace(config.train, max_steps=num_steps, epochs=1))
+        self.source, self.batches, self.device, self.warmup = source, batches, device, warmup
+        self._num_small = len(small)
+        self.trainer = Trainer(self.config, source, device)
+        self.trainer.loader = ReadyBatches([*small, *batches])  # pyright: ignore[reportAttributeAccessIssue]
+        self._steps = self.trainer.steps()
+
+    def warm_up(self) -> None:
+        """The steps on small batches; then gives cached memory back."""
+        for _ in itertools.islice(self._steps, self._num_small):
+            pass
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def measure(self, *, trace: bool = False) -> StepCost:
+        """The timed steps; with `trace` a profiler's view of one more."""
+        on_gpu, samples = self.device.type == "cuda", []
+        for _ in itertools.islice(self._steps, self.warmup):
+            pass
+        self.trainer.take_row()
+        if on_gpu:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        # no synchronisation of our own: each step waits for its loss once, so intervals are those of steady training
+        mark = time.perf_counter()
+        for _ in self._steps:
+            now = time.perf_counter()
+            samples.append(1e3 * (now - mark))
+            mark = now
+        row = self.trainer.take_row()
+        peak_gib = torch.cuda.max_memory_allocated(self.device) / 2**30 if on_gpu else None
+        split = _trace(self.trainer, self.batches[-1]) if trace and on_gpu else None
+        return self._cost(Time.of(samples), peak_gib, row.ne, row.loss, split)
+
+    def close(self) -> None:
+        """Lets go of the model, the optimizers and the batches."""
+        self._steps = iter(())
+        del self.trainer, self.batches
+
+    def _cost(
+        self, timed: Time, peak_gib: float | None, ne: float | None, loss: float, split: Split | None
+    ) -> StepCost:
+        config, batches, seconds = self.config, self.batches[self.warmup :], timed.ms / 1e3
+        counts = [count_batch_flops(config, self.source.schema, batch) for batch in batches]
+        flops = mean(count.training for count in counts)
+        fp8 = mean(fp8_flops(self.trainer.model, config, batch) for batch in batches)
+        return StepCost(
+            timed,
+            mean(batch.num_samples for batch in batches) / seconds,
+            flops,
+            fp8,
+            mfu(flops, seconds),
+            mfu(flops, seconds, peak_flops_per_second=mixed_peak(flops - fp8, fp8)),
+            peak_gib,
+            padding_share(config, batches),
+            mean(recompute_share(config, count) for count in counts),
+            ne,
+            loss,
+            split,
+        )
+
+
 def run_steps(
     config: GemConfig,
     source: Source,
@@ -100,55 +193,16 @@ def run_steps(
     warmup: int,
     trace: bool = False,
 ) -> StepCost:
-    """Trains on the batches, one step each, from a fresh model; the first `warmup` of them are not timed.
-
-    Reading and making data is not part of a step here: the batches lie ready in (page-locked) host memory, and their
-    way to the device is part of it.
-    """
-    config = replace(config, train=replace(config.train, max_steps=len(batches), epochs=1))
-    on_gpu = device.type == "cuda"
-    trainer = Trainer(config, source, device)
-    trainer.loader = ReadyBatches(batches)  # pyright: ignore[reportAttributeAccessIssue]
-    samples: list[float] = []
-    steps, mark = trainer.steps(), time.perf_counter()
-    for step in steps:
-        if step == warmup:
-            trainer.take_row()
-            if on_gpu:
-                torch.cuda.synchronize(device)
-                torch.cuda.reset_peak_memory_stats(device)
-        # no synchronisation of our own: each step waits for its loss once, so intervals are those of steady training
-        now = time.perf_counter()
-        if step > warmup:
-            samples.append(1e3 * (now - mark))
-        mark = time.perf_counter()
-    row = trainer.take_row()
-    peak_gib = torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else None
-    split = _trace(trainer, batches[-1]) if trace and on_gpu else None
-    counts = [count_batch_flops(config, source.schema, batch) for batch in batches[warmup:]]
-    flops = mean(count.training for count in counts)
-    fp8 = mean(fp8_flops(trainer.model, config, batch) for batch in batches[warmup:])
-    timed = Time.of(samples)
-    seconds = timed.ms / 1e3
-    return StepCost(
-        timed,
-        mean(batch.num_samples for batch in batches[warmup:]) / seconds,
-        flops,
-        fp8,
-        mfu(flops, seconds),
-        mfu(flops, seconds, peak_flops_per_second=mixed_peak(flops - fp8, fp8)),
-        peak_gib,
-        padding_share(config, batches[warmup:]),
-        mean(recompute_share(config, count) for count in counts),
-        row.ne,
-        row.loss,
-        split,
-    )
+    """Trains on the batches, one step each, from a fresh model; the first `warmup` of them are not timed."""
+    row = TrainingRow(config, source, batches, device, warmup=warmup)
+    row.warm_up()
+    return row.measure(trace=trace)
 
 
-def free(device: torch.device) -> None:
-    """Drops what a row left: compiled code, cached memory."""
-    torch._dynamo.reset()
+def free(device: torch.device, *, compiled: bool = True) -> None:
+    """Drops what a row left: cached memory and, unless another row needs it, compiled code."""
+    if compiled:
+        torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,9 +19,10 @@ from gemworks.gem.device import resolve_device
 from gemworks.gem.efficiency import LengthHistogram
 from gemworks.gem.ladder.settings import SETTINGS
 from gemworks.gem.layers import report
-from gemworks.gem.layers.parts import make_parts
-from gemworks.gem.layers.timing import Bound, call_of, split_call, time_call
+from gemworks.gem.layers.parts import Part, make_parts
+from gemworks.gem.layers.timing import Bound, call_of, host_functions, host_ms, split_call, time_call
 from gemworks.gem.presets import load_config
+from gemworks.gem.turns import Turns
 from gemworks.jagged.bench.timing import Ceilings, Clock, measure_ceilings
 
 
@@ -31,6 +32,75 @@ def draw_lengths(config: GemConfig, seed: int) -> torch.Tensor:
     values, shares = torch.tensor(list(law.counts)), torch.tensor(list(law.counts.values()), dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     return values[torch.multinomial(shares, config.data.batch_size, replacement=True, generator=generator)]
+
+
+WRONG_ANSWER = "WrongAnswer: its output or a gradient is not finite"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A layer type that has run before, or why it cannot; `run` is its forward and backward."""
+
+    part: Part
+    run: Callable[[], object] | None
+    note: str = ""
+
+
+def prepare(
+    config: GemConfig, device: torch.device, *, seed: int = 0, only: Sequence[str] = (), calls: int = 2
+) -> list[Prepared]:
+    """Every layer type of a configuration, called `calls` times: what is compiled on the way is compiled.
+
+    Args:
+        config: of the model, with its kernels; data gives the batch size and the law of lengths.
+        device: where to run.
+        seed: of lengths and inputs.
+        only: names of layers; all if empty.
+        calls: before anything is timed.
+    """
+    torch.manual_seed(seed)
+    schema = open_source(config.data).schema
+    lengths = {event.name: draw_lengths(config, seed + i) for i, event in enumerate(schema.events)}
+    dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
+    prepared = []
+    for part in make_parts(config, schema, lengths, device):
+        if only and part.name.split(".")[-1].split("/")[0] not in only:
+            continue
+        if part.forward is None:
+            prepared.append(Prepared(part, None, part.refusal))
+            continue
+        run = call_of(part, dtype, device)
+        try:
+            is_finite = all(x is None or bool(x.isfinite().all()) for x in run())
+            for _ in range(calls - 1):
+                run()
+        except (RuntimeError, NotImplementedError) as error:
+            prepared.append(
+                Prepared(part, None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}")
+            )
+            continue
+        prepared.append(Prepared(part, run) if is_finite else Prepared(part, None, WRONG_ANSWER))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    return prepared
+
+
+def measure_prepared(
+    prepared: Sequence[Prepared], device: torch.device, bound: Bound, *, repeats: int = 10, trace: bool = True
+) -> Iterator[report.Measured]:
+    """Times of layer types, one after another; a trace of each on a GPU."""
+    for layer in prepared:
+        part, run = layer.part, layer.run
+        facts = (part.name, part.count, part.flops, part.is_sequence)
+        if run is None:
+            yield report.Measured(*facts, None, None, 0.0, layer.note)
+            continue
+        on_gpu = device.type == "cuda"
+        timed = time_call(run, device, repeats=repeats)
+        host = host_ms(run) if on_gpu else None
+        split = split_call(run) if trace and on_gpu else None
+        yield report.Measured(*facts, timed, split, bound.ms_of(part), host_ms=host)
 
 
 def measure(
@@ -47,39 +117,42 @@ def measure(
     """Every layer type of a configuration.
 
     Args:
-        config: of the model, with its kernels; data gives the batch size and the law of lengths.
-        device: where to run; traces are taken on a GPU.
+        config, device, seed, only: of `prepare`.
         ceilings: copy and product rates of this run.
-        seed: of lengths and inputs.
         repeats: timed calls per layer.
         trace: take a profiler trace too.
-        only: names of layers; all if empty.
         bound: least times of products that were timed before in this run.
     """
-    torch.manual_seed(seed)
-    schema = open_source(config.data).schema
-    lengths = {event.name: draw_lengths(config, seed + i) for i, event in enumerate(schema.events)}
-    dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
     bound = bound or Bound(ceilings.copy_gbps, ceilings.bf16_tflops, device)
-    measured = []
-    for part in make_parts(config, schema, lengths, device):
-        if only and part.name.split(".")[-1].split("/")[0] not in only:
-            continue
-        facts = (part.name, part.count, part.flops, part.is_sequence)
-        if part.forward is None:
-            measured.append(report.Measured(*facts, None, None, 0.0, part.refusal))
-            continue
-        run = call_of(part, dtype, device)
-        try:
-            timed = time_call(run, device, repeats=repeats)
-            split = split_call(run) if trace and device.type == "cuda" else None
-        except (RuntimeError, NotImplementedError) as error:
-            note = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-            measured.append(report.Measured(*facts, None, None, 0.0, note))
-            continue
-        measured.append(report.Measured(*facts, timed, split, bound.ms_of(part)))
-        del part, run
-    return measured
+    prepared = prepare(config, device, seed=seed, only=only)
+    return list(measure_prepared(prepared, device, bound, repeats=repeats, trace=trace))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of attention under one setting."""
+
+    attention: str
+    setting: str
+    config: GemConfig
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return (self.attention, self.setting, str(self.config.data.batch_size))
+
+
+def cases_of(args: argparse.Namespace, device: torch.device) -> list[Case]:
+    """What the command line asks for."""
+    sets = [f"data.batch_size={args.batch_size}", *args.sets]
+    cases = []
+    for attention in args.attention or ["block", "full"]:
+        for setting in args.setting or ["gemworks"]:
+            config = load_config(args.preset, sets=[*sets, f"model.attention={attention}"])
+            config = SETTINGS[setting](config)
+            if device.type == "cpu":
+                config = replace(config, train=replace(config.train, dtype="float32"))
+            cases.append(Case(attention, setting, config))
+    return cases
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -97,6 +170,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of layers_h200.csv and the charts")
     parser.add_argument("--csv", default="layers_h200.csv", help="name of the CSV in it")
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="print each layer's N longest kernels")
+    parser.add_argument("--host", type=int, default=0, metavar="N", help="print each layer's N longest host functions")
+    parser.add_argument("--turns", type=Path, help="folder where processes meet that warm up side by side")
+    parser.add_argument("--of", type=int, default=1, help="how many of them")
+    parser.add_argument("--patience-s", type=float, default=120.0, help="how long they wait for each other")
+    parser.add_argument("--redo", action="store_true", help="measure again what the CSV has")
     parser.add_argument("--smoke", action="store_true", help="`tiny`, a small batch, two repeats")
     return parser.parse_args(argv)
 
@@ -104,27 +182,55 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     device = resolve_device("auto")
-    sets = [f"data.batch_size={args.batch_size}", *args.sets]
     if args.smoke:
-        args.preset, args.repeats, sets = "tiny", 2, ["data.batch_size=8", *args.sets]
-    ceilings = measure_ceilings(Clock(device), device)
+        args.preset, args.repeats, args.batch_size = "tiny", 2, 8
+    try:
+        cases = cases_of(args, device)
+    except (ConfigError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    have = set() if args.redo else report.done(args.out / args.csv)
+    cases = [case for case in cases if case.key not in have]
+    if args.turns is None:
+        num_wrong = 0
+        ceilings = measure_ceilings(Clock(device), device)
+        for number, case in enumerate(cases, 1):
+            print(f"[{number}/{len(cases)}] {case.attention} attention, {case.setting}", flush=True)
+            prepared = prepare(case.config, device, seed=args.seed, only=args.only)
+            _measure_case(args, case, prepared, ceilings, device)
+            num_wrong += _num_wrong(prepared)
+        return 1 if num_wrong else 0
+    turns = Turns(args.turns, args.of, patience_s=args.patience_s)
+    try:
+        ready = [prepare(case.config, device, seed=args.seed, only=args.only) for case in cases]
+    except BaseException:
+        turns.arrive()
+        raise
+    turns.wait()
+    with turns.turn():
+        ceilings = measure_ceilings(Clock(device), device)
+        for case, prepared in zip(cases, ready, strict=True):
+            _measure_case(args, case, prepared, ceilings, device)
+    return 1 if sum(map(_num_wrong, ready)) else 0
+
+
+def _num_wrong(prepared: Sequence[Prepared]) -> int:
+    """Layers whose answer was wrong; they have no number."""
+    return sum(layer.note == WRONG_ANSWER for layer in prepared)
+
+
+def _measure_case(
+    args: argparse.Namespace, case: Case, prepared: list[Prepared], ceilings: Ceilings, device: torch.device
+) -> None:
     print(f"copy {ceilings.copy_gbps:.0f} GB/s, bf16 product {ceilings.bf16_tflops:.0f} TFLOP/s")
     bound = Bound(ceilings.copy_gbps, ceilings.bf16_tflops, device)
-    for attention in args.attention or ["block", "full"]:
-        for setting in args.setting or ["gemworks"]:
-            try:
-                config = load_config(args.preset, sets=[*sets, f"model.attention={attention}"])
-                config = SETTINGS[setting](config)
-            except (ConfigError, ValueError) as error:
-                print(error, file=sys.stderr)
-                return 2
-            if device.type == "cpu":
-                config = replace(config, train=replace(config.train, dtype="float32"))
-            layers = measure(
-                config, device, ceilings, seed=args.seed, repeats=args.repeats, only=args.only, bound=bound
-            )
-            _report(args, config, layers, ceilings, device, attention, setting)
-    return 0
+    layers = list(measure_prepared(prepared, device, bound, repeats=args.repeats))
+    _report(args, case.config, layers, ceilings, device, case.attention, case.setting)
+    for layer in prepared if args.host else ():
+        if layer.run is not None:
+            for name, ms, calls in host_functions(layer.run)[: args.host]:
+                print(f"  {layer.part.name:12} {ms:8.4f} ms on the host  x{calls:<5.1f} {name}")
+    sys.stdout.flush()
 
 
 def _report(
@@ -149,10 +255,11 @@ def _report(
     rows = report.rows_of(layers, common)
     report.append_csv(args.out / args.csv, rows, report.COLUMNS)
     print(f"\n{config.preset}, {attention} attention, {setting}, B{config.data.batch_size}")
-    print(f"{'layer':18} {'x':>3} {'ms':>9} {'MFU %':>7} {'tensor':>8} {'memory':>8} {'gaps':>8} {'bound':>8}")
+    heads = " ".join(f"{name:>8}" for name in ("tensor", "memory", "gaps", "host", "bound"))
+    print(f"{'layer':18} {'x':>3} {'ms':>9} {'MFU %':>7} {heads}")
     for row in rows:
         cells = (row["ms"], f"{100 * float(row['local_mfu']):.1f}" if row["local_mfu"] else "-")
-        split = (row["tensor_core_ms"], row["memory_ms"], row["gap_ms"], row["bound_ms"])
+        split = (row["tensor_core_ms"], row["memory_ms"], row["gap_ms"], row["host_ms"], row["bound_ms"])
         line = f"{row['layer']:18} {row['count']:>3} {cells[0]:>9} {cells[1]:>7} " + " ".join(f"{c:>8}" for c in split)
         print(f"{line}  {row['note']}".rstrip())
     print("worst: " + ", ".join(x.name for x in report.worst(layers)))

@@ -303,9 +303,8 @@ def _core(
         qkv = rows(total, 3 * module.num_heads, module.head_dim)
         return lambda: module.attend(qkv, sequence), (qkv,)
     if isinstance(module, SeedPooling):
-        seeds = rows(*module.seeds_PNH.shape)
-        k, v = (rows(total, module.num_heads, module.head_dim) for _ in range(2))
-        return lambda: module.attend(seeds, k, v, sequence), (seeds, k, v)
+        seeds, kv = rows(*module.seeds_PNH.shape), rows(total, 2 * module.num_heads, module.head_dim)
+        return lambda: module.attend(seeds, kv, sequence), (seeds, kv)
     assert isinstance(module, Pffn)
     q = rows(total, module.num_heads, module.head_dim)
     k, v = (rows(x_sum.shape[0], module.num_rows, module.num_heads, module.head_dim) for _ in range(2))

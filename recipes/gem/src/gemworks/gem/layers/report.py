@@ -23,7 +23,7 @@ PROTOCOL_COLUMNS = (
 )
 COLUMNS = (
     *("layer", "attention", "local_mfu", "share_of_time"),
-    *("setting", "count", "batch", "tensor_core_ms", "memory_ms", "gap_ms", "bound_ms", "note"),
+    *("setting", "count", "batch", "tensor_core_ms", "memory_ms", "gap_ms", "host_ms", "bound_ms", "note"),
     *PROTOCOL_COLUMNS,
 )
 Row = dict[str, str]
@@ -41,6 +41,7 @@ class Measured:
     split: Split | None
     bound_ms: float
     note: str = ""
+    host_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,8 @@ def rows_of(layers: Sequence[Measured], common: Mapping[str, str]) -> list[Row]:
                 "tensor_core_ms": f"{x.split.tensor_core_ms:.4f}", "memory_ms": f"{x.split.memory_ms:.4f}",
                 "gap_ms": f"{x.split.gap_ms:.4f}",
             }  # fmt: skip
+        if x.host_ms is not None:
+            row["host_ms"] = f"{x.host_ms:.4f}"
         rows.append(row)
     complete = not {x.is_sequence for x in layers if x.time is not None} < {True, False}
     for name, only in (("sequence layers", True), ("whole model", False)) if complete else (("sequence layers", True),):
@@ -168,6 +171,15 @@ def rows_of(layers: Sequence[Measured], common: Mapping[str, str]) -> list[Row]:
         }  # fmt: skip
         rows.append(row)
     return rows
+
+
+def done(path: Path) -> set[tuple[str, ...]]:
+    """(attention, setting, batch) of what a CSV of layers has to the end."""
+    if not path.is_file():
+        return set()
+    with path.open(newline="") as file:
+        rows = csv.DictReader(file)
+        return {(r["attention"], r["setting"], r["batch"]) for r in rows if r["layer"] == "sequence layers"}
 
 
 def append_csv(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:

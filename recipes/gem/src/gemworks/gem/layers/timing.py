@@ -6,13 +6,16 @@ kernel runs. A kernel counts as a product by its name.
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import quantiles
+from pathlib import Path
+from statistics import median, quantiles
 
 import torch
 from gemworks.gem.layers.parts import Part, Product
@@ -20,10 +23,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 PRODUCT_NAMES = re.compile(
-    r"gemm|nvjet|cutlass|xmma|wgmma|cublas|fmha|flash|attention|forward_kernel|forward_hopper|backward_kv|backward_q"
-    r"|backward_hopper|block_fwd|block_bwd|triton_tem|_mm_|bmm",
+    r"gemm|nvjet|cutlass|xmma|wgmma|cublas|fmha|flash|attention|(forward|backward)_(kernel|kv|q|hopper|fused)"
+    r"|fp8_(hopper_)?kernel|project_kernel|block_fwd|block_bwd|triton_tem|_mm_|bmm",
     re.IGNORECASE,
 )
+NOT_KERNELS = ("gem::", "Activity Buffer", "Optimizer.")  # what a profiler adds: spans around kernels
 NOT_PRODUCTS = re.compile(r"reduce|splitk.*reduce|elementwise|triton_(red|per|poi)", re.IGNORECASE)
 
 
@@ -56,29 +60,34 @@ class Split:
 def is_product(kernel: str) -> bool:
     """Whether a kernel of that name works on tensor cores.
 
-    >>> is_product("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT"), is_product("triton_red_fused_mean_pow_0")
-    (True, False)
+    >>> is_product("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT"), is_product("backward_fused_hopper_kernel")
+    (True, True)
+    >>> is_product("triton_red_fused_mean_pow_0"), is_product("triton_per_fused_attention_backward_add_27")
+    (False, False)
     """
     return bool(PRODUCT_NAMES.search(kernel)) and not NOT_PRODUCTS.search(kernel)
 
 
-def call_of(part: Part, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """Forward and backward of a part under autocast to `dtype`, with a fixed random gradient of its output."""
+def call_of(part: Part, dtype: torch.dtype, device: torch.device) -> Callable[[], tuple[Tensor | None, ...]]:
+    """Forward and backward of a part under autocast to `dtype`, with a fixed random gradient of its output.
+
+    The call returns the output and the gradients of the leaves that have one.
+    """
     assert part.forward is not None
     forward, leaves = part.forward, [x for x in part.leaves if x.requires_grad]
     gradient: list[Tensor] = []
 
-    def run() -> None:
+    def run() -> tuple[Tensor | None, ...]:
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
             out = forward()
         if not gradient:
             gradient.append(torch.randn_like(out))
-        torch.autograd.grad(out, leaves, gradient[0], allow_unused=True)
+        return out, *torch.autograd.grad(out, leaves, gradient[0], allow_unused=True)
 
     return run
 
 
-def time_call(run: Callable[[], None], device: torch.device, *, repeats: int, warmup: int = 3) -> Time:
+def time_call(run: Callable[[], object], device: torch.device, *, repeats: int, warmup: int = 3) -> Time:
     """Back to back, so that the host's launches count where they are what is waited for."""
     for _ in range(warmup):
         run()
@@ -99,7 +108,35 @@ def time_call(run: Callable[[], None], device: torch.device, *, repeats: int, wa
     return Time.of([a.elapsed_time(b) for a, b in pairwise(marks)])
 
 
-def split_call(run: Callable[[], None], *, repeats: int = 3) -> Split:
+def host_ms(run: Callable[[], object], *, repeats: int = 5) -> float:
+    """What the host needs to start one call, with nothing in the device's queue; on a GPU only."""
+    samples = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        samples.append(1e3 * (time.perf_counter() - began))
+    torch.cuda.synchronize()
+    return median(samples)
+
+
+def host_functions(run: Callable[[], object], *, repeats: int = 5) -> list[tuple[str, float, float]]:
+    """Functions by their own time on the host, per call: (name, ms, calls); backward runs on this thread for it."""
+    profiler = cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False):
+        run()
+        profiler.enable()
+        for _ in range(repeats):
+            run()
+        profiler.disable()
+    rows = []
+    for (file, line, name), (_, calls, own, *_) in pstats.Stats(profiler).stats.items():  # pyright: ignore[reportAttributeAccessIssue]
+        place = f"{'/'.join(Path(file).parts[-3:])}:{line} " if line else ""
+        rows.append((f"{place}{name}", 1e3 * own / repeats, calls / repeats))
+    return sorted(rows, key=lambda row: -row[1])
+
+
+def split_call(run: Callable[[], object], *, repeats: int = 3) -> Split:
     """The split of one call; on a GPU only."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=False) as trace:
@@ -119,8 +156,10 @@ def split_kernels(kernels: Sequence[tuple[str, float, float]], repeats: int) -> 
 
     >>> split_kernels([("gemm", 0, 1000), ("add", 1000, 1500), ("add", 2500, 3000)], 1).gap_ms
     1.0
+    >>> split_kernels([("Optimizer.step#AdamW.step", 0, 3000), ("add", 2500, 3000)], 1).memory_ms
+    0.5
     """
-    kernels = [k for k in kernels if not k[0].startswith(("gem::", "Activity Buffer"))]
+    kernels = [k for k in kernels if not k[0].startswith(NOT_KERNELS)]
     if not kernels:
         return Split(0.0, 0.0, 0.0, ())
     products = _covered([(a, b) for name, a, b in kernels if is_product(name)])

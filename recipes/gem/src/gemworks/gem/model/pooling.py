@@ -15,7 +15,7 @@ from gemworks.gem.model.events import Sequence
 from gemworks.gem.model.layers import linear, normal, unit_rms
 from gemworks.gem.model.norms import rms_norm
 from gemworks.gem.model.plain import padded_gdpa_pool, padded_pool, varlen_attention
-from gemworks.jagged import apply_rope, flash_attention, gdpa, kronecker_compress
+from gemworks.jagged import apply_rope, flash_attention, flash_attention_pool, gdpa, kronecker_compress
 from torch import Tensor, nn
 
 
@@ -44,16 +44,27 @@ class SeedPooling(nn.Module):
 
     def forward(self, sequence: Sequence) -> Tensor:
         norm = self.kernels.norm
-        k_TE, v_TE = self.kv(rms_norm(sequence.s_TD, norm)).chunk(2, dim=-1)
-        k_TNH = rms_norm(k_TE.unflatten(-1, (self.num_heads, self.head_dim)), norm)
-        if sequence.rope is not None:
-            k_TNH = apply_rope(k_TNH, sequence.rope)
-        seeds_PNH = rms_norm(self.seeds_PNH, norm).to(k_TNH.dtype)
-        h_BPNH = self.attend(seeds_PNH, k_TNH, v_TE.unflatten(-1, (self.num_heads, self.head_dim)), sequence)
+        kv_TXH = self.kv(rms_norm(sequence.s_TD, norm)).unflatten(-1, (2 * self.num_heads, self.head_dim))
+        seeds_PNH = rms_norm(self.seeds_PNH, norm).to(kv_TXH.dtype)
+        h_BPNH = self.attend(seeds_PNH, kv_TXH, sequence)
         return kronecker_compress(unit_rms(h_BPNH.flatten(2)), self.z_kPn, self.w_kED)
 
-    def attend(self, seeds_PNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, sequence: Sequence) -> Tensor:
-        """[B, P, N, H]."""
+    def attend(self, seeds_PNH: Tensor, kv_TXH: Tensor, sequence: Sequence) -> Tensor:
+        """[B, P, N, H] of a projection [T, 2 N, H], its keys' norm and rotation included."""
+        kernels = self.kernels
+        if kernels.fused_qk and kernels.pooling == "gemworks" and self.activation is None:
+            return flash_attention_pool(
+                seeds_PNH, kv_TXH, sequence.offsets_S, max_length=sequence.max_length,
+                scale=1.0 / math.sqrt(self.head_dim), k_norm=True, rope=sequence.rope, schedule=sequence.plan.pooling,
+            )  # fmt: skip
+        k_TNH, v_TNH = kv_TXH.chunk(2, dim=1)
+        k_TNH = rms_norm(k_TNH, kernels.norm)
+        if sequence.rope is not None:
+            k_TNH = apply_rope(k_TNH, sequence.rope)
+        return self._separate(seeds_PNH.to(k_TNH.dtype), k_TNH, v_TNH, sequence)
+
+    def _separate(self, seeds_PNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, sequence: Sequence) -> Tensor:
+        """Of keys that are normed and rotated already."""
         scale, plan, bound = 1.0 / math.sqrt(self.head_dim), sequence.plan, sequence.max_length
         if sequence.lengths_B is not None:
             rows = (seeds_PNH, k_TNH, v_TNH, sequence.lengths_B)

@@ -8,6 +8,7 @@ Letters: M query rows of a tile, n key rows of a tile, H and V head widths (BH a
 import triton
 import triton.language as tl
 from gemworks.jagged._triton.activations import activate
+from gemworks.jagged.ops.attention_core.kernel_bias import bias_tile, load_times
 
 
 @triton.jit
@@ -40,13 +41,30 @@ def find_tile(tile_sample, tile_row, bounds_r, bounds_s, tile):
     return row, r0, lr, s0, ls
 
 
+@triton.jit
+def key_range(
+    row, lq, lk, left, right, MASKED: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """(shift of positions, first and end of the key rows that a query tile meets)."""
+    shift = 0
+    if BOTTOM_RIGHT:
+        shift = lk - lq
+    begin = 0
+    end = lk
+    if MASKED:
+        begin = tl.maximum(row + shift - left, 0) // BN * BN
+        end = tl.minimum(lk, tl.minimum(row + BM, lq) + shift + right)
+    return shift, begin, end
+
+
 @triton.jit(do_not_specialize=["left", "right", "lse_sn"])  # else batches differ to the compiler
 def forward_kernel(
     q, k, v, out, lse, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale, left, right,
+    position, time, times_q, times_k, radius, unit,
     q_st, q_sn, k_st, k_sn, v_st, v_sn, o_st, o_sn, lse_sn,
     ACT: tl.constexpr, MASKED: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr,
     GROUP: tl.constexpr, H: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, PRECISION: tl.constexpr, BY_POSITION: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     tile = tl.program_id(0) // HEADS
@@ -58,17 +76,11 @@ def forward_kernel(
     own = r < lq
     q_rows = r if SHARED else q0 + r
     q_MH = load_rows(q + head * q_sn, q_rows, own, q_st, H, BH)
+    t_M = load_times(times_q, q_rows, own, BUCKETS)
     o_MV = tl.zeros([BM, BV], tl.float32)
     max_M = tl.full([BM], float("-inf"), tl.float32)
     sum_M = tl.zeros([BM], tl.float32)
-    shift = 0
-    if BOTTOM_RIGHT:
-        shift = lk - lq
-    begin = 0
-    end = lk
-    if MASKED:
-        begin = tl.maximum(row + shift - left, 0) // BN * BN
-        end = tl.minimum(lk, tl.minimum(row + BM, lq) + shift + right)
+    shift, begin, end = key_range(row, lq, lk, left, right, MASKED, BOTTOM_RIGHT, BM, BN)
     for n in range(begin, end, BN):
         c = n + tl.arange(0, BN)
         inside = c < lk
@@ -76,11 +88,17 @@ def forward_kernel(
         v_nV = load_rows(v + head_k * v_sn, k0 + c, inside, v_st, V, BV)
         s_Mn = tl.dot(q_MH, tl.trans(k_nH), input_precision=PRECISION)
         admitted = inside[None, :]
+        away = c[None, :] - r[:, None] - shift  # p_k - p_q
         if MASKED:
-            away = c[None, :] - r[:, None] - shift  # p_k - p_q
             admitted = admitted & (away <= right) & (away >= -left)
         if ACT == "softmax":
-            s_Mn = tl.where(admitted, s_Mn * (scale * 1.4426950408889634), float("-inf"))
+            s_Mn = s_Mn * (scale * 1.4426950408889634)
+            if BY_POSITION or BUCKETS > 0:
+                t_n = load_times(times_k, k0 + c, inside, BUCKETS)
+                s_Mn += bias_tile(
+                    away, t_n[None, :] - t_M[:, None], position, time, radius, unit, head, BY_POSITION, BUCKETS
+                )
+            s_Mn = tl.where(admitted, s_Mn, float("-inf"))
             new_M = tl.maximum(max_M, tl.max(s_Mn, 1))
             base_M = new_M
             if MASKED:  # a row without any key so far

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 import triton
+from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core import table
+from gemworks.jagged.ops.attention_core.kernel_backward import backward_bias_kernel as _backward_bias
 from gemworks.jagged.ops.attention_core.kernel_backward import backward_kv_kernel as _backward_kv
 from gemworks.jagged.ops.attention_core.kernel_backward import backward_q_kernel as _backward_q
 from gemworks.jagged.ops.attention_core.kernel_backward import delta_kernel as _delta
@@ -21,12 +23,40 @@ from gemworks.jagged.schedule import TileSchedule
 from torch import Tensor
 
 # Triton's kernels are not callables to a type checker.
-forward_kernel: Any = _forward
-backward_kv_kernel: Any = _backward_kv
-backward_q_kernel: Any = _backward_q
-delta_kernel: Any = _delta
+forward_kernel: Any = quick(_forward)
+backward_bias_kernel: Any = quick(_backward_bias)
+backward_kv_kernel: Any = quick(_backward_kv)
+backward_q_kernel: Any = quick(_backward_q)
+delta_kernel: Any = quick(_delta)
 UNBOUNDED = 1 << 30
 DELTA_ROWS = 32
+BIAS_WORKERS = 256  # programs a head, each with sums of its own: a constant, or repeats on another device would differ
+
+
+@dataclass(frozen=True)
+class Bias:
+    """Tables of an additive bias as the kernels read them, one row a query head; see kernel_bias.py.
+
+    Attributes:
+        position: float32 [N, 2 R + 1], contiguous, or None.
+        time: float32 [N, M], contiguous, or None; M at most 64.
+        times_q, times_k: int64, one per row of q and of k; needed by `time`.
+        unit: width of the first bucket of time.
+    """
+
+    position: Tensor | None
+    time: Tensor | None
+    times_q: Tensor | None
+    times_k: Tensor | None
+    unit: int
+
+    @property
+    def buckets(self) -> int:
+        return 0 if self.time is None else self.time.shape[1]
+
+    @property
+    def radius(self) -> int:
+        return 0 if self.position is None else self.position.shape[1] // 2
 
 
 @dataclass(frozen=True)
@@ -42,6 +72,7 @@ class Problem:
     architecture: str
     rows_q: int  # of the output: those of q, or B * R with a shared query
     rows_k: int | None  # per sequence, for a 4-D k
+    bias: Bias | None = None
 
     @property
     def shape(self) -> table.Shape:
@@ -55,6 +86,7 @@ class Problem:
             self.q.shape[1] != self.k.shape[1],
             self.max_length_k,
             self.q.shape[0] if self.rule.shared_query else 0,
+            self.bias is not None,
         )
 
     def config(self, step: table.Step) -> table.Config:
@@ -100,6 +132,8 @@ def _constants(p: Problem, config: table.TritonConfig) -> dict[str, Any]:
         "BM": config.block_m,
         "BN": config.block_n,
         "PRECISION": _precision(p.q),
+        "BY_POSITION": p.bias is not None and p.bias.position is not None,
+        "BUCKETS": 0 if p.bias is None else p.bias.buckets,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
@@ -109,15 +143,22 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [s for x in tensors for s in (x.stride(0), x.stride(1))]
 
 
-def _limits(rule: Rule) -> tuple[float, int, int]:
+def limits(rule: Rule) -> tuple[float, int, int]:
     return rule.scale, min(rule.mask.left, UNBOUNDED), min(rule.mask.right, UNBOUNDED)
+
+
+def _bias_arguments(p: Problem) -> list[Any]:
+    """Tables, timestamps, radius and unit; any tensor where a kernel does not read one."""
+    b = p.bias or Bias(None, None, None, None, 1)
+    return [*(p.q if x is None else x for x in (b.position, b.time, b.times_q, b.times_k)), b.radius, b.unit]
 
 
 def triton_forward(p: Problem, out: Tensor, lse: Tensor, config: table.TritonConfig) -> None:
     sample, row, count = p.tiles(config.height("forward"))
     heads, bounds = p.q.shape[1], p.schedule.bounds
     forward_kernel[(sample.shape[0] * heads,)](
-        p.q, p.k, p.v, out, lse, bounds[0], bounds[3], sample, row, count, *_limits(p.rule),
+        p.q, p.k, p.v, out, lse, bounds[0], bounds[3], sample, row, count, *limits(p.rule),
+        *_bias_arguments(p),
         *_strides(p.q, p.k, p.v, out), lse.stride(0), HEADS=heads, **_constants(p, config),
     )  # fmt: skip
 
@@ -128,7 +169,8 @@ def triton_backward_kv(
     sample, row, count = p.tiles(config.height("backward_kv"))
     heads, bounds = p.k.shape[1], p.schedule.bounds
     backward_kv_kernel[(sample.shape[0] * heads,)](
-        p.q, p.k, p.v, d_out, lse, delta, dk, dv, bounds[1], bounds[2], sample, row, count, *_limits(p.rule),
+        p.q, p.k, p.v, d_out, lse, delta, dk, dv, bounds[1], bounds[2], sample, row, count, *limits(p.rule),
+        *_bias_arguments(p),
         *_strides(p.q, p.k, p.v, d_out, dk, dv), lse.stride(0), HEADS_K=heads, **_constants(p, config),
     )  # fmt: skip
 
@@ -139,9 +181,31 @@ def triton_backward_q(
     sample, row, count = p.tiles(config.height("backward_q"))
     heads, bounds = p.q.shape[1], p.schedule.bounds
     backward_q_kernel[(sample.shape[0] * heads,)](
-        p.q, p.k, p.v, d_out, lse, delta, dq, bounds[0], bounds[3], sample, row, count, *_limits(p.rule),
+        p.q, p.k, p.v, d_out, lse, delta, dq, bounds[0], bounds[3], sample, row, count, *limits(p.rule),
+        *_bias_arguments(p),
         *_strides(p.q, p.k, p.v, d_out, dq), lse.stride(0), HEADS=heads, **_constants(p, config),
     )  # fmt: skip
+
+
+def triton_backward_bias(p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the two tables, float32 [N, 2 R + 1] and [N, M]; [N, 0] for a table that is not there."""
+    assert p.bias is not None
+    b, heads = p.bias, p.q.shape[1]
+    config = table.bias_config(p.shape)
+    sample, row, count = p.tiles(config.height("backward_q"))
+    by_position, by_time = (
+        torch.zeros(BIAS_WORKERS, heads, 0 if x is None else x.shape[1], dtype=torch.float32, device=p.q.device)
+        for x in (b.position, b.time)
+    )
+    constants = _constants(p, config)
+    del constants["ACT"]
+    backward_bias_kernel[(BIAS_WORKERS * heads,)](
+        p.q, p.k, p.v, d_out, lse, delta, by_position, by_time, p.schedule.bounds[0], p.schedule.bounds[3],
+        sample, row, count, *limits(p.rule), *_bias_arguments(p), *_strides(p.q, p.k, p.v, d_out), lse.stride(0),
+        HEADS=heads, BB=next_power_of_two(max(b.buckets, 1)),
+        W=next_power_of_two(config.block_m + config.block_n), WORKERS=BIAS_WORKERS, **constants,
+    )  # fmt: skip
+    return by_position.sum(0), by_time.sum(0)
 
 
 def compute_delta(out: Tensor, d_out: Tensor) -> Tensor:
@@ -173,11 +237,23 @@ def forward(p: Problem) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def backward(p: Problem, d_out: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), shaped and typed as q, k, v, contiguous."""
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.q, p.k, p.v))
+def backward(
+    p: Problem, d_out: Tensor, out: Tensor | None, lse: Tensor | None, into: list[Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    """Fills `into`: dq, dk, dv, shaped and typed as q, k, v; a row's heads and columns lie side by side.
+
+    Returns:
+        With a bias the gradients of its tables, as `triton_backward_bias`.
+    """
+    dq, dk, dv = into
     if p.rows_q == 0 or p.k.shape[0] == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        for grad in into:
+            grad.zero_()
+        if p.bias is None:
+            return None
+        like = (x if x is not None else p.q.new_empty(p.q.shape[1], 0) for x in (p.bias.position, p.bias.time))
+        d_position, d_time = (torch.zeros_like(x, dtype=torch.float32) for x in like)
+        return d_position, d_time
     d_out = rowwise(d_out)
     if p.rule.is_softmax:
         assert out is not None
@@ -197,8 +273,10 @@ def backward(p: Problem, d_out: Tensor, out: Tensor | None, lse: Tensor | None) 
     else:
         _backward_in_two(p, d_out, lse, delta, shares, dk, dv)
     if p.rule.shared_query:
-        dq = shares.view(-1, *p.q.shape).sum(0).to(p.q.dtype)
-    return dq, dk, dv
+        dq.copy_(shares.view(-1, *p.q.shape).sum(0))
+    if p.bias is None:
+        return None
+    return triton_backward_bias(p, d_out, lse, delta)
 
 
 def _backward_in_two(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from gemworks.jagged._checks import is_host
+from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._dense import Align, Mask
 from gemworks.jagged._imports import when_imported
 from gemworks.jagged._packing import Plan, Side, make_plan
@@ -48,7 +49,7 @@ def attention(
         side_q, side_k: the same object for self-attention.
         schedule: of this batch; None lets the kernel build its own.
     """
-    out, _ = torch.ops.gemworks_jagged.attention_forward(
+    out, _ = attention_forward(
         q,
         k,
         v,
@@ -124,19 +125,12 @@ def _backward_on_host(
     return backward_reference(d_out, q, k, v, out, lse, call.plan(q, k), call.rule)
 
 
-attention_forward = torch.library.custom_op(
-    "gemworks_jagged::attention_forward", _forward_on_host, mutates_args=(), device_types="cpu", schema=_FORWARD_SCHEMA
-)
-attention_backward = torch.library.custom_op(
-    "gemworks_jagged::attention_backward",
-    _backward_on_host,
-    mutates_args=(),
-    device_types="cpu",
-    schema=_BACKWARD_SCHEMA,
-)
+attention_forward = custom_op("attention_forward", _forward_on_host, _FORWARD_SCHEMA, device="cpu")
+attention_backward = custom_op("attention_backward", _backward_on_host, _BACKWARD_SCHEMA, device="cpu")
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str) -> Any:
+def _problem(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str, bias: Any = None) -> Any:
+    """What launch.py takes; `bias` is its `Bias`."""
     from gemworks.jagged.ops.attention_core import launch
 
     if call.tiles:
@@ -155,10 +149,10 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str) -> 
     bound = call.side_k.max_length if call.side_k.rows is None else call.side_k.rows
     q, k, v = (launch.rowwise(x) for x in (q, k, v))
     rows_k = call.side_k.rows if call.side_k is not call.side_q else None
-    return launch.Problem(q, k, v, call.rule, schedule, bound, architecture, call.side_q.total, rows_k)
+    return launch.Problem(q, k, v, call.rule, schedule, bound, architecture, call.side_q.total, rows_k, bias)
 
 
-def _kernels_take(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str) -> bool:
+def _kernels_take(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str, *, biased: bool = False) -> bool:
     """Whether some kernel covers the call; warns once where the reference has to run on a device."""
     bound = call.side_k.max_length if call.side_k.rows is None else call.side_k.rows
     shape = table.Shape(
@@ -170,6 +164,7 @@ def _kernels_take(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str
         call.rule.shared_query,
         q.shape[1] != k.shape[1],
         bound,
+        biased=biased,
     )
     if table.choose("forward", shape, architecture) is not None:
         return True
@@ -194,13 +189,32 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call, architecture = Call(q, k, *rest), architecture_of(q.device)
-    if not _kernels_take(q, k, v, call, architecture):
-        return _backward_on_host(d_out, q, k, v, out, lse, *rest)
-    from gemworks.jagged.ops.attention_core import launch
+    into: list[Tensor] = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    backward_into(into, d_out, q, k, v, out, lse, *rest)
+    return into[0], into[1], into[2]
 
-    with torch.cuda.device(q.device):
-        return launch.backward(_problem(q, k, v, call, architecture), d_out, out, lse)
+
+def backward_into(
+    into: list[Tensor],
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    *rest: Any,
+) -> None:
+    """Fills dq, dk and dv: rows may be strided, a row's heads and columns lie side by side. Not differentiable."""
+    if q.device.type == "cuda":
+        call, architecture = Call(q, k, *rest), architecture_of(q.device)
+        if _kernels_take(q, k, v, call, architecture):
+            from gemworks.jagged.ops.attention_core import launch
+
+            with torch.cuda.device(q.device):
+                launch.backward(_problem(q, k, v, call, architecture), d_out, out, lse, into)
+            return
+    for x, grad in zip(into, _backward_on_host(d_out, q, k, v, out, lse, *rest), strict=True):
+        x.copy_(grad)
 
 
 @attention_forward.register_fake
@@ -231,16 +245,14 @@ def _differentiate(ctx: Any, d_out: Tensor | None, _d_lse: Tensor | None) -> tup
     none = (None, None, [None] * len(tiles), None, *[None] * len(ctx.rest))
     if d_out is None:
         return None, None, None, *none
-    grads = torch.ops.gemworks_jagged.attention_backward(
-        d_out, q, k, v, out, lse, offsets_q, offsets_k, tiles, ctx.heights, *ctx.rest
-    )
+    grads = attention_backward(d_out, q, k, v, out, lse, offsets_q, offsets_k, tiles, ctx.heights, *ctx.rest)
     return *grads, *none
 
 
 attention_forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _count_pairs(q: Tensor, k: Tensor, *rest: Any) -> int:
+def count_pairs(q: Tensor, k: Tensor, *rest: Any) -> int:
     """Admitted pairs: exact for offsets on the host, else the bound that shapes and max lengths give."""
     offsets_q, offsets_k, _, _, num_sequences, rows_k, max_q, max_k, _, _, left, right, align, shared_query = rest
     window = min(left + right + 1, UNBOUNDED)
@@ -262,14 +274,14 @@ def _count_pairs(q: Tensor, k: Tensor, *rest: Any) -> int:
 
 
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **_: Any) -> int:
-    return 2 * _count_pairs(q, k, *rest) * q.shape[1] * (q.shape[2] + v.shape[2])
+    return 2 * count_pairs(q, k, *rest) * q.shape[1] * (q.shape[2] + v.shape[2])
 
 
 def _backward_flops(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, *rest: Any, out_val: Any = None, **_: Any
 ) -> int:
     """Five products: the recomputed logits, dP, dV, dQ and dK, as torch counts its own attention."""
-    return 2 * _count_pairs(q, k, *rest) * q.shape[1] * (3 * q.shape[2] + 2 * v.shape[2])
+    return 2 * count_pairs(q, k, *rest) * q.shape[1] * (3 * q.shape[2] + 2 * v.shape[2])
 
 
 def _register_flops(flop_counter: Any) -> None:

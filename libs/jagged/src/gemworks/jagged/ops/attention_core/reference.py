@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from gemworks.jagged._dense import Mask, admitted_pairs, compute_dtype
+from gemworks.jagged._dense import Mask, admitted_pairs, compute_dtype, without_autocast
 from gemworks.jagged._packing import Group, Plan, pad_rows, split_groups, unpad_rows
 from gemworks.jagged.ops.gdpa.activations import ACTIVATIONS, DERIVATIVES
 from torch import Tensor
@@ -35,6 +35,7 @@ class Rule:
         return self.activation == SOFTMAX
 
 
+@without_autocast
 def forward_reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, rule: Rule) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp.
 
@@ -72,6 +73,7 @@ def forward_reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, rule: Rule) -
     return out, lse_TN.t().contiguous()
 
 
+@without_autocast
 def backward_reference(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, plan: Plan, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:

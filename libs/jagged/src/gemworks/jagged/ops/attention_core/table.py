@@ -6,7 +6,7 @@ length enters except the bucketed bound, so a neighbouring batch takes the same 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -22,6 +22,7 @@ FUSED_HEAD_DIM = 128
 TRITON_ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON_MAX_HEAD_DIM = 256
+MAX_TIME_BUCKETS = 64  # a shift by more is undefined
 FEW_QUERIES = 64  # rows of a shared query up to which a second consumer group would have nothing to do
 SHORT_KEYS = 256  # bound of the keys up to which a tile's K and V are a few kilobytes that the L2 cache must deliver
 
@@ -51,6 +52,8 @@ class GluonConfig:
         overlap: start P^T dO before dP is there (backward_kv only).
         resident_keys: keep K and V over neighbouring tiles of a sequence (forward and backward_q; a 4-D k whose rows
             fit into the stages, otherwise ignored).
+        keys_first: load a tile's first keys before its queries (forward).
+        one_release: one signal for K of a tile and V of the one before (forward; not with resident keys).
     """
 
     block: int
@@ -60,6 +63,8 @@ class GluonConfig:
     resident_stages: int = 1
     overlap: bool = False
     resident_keys: bool = False
+    keys_first: bool = False
+    one_release: bool = False
 
     @property
     def programs(self) -> int:
@@ -121,6 +126,12 @@ GLUON: dict[tuple[Step, str, str], GluonConfig] = {
     ("backward_q", "activation", "few"): GluonConfig(64, 4, registers=240, overlap=True),
 }
 
+# The forward with a causal or window mask: small tiles, most of which lie wholly inside it.
+GLUON_MASKED: dict[str, GluonConfig] = {
+    "softmax": GluonConfig(64, 4),
+    "activation": GluonConfig(64, 4, resident_stages=2),
+}
+
 # (softmax or activation, class of lengths): a backward that takes neither backward_kv nor backward_q
 FUSED: dict[tuple[str, str], FusedConfig] = {
     ("softmax", "long"): FusedConfig(2, 2, early=True, ahead=True),
@@ -159,6 +170,13 @@ TRITON: dict[tuple[Step, str, int, int], TritonConfig] = {
     ("backward_q", "activation", 4, 256): TritonConfig(16, 16, 4, 1),
 }
 
+# Lookups of a bias want registers: what compiles without spilling, for two-byte elements and widths up to 128.
+BIASED: dict[Step, TritonConfig] = {
+    "forward": TritonConfig(64, 64, 4, 2),
+    "backward_kv": TritonConfig(32, 64, 4, 2),
+    "backward_q": TritonConfig(128, 64, 8, 2),
+}
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -169,6 +187,7 @@ class Shape:
         grouped: several query heads per key head.
         max_length_k: the bound of the key lengths.
         shared_rows: R of a shared query, else 0.
+        biased: with an additive bias.
     """
 
     activation: str
@@ -180,6 +199,7 @@ class Shape:
     grouped: bool
     max_length_k: int
     shared_rows: int = 0
+    biased: bool = False
 
     @property
     def lengths(self) -> str:
@@ -198,8 +218,10 @@ def gluon_refusal(step: Step, shape: Shape, architecture: str) -> str | None:
     if shape.head_dim not in GLUON_HEAD_DIMS or shape.value_dim != shape.head_dim:
         widths = f"{shape.head_dim} and {shape.value_dim}"
         return f"gluon takes equal head widths of q, k and v in {GLUON_HEAD_DIMS}, not {widths}"
-    if shape.masked:
-        return "gluon has no causal or window mask"
+    if shape.masked and step != "forward":
+        return "gluon's pair of backward kernels has no causal or window mask"
+    if shape.biased:
+        return "gluon has no bias"
     if shape.grouped and step != "forward":
         return "gluon's backward has no grouped heads"
     return None
@@ -207,7 +229,9 @@ def gluon_refusal(step: Step, shape: Shape, architecture: str) -> str | None:
 
 def fused_refusal(shape: Shape, architecture: str) -> str | None:
     """Why the backward is not one kernel, or None."""
-    refusal = gluon_refusal("backward_kv", shape, architecture)
+    if shape.masked and shape.shared_query:
+        return "the fused backward has no mask with a shared query"
+    refusal = gluon_refusal("backward_kv", replace(shape, masked=False), architecture)
     if refusal is None and shape.head_dim != FUSED_HEAD_DIM:
         return f"the fused backward takes head width {FUSED_HEAD_DIM}, not {shape.head_dim}"
     return refusal
@@ -234,14 +258,22 @@ def triton_refusal(shape: Shape, architecture: str) -> str | None:
 def triton_config(step: Step, shape: Shape) -> TritonConfig:
     kind = "softmax" if shape.activation == SOFTMAX else "activation"
     width = 128 if max(shape.head_dim, shape.value_dim) <= 128 else 256
+    if shape.biased and width == 128 and shape.dtype.itemsize == 2:
+        return BIASED[step]
     return TRITON[step, kind, shape.dtype.itemsize, width]
+
+
+def bias_config(shape: Shape) -> TritonConfig:
+    """Of the kernel that sums the gradients of a bias; its tiles of query rows are walked over."""
+    small = shape.dtype.itemsize == 2 and max(shape.head_dim, shape.value_dim) <= 128
+    return TritonConfig(64, 32, 4, 1) if small else TritonConfig(16, 16, 4, 1)
 
 
 def choose(step: Step, shape: Shape, architecture: str) -> Config | None:
     """The configuration of one step; None where no kernel takes the call, so that the reference must."""
     if gluon_refusal(step, shape, architecture) is None:
         kind = "softmax" if shape.activation == SOFTMAX else "activation"
-        return GLUON[step, kind, shape.lengths]
+        return GLUON_MASKED[kind] if shape.masked else GLUON[step, kind, shape.lengths]
     if triton_refusal(shape, architecture) is None:
         return triton_config(step, shape)
     return None

@@ -6,13 +6,14 @@ Each row of q and of k has one scale for the whole head width, so both leave the
 `sq[m] sk[n] (q k)`. q's factor joins the softmax scale, one multiply-add that is there anyway; k's costs one
 multiplication a score. Structure as in attention_core/kernel_forward_hopper.py: one producer warp, two consumer
 warpgroups of 64 query rows, persistent; while P V of a tile runs, a consumer works on the scores of the next one.
-The descriptors of k and v end where a sequence ends, so rows past it arrive as zeros. k's scales are [M, T] and come
-through one descriptor; those past a sequence's end are a neighbour's and are masked.
+The descriptors of k and v end where a sequence ends, so rows past it arrive as zeros; k's scales are [M, T] and are
+copied row by row, zeros past the end.
 """
 
 from gemworks.jagged._triton.hopper_common import activate, tile_of, zigzag
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -26,14 +27,15 @@ G = gl.constexpr
 
 @gluon.jit
 def _producer(
-    q_desc, sk_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
-    k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+    q_desc, sk_ptr, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
+    sk_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
     q_smem, k_smem, sk_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     V_BYTES: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
+    column = gl.arange(0, BN, layout=gl.BlockedLayout([BN // 32], [32], [1], [0]))
     fill = 0
     qi = 0
     for i in range((total + programs - 1) // programs):
@@ -59,9 +61,11 @@ def _producer(
                 s = fill % STAGES
                 phase = ((fill // STAGES) & 1) ^ 1
                 mbarrier.wait(k_free.index(s), phase)
-                mbarrier.expect(k_full.index(s), BN * (H + 4))
+                at = head_k.to(gl.int64) * sk_stride_n + k_begin + j + column
+                async_copy.async_copy_global_to_shared(sk_smem.index(s), sk_ptr + at, mask=column < k_len - j)
+                async_copy.mbarrier_arrive(k_full.index(s))  # counts itself in: before `expect` arrives
+                mbarrier.expect(k_full.index(s), BN * H)
                 tma.async_copy_global_to_shared(k_desc, [j, 0], k_full.index(s), k_smem.index(s))
-                tma.async_copy_global_to_shared(sk_desc, [head_k, k_begin + j], k_full.index(s), sk_smem.index(s))
                 mbarrier.wait(v_free.index(s), phase)
                 mbarrier.expect(v_full.index(s), BN * H * V_BYTES)
                 tma.async_copy_global_to_shared(v_desc, [j, 0], v_full.index(s), v_smem.index(s))
@@ -84,7 +88,6 @@ def _consumer(
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (H // 8), H // 8], [4, 1], [1, 0])
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     column = gl.arange(0, BN, layout=COLUMNS)
     zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
     fill = 0
@@ -111,7 +114,7 @@ def _consumer(
                 mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
                 scores = warpgroup_mma(q, k_smem.index(s0).permute((1, 0)), zero, use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(0, [scores])
-                scores = scores * sk_smem.index(s0)._reinterpret(gl.float32, [BN], FLAT).load(COLUMNS)[None, :]
+                scores = scores * sk_smem.index(s0).load(COLUMNS)[None, :]
                 mbarrier.arrive(k_free.index(s0), count=1)
                 if ACT == "softmax":
                     if k_len < BN:
@@ -120,8 +123,6 @@ def _consumer(
                     probs = gl.exp2(scores * sq[:, None] - peak[:, None])
                     total_p = gl.sum(probs, 1)
                 else:
-                    if k_len < BN:  # a neighbour's scale may be NaN
-                        scores = gl.where((column < k_len)[None, :], scores, 0.0)
                     probs = activate(scores * sq[:, None], ACT)
                 p = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                 mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
@@ -132,7 +133,7 @@ def _consumer(
                     upcoming = warpgroup_mma(q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
                     acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
                     scores = warpgroup_mma_wait(1, [upcoming])
-                    scores = scores * sk_smem.index(s1)._reinterpret(gl.float32, [BN], FLAT).load(COLUMNS)[None, :]
+                    scores = scores * sk_smem.index(s1).load(COLUMNS)[None, :]
                     mbarrier.arrive(k_free.index(s1), count=1)
                     if ACT == "softmax":
                         if j == trips - 1:
@@ -143,8 +144,6 @@ def _consumer(
                         total_p = total_p * fix + gl.sum(probs, 1)
                         peak = new_peak
                     else:
-                        if j == trips - 1:
-                            scores = gl.where((column < k_len - j * BN)[None, :], scores, 0.0)
                         probs = activate(scores * sq[:, None], ACT)
                     p_next = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                     # The barrier also keeps the assembler from hoisting the wait below over the work that it hides.
@@ -186,11 +185,11 @@ def _consumer(
                 gl.store(pointers, gl.convert_layout(o.to(DTYPE), STORE), mask=(rows < q_end)[:, None])
 
 
-@gluon.jit(do_not_specialize=["lse_stride_n", "sq_stride_n"])  # numbers of rows, other in every batch
+@gluon.jit(do_not_specialize=["lse_stride_n", "sq_stride_n", "sk_stride_n"])  # numbers of rows, other in every batch
 def fp8_hopper_kernel(
-    q_desc, sk_desc, k_ptr, v_ptr, sq_ptr, out_ptr, lse_ptr,
+    q_desc, sk_ptr, k_ptr, v_ptr, sq_ptr, out_ptr, lse_ptr,
     bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale,
-    k_stride_t, k_stride_n, v_stride_t, v_stride_n, sq_stride_n, out_stride_t, out_stride_n, lse_stride_n,
+    sk_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, sq_stride_n, out_stride_t, out_stride_n, lse_stride_n,
     ACT: gl.constexpr, HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
@@ -202,7 +201,7 @@ def fp8_hopper_kernel(
     V_BYTES: gl.constexpr = DTYPE.primitive_bitwidth // 8
     q_smem = gl.allocate_shared_memory(CODE, [2, 64, H], q_desc.layout)
     k_smem = gl.allocate_shared_memory(CODE, [STAGES, BN, H], K_LAYOUT)
-    sk_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BN], sk_desc.layout)
+    sk_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, H], V_LAYOUT)
     q_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     q_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
@@ -229,8 +228,8 @@ def fp8_hopper_kernel(
                          scale, sq_stride_n, out_stride_t, out_stride_n, lse_stride_n,
                          q_smem, k_smem, sk_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                          ACT, HEADS, H, BN, STAGES, DTYPE)),
-            (_producer, (q_desc, sk_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
-                         k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+            (_producer, (q_desc, sk_ptr, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
+                         sk_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
                          q_smem, k_smem, sk_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                          HEADS, GROUP_HEADS, H, BN, STAGES, V_BYTES)),
         ],

@@ -87,9 +87,9 @@ def triton_forward(p: Problem, sq: Tensor, sk: Tensor, sv: Tensor | None, out: T
 
 
 def factors(scales: Tensor) -> Tensor:
-    """float32 [N, T] of bytes [T, N], as a descriptor can read it: lines on 16-byte boundaries."""
+    """float32 [N, T] of bytes [T, N]."""
     rows, heads = scales.shape
-    out = torch.empty(heads, -(-rows // 4) * 4, dtype=torch.float32, device=scales.device)[:, :rows]
+    out = torch.empty(heads, rows, dtype=torch.float32, device=scales.device)
     factors_kernel[(-(-rows // 256),)](
         scales, out, rows, *scales.stride(), out.stride(0),
         HEADS=heads, BH=triton.next_power_of_2(heads), BT=256, num_warps=4,
@@ -114,13 +114,12 @@ def hopper_forward(
         q.view(total, heads * width), [total, heads * width], [heads * width, 1], [64, width], layout
     )
     factors_q, factors_k = factors(sq), factors(sk)
-    flat: Any = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    sk_desc = TensorDescriptor(factors_k, list(factors_k.shape), [factors_k.stride(0), 1], [1, block_n], flat)
     launch: Any = kernel
     with _device_allocator(q.device):
         launch[(_num_programs(q.device.index or 0),)](
-            q_desc, sk_desc, k, v, factors_q, out, lse, bounds[0], bounds[3], sample, row, count, p.rule.scale,
-            k.stride(0), k.stride(1), v.stride(0), v.stride(1), factors_q.stride(0), out.stride(0), out.stride(1),
-            lse.stride(0), ACT=p.rule.activation, HEADS=heads, GROUP_HEADS=heads // k.shape[1], H=width, BN=block_n,
+            q_desc, factors_k, k, v, factors_q, out, lse, bounds[0], bounds[3], sample, row, count, p.rule.scale,
+            factors_k.stride(0), k.stride(0), k.stride(1), v.stride(0), v.stride(1), factors_q.stride(0),
+            out.stride(0), out.stride(1), lse.stride(0),
+            ACT=p.rule.activation, HEADS=heads, GROUP_HEADS=heads // k.shape[1], H=width, BN=block_n,
             STAGES=stages, CONSUMER_REGS=REGISTERS, num_warps=4,
         )  # fmt: skip

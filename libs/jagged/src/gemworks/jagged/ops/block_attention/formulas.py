@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from gemworks.jagged._dense import compute_dtype
+from gemworks.jagged._dense import compute_dtype, without_autocast
 from torch import Tensor
 
 
@@ -102,6 +102,7 @@ def _tiles(q: Tensor, k: Tensor, v: Tensor, blocks: _Blocks, args: BlockArgs) ->
     return _Tiles(q_SNLH, k_SNKH, v_SNKV, p, q_scale, k_scale, cos, sin)
 
 
+@without_autocast
 def block_forward(q: Tensor, k: Tensor, v: Tensor, args: BlockArgs) -> Tensor:
     """[T, N, V], contiguous; rows outside every block are 0."""
     if q.shape[0] == 0:
@@ -111,6 +112,7 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, args: BlockArgs) -> Tensor:
     return blocks.scatter(tiles.p @ tiles.v, q)
 
 
+@without_autocast
 def block_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, args: BlockArgs) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, contiguous: `dV = P^T dO`, `dS = P (dP - rowsum(P dP))` with `dP = dO V^T`."""
     if q.shape[0] == 0:

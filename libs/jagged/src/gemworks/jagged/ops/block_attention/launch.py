@@ -7,21 +7,33 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
+from gemworks.jagged._triton.quick import quick
+from gemworks.jagged.dispatch import architecture_of
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.block_attention.formulas import BlockArgs
-from gemworks.jagged.ops.block_attention.kernel_block import block_bwd_kernel, block_fwd_kernel
+from gemworks.jagged.ops.block_attention.kernel_block import (
+    block_bwd_kernel,
+    block_fwd_kernel,
+    block_projected_fwd_kernel,
+)
 from torch import Tensor
+
+_block_fwd_kernel = quick(block_fwd_kernel)
+_block_bwd_kernel = quick(block_bwd_kernel)
+_block_projected_fwd_kernel = quick(block_projected_fwd_kernel)
 
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """Warps per program, and a cap on registers per thread (None: the compiler's choice)."""
+    """Warps per program, a cap on registers per thread (None: the compiler's choice), and in which language."""
 
     num_warps: int
     max_registers: int | None = None
+    gluon: bool = False
 
 
 def block_config(
@@ -40,9 +52,53 @@ def block_config(
     return BlockConfig(4, 168 if capped else None)
 
 
-def _config(q: Tensor, k: Tensor, args: BlockArgs, direction: Literal["forward", "backward"]) -> BlockConfig:
+def gluon_config(block: int, direction: Literal["forward", "backward"]) -> BlockConfig:
+    """Three programs of 64 rows on an SM, four in a forward: 168 and 128 registers a thread.
+
+    >>> gluon_config(64, "backward")
+    BlockConfig(num_warps=4, max_registers=168, gluon=True)
+    """
+    if block == 128:
+        return BlockConfig(8, None, gluon=True)
+    return BlockConfig(4, 128 if direction == "forward" else 168, gluon=True)
+
+
+USE_GLUON = False  # until a GPU has run it
+# (block, head width) of kernel_block_hopper.py: V and the two tiles that take its place have to match in size
+GLUON_SHAPES = ((64, 64), (64, 128), (128, 128))
+
+
+def gluon_takes(args: BlockArgs, q: Tensor, k: Tensor, *others: Tensor) -> bool:
+    """Whether the Gluon kernels can run the call: one query head per key head, rows and heads on 16-byte boundaries."""
+    return (
+        q.device.type == "cuda"
+        and architecture_of(q.device) == "sm_90"
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[1] == k.shape[1]
+        and all(x.shape[2] == q.shape[2] for x in others)
+        and (args.block, q.shape[2]) in GLUON_SHAPES
+        and all(
+            x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 and x.stride(2) == 1 and x.data_ptr() % 16 == 0
+            for x in (q, k, *others)
+        )
+    )
+
+
+def _config(
+    args: BlockArgs, direction: Literal["forward", "backward"], q: Tensor, k: Tensor, *others: Tensor
+) -> BlockConfig:
+    if USE_GLUON and gluon_takes(args, q, k, *others):
+        return gluon_config(args.block, direction)
     group, rope = q.shape[1] // k.shape[1], args.cos_TJ is not None
     return block_config(args.block, direction, dtype=q.dtype, group=group, rope=rope, qk_norm=args.qk_norm)
+
+
+@cache
+def _hopper() -> tuple[Any, Any]:
+    """Gluon, imported where it runs only: forward and backward."""
+    from gemworks.jagged.ops.block_attention import kernel_block_hopper
+
+    return quick(kernel_block_hopper.block_fwd_hopper_kernel), quick(kernel_block_hopper.block_bwd_hopper_kernel)
 
 
 def _unit_columns(x: Tensor) -> Tensor:
@@ -53,20 +109,28 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, args: BlockArgs, config: BlockCo
     # Exact float32 takes three TF32 products: those of scalar units would spill all of these tiles.
     exact = q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
-    return options | {
-        "GROUP": q.shape[1] // k.shape[1],
+    shared = {
         "H": q.shape[2],
-        "V": v.shape[2],
         "BLOCK": args.block,
-        "BLOCK_J": max(next_power_of_two(q.shape[2] // 2), 16),  # the least that a matrix unit takes
-        "BLOCK_V": max(next_power_of_two(v.shape[2]), 16),
         "NORM": args.qk_norm,
         "ROPE": args.cos_TJ is not None,
         "CAUSAL": args.causal,
-        "PRECISION": "tf32x3" if exact else "tf32",
         "num_warps": config.num_warps,
-        "num_stages": 1,  # the loop over a group must not double its tiles in shared memory
     }
+    if config.gluon:
+        return options | shared
+    return (
+        options
+        | shared
+        | {
+            "GROUP": q.shape[1] // k.shape[1],
+            "V": v.shape[2],
+            "BLOCK_J": max(next_power_of_two(q.shape[2] // 2), 16),  # the least that a matrix unit takes
+            "BLOCK_V": max(next_power_of_two(v.shape[2]), 16),
+            "PRECISION": "tf32x3" if exact else "tf32",
+            "num_stages": 1,  # the loop over a group must not double its tiles in shared memory
+        }
+    )
 
 
 def _tables(args: BlockArgs, unused: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -87,10 +151,10 @@ def block_attention_forward(
         out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
-    config = config or _config(q, k, args, "forward")
     q, k, v = _unit_columns(q), _unit_columns(k), _unit_columns(v)
+    config = config or _config(args, "forward", q, k, v, out)
     cos, sin, table_stride = _tables(args, q)
-    kernel: Any = block_fwd_kernel
+    kernel = _hopper()[0] if config.gluon else _block_fwd_kernel
     kernel[(args.table_S3.shape[0] * q.shape[1],)](
         q,
         k,
@@ -124,10 +188,10 @@ def block_attention_backward(
     """Write every row of dq, dk and dv, which may be views of one packed gradient. Bit-equal from run to run."""
     if q.shape[0] == 0:
         return
-    config = config or _config(q, k, args, "backward")
     q, k, v, dout = _unit_columns(q), _unit_columns(k), _unit_columns(v), _unit_columns(dout)
+    config = config or _config(args, "backward", q, k, v, dout, dq, dk, dv)
     cos, sin, table_stride = _tables(args, q)
-    kernel: Any = block_bwd_kernel
+    kernel = _hopper()[1] if config.gluon else _block_bwd_kernel
     kernel[(args.table_S3.shape[0] * k.shape[1],)](
         q,
         k,
@@ -147,3 +211,35 @@ def block_attention_backward(
         KEY_HEADS=k.shape[1],
         **_constants(q, k, v, args, config),
     )
+
+
+FUSED_PROJECTION_WIDTH = (
+    192  # of x, up to which every program reading the weights again is cheaper than storing q, k, v
+)
+
+
+def fuses_projection(x: Tensor) -> bool:
+    """Whether the forward computes the projections of a block in the program that attends over it."""
+    return x.dtype != torch.float32 and x.shape[1] <= FUSED_PROJECTION_WIDTH
+
+
+def block_attention_projected_forward(
+    x: Tensor, weight: Tensor, num_heads: int, head_dim: int, args: BlockArgs, *, out: Tensor | None = None
+) -> Tensor:
+    """[T, N, H] of x [T, D] and weight [(N + 2 M) H, D] in one kernel; every row is written."""
+    if out is None:
+        out = torch.empty(x.shape[0], num_heads, head_dim, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    x, weight = _unit_columns(x), _unit_columns(weight)
+    key_heads = (weight.shape[0] // head_dim - num_heads) // 2
+    cos, sin, table_stride = _tables(args, x)
+    like_k = out[:, :1].expand(-1, key_heads, -1)  # for its number of heads
+    constants = _constants(out, like_k, out, args, BlockConfig(8 if args.block >= 64 else 4))
+    del constants["V"]
+    _block_projected_fwd_kernel[(args.table_S3.shape[0] * num_heads,)](
+        x, weight, out, args.table_S3, cos, sin, args.scale * math.log2(math.e), args.eps, x.stride(0),
+        weight.stride(0), out.stride(0), out.stride(1), table_stride,
+        HEADS=num_heads, D=x.shape[1], BLOCK_D=64 if args.block < 128 else 32, **constants | {"num_stages": 2},
+    )  # fmt: skip
+    return out

@@ -6,9 +6,12 @@ Letters: B sequences, S slots for blocks, T packed rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from gemworks.jagged._checks import check_max_length, check_offsets
+from gemworks.jagged._custom_op import custom_op
+from gemworks.jagged.schedule_op import KERNEL_CONFIG
 from torch import Tensor
 
 BLOCKS = (32, 64, 128)
@@ -45,13 +48,14 @@ class BlockSchedule:
             ValueError: an unknown block; offsets that do not fit.
 
         >>> BlockSchedule.make(torch.tensor([0, 40, 40, 45]), total=47, block=32).table_S3.tolist()
-        [[0, 32, 32], [32, 8, 8], [40, 5, 5], [45, 0, 2], [77, 0, 0]]
+        [[0, 32, 32], [32, 8, 8], [40, 5, 5], [45, 0, 2], [0, 0, 0]]
         """
         if block not in BLOCKS:
             raise ValueError(f"block: got {block}, expected one of {BLOCKS}; use flash_attention(window=...)")
         bound = None if max_length is None else check_max_length("max_length", max_length)
         check_offsets("offsets", offsets, total=total, max_length=bound)
-        return BlockSchedule(_table(offsets, total, block, block if bound is None else min(block, bound)), block, total)
+        limit = block if bound is None else min(block, bound)
+        return BlockSchedule(block_schedule(offsets, total, block, limit), block, total)
 
     def check(self, name: str, *, total: int, block: int, device: torch.device) -> None:
         """Raise ValueError unless this schedule is of `total` rows, cut every `block`, on `device`."""
@@ -63,16 +67,41 @@ class BlockSchedule:
             )
 
 
-def _table(offsets: Tensor, total: int, block: int, limit: int) -> Tensor:
-    """One more sequence than there are, without keys, holds the rows past the end."""
+def block_schedule_definition(offsets: Tensor, total: int, block: int, limit: int) -> Tensor:
+    """The table of `BlockSchedule`. One more sequence than there are, without keys, holds the rows past the end."""
     num_sequences = offsets.shape[0] - 1
     edges = torch.cat([offsets, offsets.new_full((1,), total)])
     counts = (edges.diff() + (block - 1)) // block
     ends = counts.cumsum(0)
-    # sum(ceil(L / block)) over B + 1 sequences is at most T / block + (B + 1) (block - 1) / block
-    slot_S = torch.arange(total // block + num_sequences + 1, device=offsets.device)
+    slot_S = torch.arange(_num_slots(offsets, total, block), device=offsets.device)
     sequence_S = torch.searchsorted(ends, slot_S, right=True).clamp(max=num_sequences)
     start_S = edges[sequence_S] + (slot_S - (ends - counts)[sequence_S]) * block
     stored_S = (edges[sequence_S + 1] - start_S).clamp(0, block)
     length_S = torch.where(sequence_S < num_sequences, stored_S.clamp(max=limit), 0)
-    return torch.stack([start_S, length_S, stored_S], dim=1).to(torch.int32)
+    return torch.stack([start_S * (slot_S < ends[-1]), length_S, stored_S], dim=1).to(torch.int32)
+
+
+block_schedule = custom_op("block_schedule", block_schedule_definition, device="cpu")
+
+
+@block_schedule.register_fake
+def _(offsets: Tensor, total: int, block: int, limit: int) -> Tensor:
+    return offsets.new_empty(_num_slots(offsets, total, block), 3, dtype=torch.int32)
+
+
+@block_schedule.register_kernel("cuda")
+def block_schedule_on_a_gpu(offsets: Tensor, total: int, block: int, limit: int) -> Tensor:
+    """The same by one kernel; under Triton's interpreter also on a host."""
+    from gemworks.jagged._triton.kernel_schedule import block_schedule_kernel
+
+    out = offsets.new_empty(_num_slots(offsets, total, block), 3, dtype=torch.int32)
+    kernel: Any = block_schedule_kernel
+    kernel[(-(-offsets.shape[0] // KERNEL_CONFIG["R"]),)](
+        offsets.contiguous(), out, offsets.shape[0] - 1, total, limit, out.shape[0], BLOCK=block, **KERNEL_CONFIG
+    )
+    return out
+
+
+def _num_slots(offsets: Tensor, total: int, block: int) -> int:
+    """sum(ceil(L / block)) over B + 1 sequences is at most T / block + (B + 1) (block - 1) / block."""
+    return total // block + offsets.shape[0]

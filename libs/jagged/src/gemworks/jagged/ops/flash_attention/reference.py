@@ -6,7 +6,7 @@ Letters: b sequences of a group, N query heads, M key heads, G = N / M, L querie
 from __future__ import annotations
 
 import torch
-from gemworks.jagged._dense import Mask, admitted_pairs, compute_dtype, run_groups
+from gemworks.jagged._dense import Mask, admitted_pairs, compute_dtype, run_groups, without_autocast
 from gemworks.jagged._packing import Group, Layout, Plan, clear_holes
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias, group_bias
 from gemworks.jagged.ops.norms.reference import rms_normalize
@@ -14,6 +14,7 @@ from gemworks.jagged.ops.rope.reference import RopeTables, apply_rope
 from torch import Tensor
 
 
+@without_autocast
 def flash_attention_reference(
     q: Tensor,
     k: Tensor,

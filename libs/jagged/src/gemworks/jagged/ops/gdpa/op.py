@@ -9,6 +9,7 @@ from gemworks.jagged._packing import make_plan
 from gemworks.jagged.ops.attention_core.op import attention
 from gemworks.jagged.ops.attention_core.reference import Rule
 from gemworks.jagged.ops.gdpa.activations import ACTIVATIONS, Activation
+from gemworks.jagged.ops.gdpa.epilogue import NormEpilogue, apply_epilogue, gdpa_norm, has_kernel
 from gemworks.jagged.ops.gdpa.reference import gdpa_reference
 from gemworks.jagged.schedule import TileSchedule
 from torch import Tensor
@@ -30,6 +31,7 @@ def gdpa(
     align: Align = "bottom_right",
     shared_query: bool = False,
     schedule: TileSchedule | None = None,
+    epilogue: NormEpilogue | None = None,
 ) -> Tensor:
     """Generalised dot-product attention: `act(scale * Q K^T) V` in each sequence, over admitted pairs.
 
@@ -44,6 +46,8 @@ def gdpa(
         activation: identity, relu, squared_relu, leaky_relu (slope 0.01), gelu (erf), gelu_tanh, fast_gelu, silu,
             fast_silu, hardswish, tanh. The fast ones are polynomials, right for every finite input (see its README).
         schedule: of this batch, shared by its layers; None builds one. Used by the kernels of a GPU only.
+        epilogue: a residual and a norm across heads for the output (`norm(o + residual) + add`), in the same kernel
+            where there is no mask; not for a shared query.
 
     Returns:
         [Tq, N, V], or [B, R, N, V] with `shared_query`, in q's dtype. Rows of empty sequences and rows past
@@ -58,6 +62,9 @@ def gdpa(
     >>> q, kv = torch.ones(3, 1, 2), torch.ones(2, 4, 1, 2)
     >>> gdpa(q, kv, kv, torch.tensor([0, 1, 3]), max_length_q=2, scale=0.5, activation="identity")[:, 0, 0].tolist()
     [4.0, 4.0, 4.0]
+    >>> settings = {"max_length_q": 2, "scale": 0.5, "epilogue": NormEpilogue(add=q)}
+    >>> gdpa(q, kv, kv, torch.tensor([0, 1, 3]), **settings)[:, 0, 0].tolist()
+    [2.0, 2.0, 2.0]
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: got {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
@@ -66,6 +73,10 @@ def gdpa(
     args = check_attention(
         q, k, v, offsets_q, offsets_k, max_length_q=max_length_q, max_length_k=max_length_k, shared_query=shared_query
     )
+    if epilogue is not None:
+        if shared_query:
+            raise ValueError("epilogue: got one with shared_query=True, expected None; norm the pooled rows afterwards")
+        epilogue.check(args.q, args.v.shape[-1])
     if q.dtype == torch.float64:  # the definition: twice differentiable
         plan = make_plan(args.side_q, args.side_k, args.num_sequences, q.shape[1], k.shape[-2], q.device)
         out = gdpa_reference(
@@ -73,5 +84,10 @@ def gdpa(
         )
     else:
         rule = Rule(scale, activation, mask, shared_query)
+        if epilogue is not None and has_kernel(args.q, rule):
+            return gdpa_norm(args, rule, schedule, epilogue)
         out = attention(args.q, args.k, args.v, args.side_q, args.side_k, args.num_sequences, rule, schedule)
+    if epilogue is not None:
+        assert args.side_q.offsets is not None
+        return apply_epilogue(out, args.side_q.offsets, epilogue)[0]
     return out.view(args.num_sequences, q.shape[0], *out.shape[1:]) if shared_query else out

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from gemworks.jagged._dense import Mask, admitted_pairs, compute_dtype, run_groups
+from gemworks.jagged._dense import Mask, admitted_pairs, compute_dtype, run_groups, without_autocast
 from gemworks.jagged._packing import Group, Plan
 from gemworks.jagged.ops.gdpa.activations import ACTIVATIONS, Activation
 from torch import Tensor
 
 
+@without_autocast
 def gdpa_reference(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float, activation: Activation, mask: Mask, shared_query: bool
 ) -> Tensor:

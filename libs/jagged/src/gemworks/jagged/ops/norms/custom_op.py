@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._dense import compute_dtype
 from gemworks.jagged._imports import when_imported
 from gemworks.jagged.dispatch import architecture_of, backend_of
@@ -32,7 +33,7 @@ def _norm_cpu(
     return y.contiguous(), h
 
 
-norm_op = torch.library.custom_op("gemworks_jagged::norm", _norm_cpu, mutates_args=(), device_types="cpu")
+norm_op = custom_op("norm", _norm_cpu, device="cpu")
 
 
 @norm_op.register_kernel("cuda")
@@ -73,13 +74,19 @@ def _norm_backward_cpu(
     bias_dtype: torch.dtype | None,
     eps: float,
     center: bool,
+    offsets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias), the latter two empty where there is no such parameter.
 
     With n the normalised rows, s their scale and g = dy * weight:
     dx = s (g - n mean(g n) - mean(g)) + dh (mean(g) for LayerNorm alone), dweight = sum(dy n), dbias = sum(dy).
+    With `offsets` rows past the last of them get 0 and add nothing to the sums.
     """
     dtype = compute_dtype(h.dtype)
+    if offsets is not None:
+        live = (torch.arange(h.shape[0], device=h.device) < offsets[-1])[:, None]
+        dy, h = (torch.where(live, x.reshape(len(live), -1), 0).view(h.shape) for x in (dy, h))
+        dh = None if dh is None else torch.where(live, dh.reshape(len(live), -1), 0).view(h.shape)
     n, g = h.to(dtype).reshape(-1, h.shape[-1]), dy.to(dtype).reshape(-1, h.shape[-1])
     if center:
         n = n - n.mean(-1, keepdim=True)
@@ -101,9 +108,7 @@ def _norm_backward_cpu(
     return dx.to(h.dtype).contiguous(), dweight, dbias
 
 
-norm_backward_op = torch.library.custom_op(
-    "gemworks_jagged::norm_backward", _norm_backward_cpu, mutates_args=(), device_types="cpu"
-)
+norm_backward_op = custom_op("norm_backward", _norm_backward_cpu, device="cpu")
 
 
 @norm_backward_op.register_kernel("cuda")
@@ -115,12 +120,13 @@ def _norm_backward_cuda(
     bias_dtype: torch.dtype | None,
     eps: float,
     center: bool,
+    offsets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _uses_triton(h, center):
         from gemworks.jagged.ops.norms.launch import norm_backward
 
-        return norm_backward(dy, dh, h, weight, bias_dtype, eps=eps, center=center)
-    return _norm_backward_cpu(dy, dh, h, weight, bias_dtype, eps, center)
+        return norm_backward(dy, dh, h, weight, bias_dtype, eps=eps, center=center, offsets=offsets)
+    return _norm_backward_cpu(dy, dh, h, weight, bias_dtype, eps, center, offsets)
 
 
 @norm_backward_op.register_fake
@@ -132,6 +138,7 @@ def _norm_backward_fake(
     bias_dtype: torch.dtype | None,
     eps: float,
     center: bool,
+    offsets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     width = h.shape[-1:]
     dweight = h.new_empty(0, dtype=torch.float32) if weight is None else weight.new_empty(width)
@@ -156,7 +163,7 @@ def _backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Any, ...]
         return (None,) * 7
     if dy is None:
         dy = torch.zeros_like(h)
-    dx, dweight, dbias = norm_backward_op(dy, dh, h, weight, ctx.bias_dtype, ctx.eps, ctx.center)
+    dx, dweight, dbias = norm_backward_op(dy, dh, h, weight, ctx.bias_dtype, ctx.eps, ctx.center, None)
     return (
         dx,
         None if weight is None else dweight,

@@ -88,7 +88,7 @@ def norm_fwd_kernel(
     tl.store(y_ptr + target, y_RD.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "end_at"])
 def norm_bwd_kernel(
     dy_ptr,
     dh_ptr,
@@ -97,6 +97,8 @@ def norm_bwd_kernel(
     dx_ptr,
     dweight_ptr,
     dbias_ptr,
+    end_ptr,
+    end_at,
     num_rows,
     eps,
     dy_outer,
@@ -114,14 +116,18 @@ def norm_bwd_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_DWEIGHT: tl.constexpr,
     HAS_DBIAS: tl.constexpr,
+    HAS_END: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """dx of every P-th tile, and this program's share of dweight and dbias in row `program_id` of [P, D].
 
     With g = dy * weight and n the normalised row: dx = scale * (g - n mean(g n) - mean(g)) + dh, the last mean for
-    LayerNorm only.
+    LayerNorm only. HAS_END: rows from end_ptr[end_at] on get 0 and share in nothing, whatever they hold.
     """
     program = tl.program_id(0)
+    end = num_rows
+    if HAS_END:
+        end = tl.minimum(tl.load(end_ptr + end_at).to(tl.int32), num_rows)
     col_D = tl.arange(0, BLOCK_D)[None, :]
     inside_D = col_D < D
     if HAS_WEIGHT:
@@ -131,7 +137,7 @@ def norm_bwd_kernel(
     dbias_RD = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for tile in tl.range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row_R = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
-        inside = (row_R < num_rows)[:, None]
+        inside = (row_R < end)[:, None]
         if D != BLOCK_D:
             inside = inside & inside_D
         h_start_R = _row_start(row_R, h_outer, h_inner, INNER)
@@ -156,7 +162,11 @@ def norm_bwd_kernel(
         dx_RD *= scale_R[:, None]
         if HAS_DH:
             dx_RD += dh_RD.to(tl.float32)
-        tl.store(dx_ptr + row_R[:, None] * D + col_D, dx_RD.to(dx_ptr.dtype.element_ty), mask=inside)
+        stored = inside
+        if HAS_END:
+            dx_RD = tl.where(inside, dx_RD, 0.0)
+            stored = (row_R < num_rows)[:, None] & inside_D
+        tl.store(dx_ptr + row_R[:, None] * D + col_D, dx_RD.to(dx_ptr.dtype.element_ty), mask=stored)
     partial = tl.cast(program, tl.int64) * D + tl.arange(0, BLOCK_D)
     if HAS_DWEIGHT:
         tl.store(dweight_ptr + partial, tl.sum(dweight_RD, axis=0), mask=tl.arange(0, BLOCK_D) < D)

@@ -5,14 +5,16 @@ Letters: D width, P programs that hold partial sums.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.norms.configs import NormConfig, norm_config
 from gemworks.jagged.ops.norms.kernel_norm import column_sums_kernel, norm_bwd_kernel, norm_fwd_kernel
 from torch import Tensor
 
+_norm_fwd_kernel = quick(norm_fwd_kernel)
+_norm_bwd_kernel = quick(norm_bwd_kernel)
+_column_sums_kernel = quick(column_sums_kernel)
 WARPS_PER_SM = 16  # of a backward that sums columns: enough loads in flight, few enough partial sums
 CPU_PROGRAMS = 3  # under the interpreter: several tiles per program even for small tests
 
@@ -89,8 +91,7 @@ def norm_forward(
     residual, residual_outer, residual_inner = (x, 0, 0) if residual is None else _rows(residual, inner)
     has_add = add is not None
     add, add_outer, add_inner = (x, 0, 0) if add is None else _rows(add, inner)
-    kernel: Any = norm_fwd_kernel
-    kernel[(_cdiv(num_rows, config.rows),)](
+    _norm_fwd_kernel[(_cdiv(num_rows, config.rows),)](
         x,
         residual,
         x if weight is None else weight.contiguous(),
@@ -129,9 +130,13 @@ def norm_backward(
     *,
     eps: float,
     center: bool,
+    offsets: Tensor | None = None,
     config: NormConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias); the latter two are empty without weight or bias. Bit-equal from run to run on one GPU."""
+    """(dx, dweight, dbias); the latter two are empty without weight or bias. Bit-equal from run to run on one GPU.
+
+    With `offsets` (integers on the device) rows past the last of them get 0 and add nothing to dweight and dbias.
+    """
     width = h.shape[-1]
     has_affine = weight is not None or bias_dtype is not None
     config = config or norm_config(width, sums_columns=has_affine)
@@ -149,8 +154,7 @@ def norm_backward(
         h, h_outer, h_inner = _rows(h, inner)
         has_dh = dh is not None
         dh, dh_outer, dh_inner = (h, 0, 0) if dh is None else _rows(dh, inner)
-        kernel: Any = norm_bwd_kernel
-        kernel[(num_programs,)](
+        _norm_bwd_kernel[(num_programs,)](
             dy,
             dh,
             h,
@@ -158,6 +162,8 @@ def norm_backward(
             dx,
             dweight,
             dbias,
+            h if offsets is None else offsets.contiguous(),
+            0 if offsets is None else offsets.shape[0] - 1,
             num_rows,
             eps,
             dy_outer,
@@ -175,6 +181,7 @@ def norm_backward(
             HAS_WEIGHT=weight is not None,
             HAS_DWEIGHT=weight is not None,
             HAS_DBIAS=bias_dtype is not None,
+            HAS_END=offsets is not None,
             STAGES=config.stages,
             num_warps=config.num_warps,
         )
@@ -192,8 +199,7 @@ def _column_sums(wanted: list[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
     outs = [torch.empty(x.shape[1], dtype=dtype, device=x.device) for x, dtype in wanted]
     if outs:
         (num_partials, width), cols = wanted[0][0].shape, 16
-        kernel: Any = column_sums_kernel
-        kernel[(_cdiv(width, cols), len(outs))](
+        _column_sums_kernel[(_cdiv(width, cols), len(outs))](
             wanted[0][0], wanted[-1][0], outs[0], outs[-1], num_partials, width, ROWS=512, COLS=cols, num_warps=8
         )
     return outs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from gemworks.jagged._dense import compute_dtype
+from gemworks.jagged._dense import compute_dtype, without_autocast
 from torch import Tensor
 
 
@@ -27,6 +27,7 @@ class _RmsNormalize(torch.autograd.Function):
         return torch.addcmul(dy, x, projection, value=-1) * r, None
 
 
+@without_autocast
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(torch.linalg.vecdot(x, x).unsqueeze(-1) / x.shape[-1] + eps)
 

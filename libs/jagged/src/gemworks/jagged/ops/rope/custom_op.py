@@ -1,6 +1,6 @@
-"""RMS norm per head and rotation as one opaque custom op: a forward and a backward, each with a kernel per device.
+"""RMS norm per head and rotation as one opaque custom op, forward and backward.
 
-On a CPU the kernels are the formulas in PyTorch; on CUDA Triton where it takes the shape, else these formulas.
+On a CPU the formulas in PyTorch; on CUDA Triton where a rule names it and it takes the shape, else these formulas.
 
 Letters: T rows, N heads, H head width, J = H / 2 rotated pairs.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._dense import compute_dtype
 from gemworks.jagged._imports import when_imported
 from gemworks.jagged.dispatch import RULES, architecture_of, backend_of
@@ -34,8 +35,12 @@ def _scale(x: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def _forward_cpu(x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | None, eps: float | None) -> Tensor:
+def _forward(x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | None, eps: float | None) -> Tensor:
     """`turn(x / sqrt(mean(x^2) + eps))`, either step left out where its arguments are None; contiguous."""
+    if _uses_triton(x):
+        from gemworks.jagged.ops.rope.launch import norm_rope
+
+        return norm_rope(x, cos, sin, end, eps)
     y = _inside(x, end)
     if eps is not None:
         y = y * _scale(y, eps)
@@ -44,27 +49,20 @@ def _forward_cpu(x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor 
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(y)
 
 
-norm_rope_op = torch.library.custom_op("gemworks_jagged::norm_rope", _forward_cpu, mutates_args=(), device_types="cpu")
-
-
-@norm_rope_op.register_kernel("cuda")
-def _forward_cuda(x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | None, eps: float | None) -> Tensor:
-    if _uses_triton(x):
-        from gemworks.jagged.ops.rope.launch import norm_rope_forward
-
-        return norm_rope_forward(x, cos, sin, end, eps)
-    return _forward_cpu(x, cos, sin, end, eps)
-
-
-@norm_rope_op.register_fake
-def _forward_fake(x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | None, eps: float | None) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _backward_cpu(
-    dy: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | None, eps: float | None
+def norm_rope_backward_into(
+    dx: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    end: Tensor | None,
+    eps: float | None,
 ) -> Tensor:
-    """The gradient of x, contiguous: dy turned back, then the norm's `scale (g - n mean(g n))`."""
+    """Fills dx, the gradient of x: dy turned back, then the norm's `scale (g - n mean(g n))`. Not differentiable."""
+    if _uses_triton(x):
+        from gemworks.jagged.ops.rope.launch import norm_rope
+
+        return norm_rope(x, cos, sin, end, eps, dy=dy, out=dx)
     g = _inside(dy, end)
     if cos is not None and sin is not None:
         g = _turn(g, cos, -sin)
@@ -73,23 +71,23 @@ def _backward_cpu(
         scale = _scale(wide, eps)
         n = wide * scale
         g = (g - n * (g * n).mean(-1, keepdim=True)) * scale
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(g)
+    return dx.copy_(g)
 
 
-norm_rope_backward_op = torch.library.custom_op(
-    "gemworks_jagged::norm_rope_backward", _backward_cpu, mutates_args=(), device_types="cpu"
-)
-
-
-@norm_rope_backward_op.register_kernel("cuda")
-def _backward_cuda(
+def _backward_contiguous(
     dy: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | None, eps: float | None
 ) -> Tensor:
-    if _uses_triton(x):
-        from gemworks.jagged.ops.rope.launch import norm_rope_backward
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return norm_rope_backward_into(dx, dy, x, cos, sin, end, eps)
 
-        return norm_rope_backward(dy, x, cos, sin, end, eps)
-    return _backward_cpu(dy, x, cos, sin, end, eps)
+
+norm_rope_op = custom_op("norm_rope", _forward)
+norm_rope_backward_op = custom_op("norm_rope_backward", _backward_contiguous)
+
+
+@norm_rope_op.register_fake
+def _forward_fake(x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | None, eps: float | None) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 @norm_rope_backward_op.register_fake
@@ -126,7 +124,7 @@ def runs_in_one_pass(x: Tensor, *, norm: bool) -> bool:
 
 
 def _uses_triton(x: Tensor) -> bool:
-    if x.shape[-1] % 2 or x.dtype == torch.float64:
+    if x.device.type != "cuda" or x.shape[-1] % 2 or x.dtype == torch.float64:
         return False
     return backend_of("apply_rope", x.dtype, architecture_of(x.device)) == "triton"
 

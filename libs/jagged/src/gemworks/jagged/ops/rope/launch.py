@@ -1,14 +1,14 @@
-"""Launches of the norm-and-rotate kernels. Imported when a kernel first runs, never before."""
+"""Launch of the norm-and-rotate kernel. Imported when it first runs, never before."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.jagged import next_power_of_two
-from gemworks.jagged.ops.rope.kernel_rope import norm_rope_bwd_kernel, norm_rope_fwd_kernel
+from gemworks.jagged.ops.rope.kernel_rope import norm_rope_kernel
 from torch import Tensor
 
+_norm_rope_kernel = quick(norm_rope_kernel)
 NUM_WARPS = 4
 MAX_HEADS = 4  # of one program: cosines and sines are read once for them
 
@@ -27,45 +27,34 @@ def _strided(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _options(x: Tensor, eps: float | None, cos: Tensor | None, end: Tensor | None) -> tuple[tuple[int, int], Any]:
-    """The grid and what is constant in both kernels."""
+def norm_rope(
+    x: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    end: Tensor | None,
+    eps: float | None,
+    *,
+    dy: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`turn(norm(x))` [T, N, H], or with `dy` the gradient of x; in x's dtype.
+
+    Args:
+        out: where to write it, with neighbouring columns; None makes a contiguous tensor.
+    """
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    x = _strided(x)
+    given = x if dy is None else _strided(dy)
     rows, heads, width = x.shape
-    pairs, tile, some = width // 2, rows_of_tile(width // 2), min(heads, MAX_HEADS)
-    constants = {
-        "N": heads, "J": pairs, "BLOCK_J": next_power_of_two(pairs), "ROWS": tile, "HEADS": some,
-        "NORM": eps is not None, "TURN": cos is not None, "HAS_END": end is not None, "num_warps": NUM_WARPS,
-    }  # fmt: skip
-    return (-(-rows // tile), -(-heads // some)), constants
-
-
-def norm_rope_forward(
-    x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | None, eps: float | None
-) -> Tensor:
-    """[T, N, H], contiguous, in x's dtype."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if y.numel():
-        x = _strided(x)
-        grid, constants = _options(x, eps, cos, end)
-        tables = (x, x) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
-        kernel: Any = norm_rope_fwd_kernel
-        kernel[grid](
-            x, *tables, x if end is None else end, y, x.shape[0], eps or 0.0, x.stride(0), x.stride(1), **constants
-        )  # fmt: skip
-    return y
-
-
-def norm_rope_backward(
-    dy: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | None, eps: float | None
-) -> Tensor:
-    """The gradient of x, contiguous."""
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if dx.numel():
-        dy, x = _strided(dy), _strided(x)
-        grid, constants = _options(x, eps, cos, end)
-        tables = (x, x) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
-        strides = (dy.stride(0), dy.stride(1), x.stride(0), x.stride(1))
-        kernel: Any = norm_rope_bwd_kernel
-        kernel[grid](
-            dy, x, *tables, x if end is None else end, dx, x.shape[0], eps or 0.0, *strides, **constants
-        )  # fmt: skip
-    return dx
+    tables = (x, x) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
+    tile, some = rows_of_tile(width // 2), min(heads, MAX_HEADS)
+    strides = [s for t in (x, given, out) for s in (t.stride(0), t.stride(1))]
+    _norm_rope_kernel[-(-rows // tile), -(-heads // some)](
+        x, given, *tables, x if end is None else end, out, rows, eps or 0.0, *strides,
+        N=heads, J=width // 2, BLOCK_J=next_power_of_two(width // 2), ROWS=tile, HEADS=some, NORM=eps is not None,
+        TURN=cos is not None, HAS_END=end is not None, BACKWARD=dy is not None, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return out

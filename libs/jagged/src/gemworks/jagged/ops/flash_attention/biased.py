@@ -1,0 +1,204 @@
+"""Attention with an additive bias as custom ops: `gemworks_jagged::attention_biased` and its backward.
+
+On a CPU the definition, differentiated by autograd; on CUDA plain Triton, which looks the bias up pair by pair and sums
+the tables' gradients in a fixed order (attention_core/kernel_bias.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gemworks.jagged._dense import compute_dtype
+from gemworks.jagged._imports import when_imported
+from gemworks.jagged._packing import Side
+from gemworks.jagged.dispatch import architecture_of, warn_once
+from gemworks.jagged.ops.attention_core.op import UNBOUNDED, Call, _kernels_take, _problem, count_pairs
+from gemworks.jagged.ops.attention_core.reference import Rule
+from gemworks.jagged.ops.attention_core.table import MAX_TIME_BUCKETS
+from gemworks.jagged.ops.flash_attention.bias import AttentionBias
+from gemworks.jagged.ops.flash_attention.reference import flash_attention_reference
+from gemworks.jagged.schedule import TileSchedule
+from torch import Tensor
+
+_TABLES = "Tensor? position, Tensor? time, Tensor? times_q, Tensor? times_k, int time_unit, "
+_COMMON = (
+    "Tensor? offsets_q, Tensor? offsets_k, Tensor[] tiles, str heights, SymInt num_sequences, SymInt rows_k, "
+    "int max_length_q, int max_length_k, float scale, str activation, int left, int right, str align, "
+    "bool shared_query"
+)
+_NUM_TABLES = 5  # arguments of _TABLES
+
+
+def biased_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    side_q: Side,
+    side_k: Side,
+    num_sequences: int,
+    rule: Rule,
+    schedule: TileSchedule | None,
+    bias: AttentionBias,
+) -> Tensor:
+    """[rows of q's side, N, V]; arguments as for `attention_core.op.attention`; differentiable once, in tables too."""
+    out, _ = torch.ops.gemworks_jagged.attention_biased(
+        q,
+        k,
+        v,
+        bias.position_table,
+        bias.time_table,
+        bias.timestamps_q,
+        bias.timestamps_k,
+        bias.time_unit,
+        side_q.offsets,
+        None if side_k is side_q else side_k.offsets,
+        [] if schedule is None else list(schedule.tensors),
+        "" if schedule is None else schedule.heights,
+        num_sequences,
+        -1 if side_k.rows is None else side_k.rows,
+        side_q.max_length,
+        side_k.max_length,
+        rule.scale,
+        rule.activation,
+        min(rule.mask.left, UNBOUNDED),
+        min(rule.mask.right, UNBOUNDED),
+        rule.mask.align,
+        rule.shared_query,
+    )
+    return out
+
+
+def _define(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Any, ...], call: Call) -> Tensor:
+    return flash_attention_reference(
+        q, k, v, call.plan(q, k), scale=call.rule.scale, mask=call.rule.mask, bias=AttentionBias(*tables),
+        shared_query=call.rule.shared_query,
+    )  # fmt: skip
+
+
+def _takes(q: Tensor, k: Tensor, v: Tensor, time: Tensor | None, call: Call) -> bool:
+    """Whether the kernels run this call; warns once where a device has to run the definition."""
+    if q.device.type != "cuda":
+        return False
+    if time is not None and time.shape[0] > MAX_TIME_BUCKETS:
+        warn_once(f"a time_table of more than {MAX_TIME_BUCKETS} buckets runs on the reference backend")
+        return False
+    return _kernels_take(q, k, v, call, architecture_of(q.device), biased=True)
+
+
+def _biased_problem(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Any, ...], call: Call) -> Any:
+    from gemworks.jagged.ops.attention_core import launch
+
+    position, time, times_q, times_k, unit = tables
+    by_position, by_time = (None if x is None else x.detach().t().contiguous().float() for x in (position, time))
+    bias = launch.Bias(by_position, by_time, times_q, times_q if times_k is None else times_k, unit)
+    return _problem(q, k, v, call, architecture_of(q.device), bias)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp [N, rows]); the latter is zeros, and not read again, where the definition runs."""
+    tables, call = rest[:_NUM_TABLES], Call(q, k, *rest[_NUM_TABLES:])
+    if _takes(q, k, v, tables[1], call):
+        from gemworks.jagged.ops.attention_core import launch
+
+        with torch.cuda.device(q.device):
+            return launch.forward(_biased_problem(q, k, v, tables, call))
+    out = _define(q, k, v, tables, call)
+    return out, torch.zeros(q.shape[1], out.shape[0], dtype=compute_dtype(q.dtype), device=q.device)
+
+
+def _backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, gradients of the tables), [0] for a table that is not there."""
+    tables, call = rest[:_NUM_TABLES], Call(q, k, *rest[_NUM_TABLES:])
+    position, time, *others = tables
+    if _takes(q, k, v, time, call):
+        from gemworks.jagged.ops.attention_core import launch
+
+        into = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        with torch.cuda.device(q.device):
+            sums = launch.backward(_biased_problem(q, k, v, tables, call), d_out, out, lse, into)
+        assert sums is not None
+        d_tables = [
+            q.new_empty(0) if x is None else s.t().to(x.dtype, memory_format=torch.contiguous_format)
+            for x, s in zip((position, time), sums, strict=True)
+        ]
+        return into[0], into[1], into[2], d_tables[0], d_tables[1]
+    with torch.enable_grad():
+        leaves = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, position, time)]
+        truth = _define(leaves[0], leaves[1], leaves[2], (*leaves[3:], *others), call)  # pyright: ignore[reportArgumentType]
+    given = [x for x in leaves if x is not None]
+    found = iter(torch.autograd.grad(truth, given, d_out, materialize_grads=True))
+    grads = [q.new_empty(0) if x is None else next(found).contiguous() for x in leaves]
+    return grads[0], grads[1], grads[2], grads[3], grads[4]
+
+
+attention_biased = torch.library.custom_op(
+    "gemworks_jagged::attention_biased",
+    _forward,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_TABLES}{_COMMON}) -> (Tensor, Tensor)",
+)
+attention_biased_backward = torch.library.custom_op(
+    "gemworks_jagged::attention_biased_backward",
+    _backward,
+    mutates_args=(),
+    schema="(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_TABLES}{_COMMON}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@attention_biased.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    rest = rest[_NUM_TABLES:]
+    rows = rest[4] * q.shape[0] if rest[13] else q.shape[0]
+    lse = q.new_empty(q.shape[1], rows, dtype=compute_dtype(q.dtype))
+    return q.new_empty(rows, q.shape[1], v.shape[-1]), lse
+
+
+@attention_biased_backward.register_fake
+def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    tables = [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in rest[:2]]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *tables
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, position, time, times_q, times_k, ctx.unit, offsets_q, offsets_k, tiles, ctx.heights, *ctx.rest = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, position, time, times_q, times_k, offsets_q, offsets_k, *tiles)
+
+
+def _differentiate(ctx: Any, d_out: Tensor | None, _d_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, position, time, times_q, times_k, offsets_q, offsets_k, *tiles = ctx.saved_tensors
+    none = (None, None, None, None, None, [None] * len(tiles), None, *[None] * len(ctx.rest))
+    if d_out is None:
+        return None, None, None, None, None, *none
+    *grads, d_position, d_time = torch.ops.gemworks_jagged.attention_biased_backward(
+        d_out, q, k, v, out, lse, position, time, times_q, times_k, ctx.unit, offsets_q, offsets_k, tiles,
+        ctx.heights, *ctx.rest,
+    )  # fmt: skip
+    d_tables = (None if position is None else d_position, None if time is None else d_time)
+    return *grads, *d_tables, *none
+
+
+attention_biased.register_autograd(_differentiate, setup_context=_save)
+
+
+def _register_flops(flop_counter: Any) -> None:
+    """As attention without a bias: the lookups are no products, and the tables' gradients recompute."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **_: Any) -> int:
+        return 2 * count_pairs(q, k, *rest[_NUM_TABLES:]) * q.shape[1] * (q.shape[2] + v.shape[2])
+
+    def backward(
+        d_out: Any, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, *rest: Any, out_val: Any = None, **_: Any
+    ) -> int:
+        return 2 * count_pairs(q, k, *rest[_NUM_TABLES:]) * q.shape[1] * (3 * q.shape[2] + 2 * v.shape[2])
+
+    ops = torch.ops.gemworks_jagged
+    flop_counter.register_flop_formula(ops.attention_biased, get_raw=True)(forward)
+    flop_counter.register_flop_formula(ops.attention_biased_backward, get_raw=True)(backward)
+
+
+when_imported("torch.utils.flop_counter", _register_flops)

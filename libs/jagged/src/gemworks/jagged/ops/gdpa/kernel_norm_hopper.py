@@ -1,0 +1,268 @@
+"""GDPA with short keys of one length (PFFN) and a norm across heads at its end, for Hopper in Gluon.
+
+Letters: M query rows of a tile (64 for each consumer), n key rows of a tile (BN), H head width, W = HEADS * H.
+
+A program takes a tile of query rows through all heads, so that it has whole rows in the end. One warp loads; two
+consumer warpgroups compute act(scale Q K^T) V head by head and store it; a warpgroup of its own then adds the residual
+to the rows of a tile, normalises them and adds what comes after, while the consumers are at the next tile: what the
+norm reads is in the L2 cache, and its waiting costs the tensor cores nothing. The keys of a sequence are whole tiles,
+so descriptors of the whole tensors do.
+"""
+
+from gemworks.jagged._triton.hopper_common import fold, sync_threads, tile_of, weigh, zigzag
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+G = gl.constexpr
+CHUNK = gl.constexpr(8)  # rows that the norm has in flight
+
+
+@gluon.jit
+def _producer(
+    q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
+    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+    HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr,
+):  # fmt: skip
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    fill = 0
+    qi = 0
+    for i in range((total + programs - 1) // programs):
+        tile = zigzag(i, pid, programs)
+        if tile < total:
+            row, q_begin, _q_end, k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
+            for head in range(HEADS):
+                qs = qi % QSTAGES
+                mbarrier.wait(q_free.index(qs), ((qi // QSTAGES) & 1) ^ 1)
+                mbarrier.expect(q_full.index(qs), 2 * 64 * H * 2)
+                for g in gl.static_range(2):
+                    tma.async_copy_global_to_shared(
+                        q_desc, [q_begin + row + g * 64, head * H], q_full.index(qs), q_smem.index(2 * qs + g)
+                    )
+                qi += 1
+                for j in range(0, k_len, BN):
+                    s = fill % STAGES
+                    phase = ((fill // STAGES) & 1) ^ 1
+                    mbarrier.wait(k_free.index(s), phase)
+                    mbarrier.expect(k_full.index(s), BN * H * 2)
+                    tma.async_copy_global_to_shared(k_desc, [k_begin + j, head * H], k_full.index(s), k_smem.index(s))
+                    mbarrier.wait(v_free.index(s), phase)
+                    mbarrier.expect(v_full.index(s), BN * H * 2)
+                    tma.async_copy_global_to_shared(v_desc, [k_begin + j, head * H], v_full.index(s), v_smem.index(s))
+                    fill += 1
+
+
+@gluon.jit
+def _consumer(
+    GROUP: gl.constexpr, out_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done, rows_free,
+    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    QSTAGES: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr, NORM: gl.constexpr,
+):  # fmt: skip
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (H // 8), H // 8], [4, 1], [1, 0])
+    zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
+    b0, b1, b2, b3, b4 = fold(scale, ACT, FOLD)
+    fill = 0
+    qi = 0
+    done = 0
+    for i in range((total + programs - 1) // programs):
+        tile = zigzag(i, pid, programs)
+        if tile < total:
+            row, q_begin, q_end, _k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
+            first_row = q_begin + row + GROUP * 64
+            trips = k_len // BN
+            for head in range(HEADS):
+                qs = qi % QSTAGES
+                mbarrier.wait(q_full.index(qs), (qi // QSTAGES) & 1)
+                qi += 1
+                o = gl.zeros([64, H], gl.float32, O_LAYOUT)
+                if (first_row < q_end) & (trips > 0):
+                    q = q_smem.index(2 * qs + GROUP)
+                    s0 = fill % STAGES
+                    phase0 = (fill // STAGES) & 1
+                    mbarrier.wait(k_full.index(s0), phase0)
+                    scores = warpgroup_mma(q, k_smem.index(s0).permute((1, 0)), zero, use_acc=False, is_async=True)
+                    scores = warpgroup_mma_wait(0, [scores])
+                    mbarrier.arrive(k_free.index(s0), count=1)
+                    probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
+                    p = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
+                    mbarrier.wait(v_full.index(s0), phase0)
+                    for _j in range(1, trips):
+                        s1 = (fill + 1) % STAGES
+                        phase1 = ((fill + 1) // STAGES) & 1
+                        mbarrier.wait(k_full.index(s1), phase1)
+                        upcoming = warpgroup_mma(
+                            q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True
+                        )
+                        acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
+                        scores = warpgroup_mma_wait(1, [upcoming])
+                        mbarrier.arrive(k_free.index(s1), count=1)
+                        probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
+                        p_next = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
+                        # Keeps the assembler from hoisting the wait below over the work that it hides.
+                        mbarrier.wait(v_full.index(s1), phase1)
+                        o, p, p_next = warpgroup_mma_wait(0, [acc, p, p_next])
+                        mbarrier.arrive(v_free.index(fill % STAGES), count=1)
+                        p = p_next
+                        fill += 1
+                    mbarrier.arrive(q_free.index(qs), count=1)
+                    acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
+                    o = warpgroup_mma_wait(0, [acc])
+                    mbarrier.arrive(v_free.index(fill % STAGES), count=1)
+                    fill += 1
+                else:
+                    for _j in range(trips):  # nothing to do in this half: hand the stages on
+                        s0 = fill % STAGES
+                        mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
+                        mbarrier.arrive(k_free.index(s0), count=1)
+                        mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
+                        mbarrier.arrive(v_free.index(s0), count=1)
+                        fill += 1
+                    mbarrier.arrive(q_free.index(qs), count=1)
+                if first_row < q_end:
+                    if FOLD:
+                        o = o * scale
+                    rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
+                    cols = gl.arange(0, H, layout=gl.SliceLayout(0, STORE))
+                    at = (rows.to(gl.int64) * (HEADS * H))[:, None] + head * H + cols[None, :]
+                    gl.store(out_ptr + at, gl.convert_layout(o.to(DTYPE), STORE), mask=(rows < q_end)[:, None])
+            if NORM:
+                mbarrier.wait(rows_free, (done & 1) ^ 1)  # the norm is through with the tile before this one
+                sync_threads()
+                mbarrier.arrive(rows_done, count=1)
+            done += 1
+
+
+@gluon.jit
+def _finisher(
+    h_ptr, y_ptr, residual_ptr, add_ptr, weight_ptr, bias_ptr, end_ptr, eps, residual_stride_t, add_stride_t,
+    bounds_q, bounds_k, tile_sample, tile_row, total, rows_done, rows_free,
+    W: gl.constexpr, CENTER: gl.constexpr, HAS_RESIDUAL: gl.constexpr, HAS_ADD: gl.constexpr,
+    HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """h = o + residual, y = norm(h) weight + bias + add, over the rows that both consumers have stored."""
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    cols = gl.arange(0, W, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    used = gl.load(end_ptr)  # rows from here on belong to no sequence
+    done = 0
+    for i in range((total + programs - 1) // programs):
+        tile = zigzag(i, pid, programs)
+        if tile < total:
+            row, q_begin, q_end, _k_begin, _k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
+            end = gl.minimum(q_begin + row + 128, q_end)
+            mbarrier.wait(rows_done, done & 1)
+            for begin in range(q_begin + row, end, CHUNK):
+                rows = begin + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+                inside = (rows < end)[:, None]
+                rows64 = rows.to(gl.int64)[:, None]
+                at = rows64 * W + cols
+                h16 = gl.load(h_ptr + at, mask=inside, other=0.0)
+                if HAS_RESIDUAL:
+                    residual = gl.load(residual_ptr + rows64 * residual_stride_t + cols, mask=inside, other=0.0)
+                if HAS_ADD:
+                    add = gl.load(add_ptr + rows64 * add_stride_t + cols, mask=inside, other=0.0)
+                h = h16.to(gl.float32)
+                if HAS_RESIDUAL:
+                    h = h + residual.to(gl.float32)
+                    if q_begin >= used:
+                        h = gl.zeros([CHUNK, W], gl.float32, LAYOUT)
+                    gl.store(h_ptr + at, h.to(DTYPE), mask=inside)
+                if CENTER:
+                    h = h - (gl.sum(h, 1) / W)[:, None]
+                rate = gl.rsqrt(gl.sum(h * h, 1) / W + eps)
+                y = h * rate[:, None]
+                if HAS_WEIGHT:
+                    y = y * gl.load(weight_ptr + cols).to(gl.float32)
+                if HAS_BIAS:
+                    y = y + gl.load(bias_ptr + cols).to(gl.float32)
+                if q_begin >= used:
+                    y = gl.zeros([CHUNK, W], gl.float32, LAYOUT)
+                if HAS_ADD:
+                    y = y + add.to(gl.float32)
+                gl.store(y_ptr + at, y.to(DTYPE), mask=inside)
+            sync_threads()
+            mbarrier.arrive(rows_free, count=1)
+            done += 1
+
+
+@gluon.jit
+def gdpa_norm_hopper_kernel(
+    q_desc, k_desc, v_desc, h_ptr, y_ptr, residual_ptr, add_ptr, weight_ptr, bias_ptr, end_ptr, bounds_q,
+    bounds_k, tile_sample, tile_row, num_tiles, scale, eps, residual_stride_t, add_stride_t,
+    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    QSTAGES: gl.constexpr, FOLD: gl.constexpr, NORM: gl.constexpr, CENTER: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    HAS_ADD: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    FINISHER_REGS: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = q_desc.dtype
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_smem = gl.allocate_shared_memory(DTYPE, [2 * QSTAGES, 64, H], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, H], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, H], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
+    q_free = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    rows_done = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    rows_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    for s in gl.static_range(QSTAGES):
+        mbarrier.init(q_full.index(s), count=1)
+        mbarrier.init(q_free.index(s), count=2)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(k_free.index(s), count=2)
+        mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(v_free.index(s), count=2)
+    mbarrier.init(rows_done, count=2)
+    mbarrier.init(rows_free, count=1)
+    fence_async_shared()
+    total = gl.load(num_tiles)
+    if NORM:
+        gl.warp_specialize(
+            [
+                (_consumer, (G(0), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
+                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM)),
+                (_consumer, (G(1), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
+                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM)),
+                (_finisher, (h_ptr, y_ptr, residual_ptr, add_ptr, weight_ptr, bias_ptr, end_ptr, eps, residual_stride_t,
+                             add_stride_t, bounds_q, bounds_k, tile_sample, tile_row, total, rows_done, rows_free,
+                             HEADS * H, CENTER, HAS_RESIDUAL, HAS_ADD, HAS_WEIGHT, HAS_BIAS, DTYPE)),
+                (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                             HEADS, H, BN, STAGES, QSTAGES)),
+            ],
+            [4, 4, 1], [CONSUMER_REGS, FINISHER_REGS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (G(0), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
+                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM)),
+                (_consumer, (G(1), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
+                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM)),
+                (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                             HEADS, H, BN, STAGES, QSTAGES)),
+            ],
+            [4, 1], [CONSUMER_REGS, 24],
+        )  # fmt: skip

@@ -1,0 +1,137 @@
+"""The tools that turn measurements into pages: verdicts, blocks that are up to date, counters as ncu writes them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from gemworks.jagged.bench import cases, report
+
+pytestmark = pytest.mark.reference
+TOOLS = Path(__file__).parents[1] / "tools"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"jagged_tool_{name}", TOOLS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def targets() -> Any:
+    return load("targets")
+
+
+def row(**given: str) -> dict[str, str]:
+    made = dict.fromkeys(report.COLUMNS, "") | {"head_dim": "128", "direction": "fwd", "impl": "gemworks"}
+    made |= {"law": "uniform", "copy_gbps": "4000", "best_peer": "peer", "bwd_factor": "2.5"}
+    return made | given
+
+
+def verdict(targets: Any, rows: list[dict[str, str]], op: str, shape: str) -> tuple[str, ...]:
+    lines = targets.verdicts(targets.Rows(rows))
+    return next(line for line in lines if line[:2] == (f"`{op}` {shape}", "forward"))
+
+
+def test_a_ratio_decides_and_tflops_do_not(targets: Any) -> None:
+    for ratio, expected in (("1.39", "**missed**"), ("1.40", "met")):
+        ours = row(op="gdpa", shape="B256 max1024", ms="1", tflops="1", gbps="1", ratio_to_best_peer=ratio)
+        assert verdict(targets, [ours], "gdpa", "B256 max1024")[-1] == expected
+    assert verdict(targets, [], "gdpa", "B256 max1024")[3:] == ("not measured", "", "-")
+    alone = row(op="gdpa", shape="B256 max1024", ms="1", tflops="900", gbps="1")
+    assert verdict(targets, [alone], "gdpa", "B256 max1024")[-1] == "**missed**"
+
+
+def test_other_measures_of_a_target(targets: Any) -> None:
+    pool = row(op="gdpa", shape="B128 max2048 seeds64", ms="1", tflops="1", gbps="3200")
+    assert verdict(targets, [pool], "gdpa", "B128 max2048 seeds64")[-1] == "met"
+    assert verdict(targets, [pool | {"gbps": "3190"}], "gdpa", "B128 max2048 seeds64")[-1] == "**missed**"
+    whole = row(op="flash_attention", shape="B128 max2048", ms="1.0", tflops="1", gbps="1")
+    window = row(op="flash_attention", shape="B128 max2048 window100", ms="0.4", tflops="1", gbps="1")
+    assert verdict(targets, [whole, window], "flash_attention", "B128 max2048 window100")[-1] == "met"
+    assert verdict(targets, [window], "flash_attention", "B128 max2048 window100")[-1] == "**missed**"
+    blocks = row(op="block_attention rope", shape=targets.BLOCKS, law="mean70", ms="1", tflops="1", gbps="3300")
+    peer = blocks | {"impl": "torch varlen_attn without rope", "ms": "1.3", "gbps": "1"}
+    assert verdict(targets, [blocks, peer], "block_attention rope", targets.BLOCKS)[-1] == "met"
+    assert verdict(targets, [blocks, peer | {"ms": "1.2"}], "block_attention rope", targets.BLOCKS)[-1] == "**missed**"
+
+
+def test_small_sequences_are_compared_with_a_tile_each(targets: Any) -> None:
+    base = row(op="gdpa", shape="B256 max1024", ms="1.0", tflops="1", gbps="1")
+    for ms, expected in (("1.02", "met"), ("1.3", "**missed**")):
+        ones = row(op="gdpa", shape="B1024 max1024", law="ones", ms=ms, tflops="1", gbps="1")
+        (line,) = targets.small_sequences(targets.Rows([base, ones]))
+        assert line[-1] == expected
+        assert "768 tiles" in line[2]
+    assert targets.small_sequences(targets.Rows([base])) == []
+
+
+def test_every_target_is_a_case_of_the_benchmark(targets: Any) -> None:
+    import torch
+    from gemworks.jagged.bench import blocks, norms
+
+    known = {(c.op, c.shape, c.law) for c in cases.CASES}
+    labels = {label for label, _ in norms.subjects(torch.device("cpu"), torch.float32)}
+    variants = {f"block_attention {v}" for v in blocks.VARIANTS}
+    for t in targets.TARGETS:
+        found = (t.op, t.shape, t.law) in known or f"{t.op} {t.shape}" in labels or t.op in variants
+        assert found, t
+
+
+def test_the_pages_say_what_the_rows_say(targets: Any) -> None:
+    """A figure that somebody types, or rows that somebody replaces without the tool, fail here."""
+    assert targets.main(["--check"]) == 0
+    text = targets.PAGE.read_text()
+    changed = text.replace("<!-- measured: targets -->\n", "<!-- measured: targets -->\n999 TFLOP/s\n")
+    assert changed != text
+    assert targets.filled(changed) == text
+
+
+NAMES = (
+    *("ID", "Kernel Name", "Id:Domain:Start/Stop_Range:PL_Type", "gpu__time_duration.sum"),
+    "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "launch__registers_per_thread",
+    "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio",
+    "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio",
+)
+LINES = (
+    NAMES,
+    ("", "", "", "ns", "%", "%", "register/thread", "inst", "inst"),
+    (
+        "0",
+        "forward_kernel",
+        "1 <default domain>:gdpa kv256 @ fwd:none",
+        "1,413,216",
+        "40.93",
+        "55.20",
+        "128",
+        "0.88",
+        "2.42",
+    ),
+    ("1", "fill", "2 <default domain>:gdpa kv256 @ bwd:none", "2,000", "10", "20", "64", "", ""),
+)
+NCU = "==PROF== Connected to process 1\n" + "\n".join(",".join(f'"{x}"' for x in line) for line in LINES) + "\n"
+
+
+def test_counters_are_read_as_ncu_writes_them() -> None:
+    counters = load("counters")
+    first, second = counters.parse(NCU)
+    got = counters.summary(first)
+    assert got["us"] == "1413.2"
+    assert got["tensor_pipe_percent"] == "55.2"
+    assert got["issue_percent"] == "40.9"
+    assert got["registers"] == "128"
+    assert got["waits"] == "barrier 2.42; wait 0.88"
+    assert got["dram_percent"] == ""
+    assert [counters.step_of(k) for k in (first, second)] == [("gdpa kv256", d) for d in ("fwd", "bwd")]
+    assert counters.summary(second)["us"] == "2.0"
+    assert counters.parse("==ERROR== no counters here\n") == []

@@ -1,0 +1,173 @@
+"""Symmetric memory, in rings of buffers: what collectives that reach into the peers' memory are built on."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+# Each size gets a ring of this many buffers: one being filled, one being copied out, one that FSDP2 still holds, one
+# to spare.
+NUM_BUFFERS = 4
+
+
+class SymmetricHandle(Protocol):
+    """What `torch.distributed._symmetric_memory.rendezvous` returns."""
+
+    def barrier(self, channel: int = 0) -> None: ...
+
+    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor: ...
+
+
+class SymmetricMemory(Protocol):
+    """Allocation and rendezvous of symmetric memory."""
+
+    def empty(self, num_bytes: int, device: torch.device) -> torch.Tensor: ...
+
+    def rendezvous(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> SymmetricHandle: ...
+
+
+class _TorchSymmetricMemory:
+    def empty(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        return symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def rendezvous(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> SymmetricHandle:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        return symm_mem.rendezvous(buffer, group.group_name)  # type: ignore[return-value]
+
+
+def copy_engine_problem(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why copy-engine collectives can't run on this group, or None if they can."""
+    if device.type != "cuda":
+        return f"tensors are on {device.type}, copy engines are a GPU's"
+    if not hasattr(dist, "is_nccl_available") or not dist.is_nccl_available():
+        return "this torch has no NCCL"
+    if group.size() > torch.cuda.device_count():
+        num_gpus = torch.cuda.device_count()
+        return f"{group.size()} ranks on {num_gpus} visible GPUs: the group spans hosts, RDMA is not built"
+    index = device.index or 0
+    apart = [i for i in range(group.size()) if i != index and not torch.cuda.can_device_access_peer(index, i)]
+    if apart:
+        return f"GPU {index} can't access the memory of GPUs {apart}"
+    return None
+
+
+@dataclass
+class Buffer:
+    """One symmetric buffer, and who has it."""
+
+    data: torch.Tensor
+    handle: SymmetricHandle
+    user: weakref.ref[torch.Tensor] | None = None
+    # after the last collective over it: no peer touches it any more
+    done: torch.cuda.Event | None = None
+
+
+class SymmetricRings:
+    """Rings of symmetric buffers, one per size. All ranks ask in the same order, so a fixed order of use agrees."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        num_buffers: int = NUM_BUFFERS,
+        memory: SymmetricMemory | None = None,
+    ) -> None:
+        if num_buffers < 2:
+            raise ValueError(f"num_buffers: expected at least 2, got {num_buffers}")
+        self._group, self._device, self._num = group, device, num_buffers
+        self._memory = memory or _TorchSymmetricMemory()
+        self._rings: dict[int, list[Buffer]] = {}
+        self._next: dict[int, int] = {}
+        self._compute = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def take(self, size: Sequence[int | torch.SymInt], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor in the next buffer of its size.
+
+        Raises:
+            RuntimeError: the oldest buffer of the ring is still in use; more are needed.
+        """
+        num_bytes = math.prod(int(n) for n in size) * dtype.itemsize
+        ring = self._rings.setdefault(num_bytes, [])
+        if len(ring) < self._num:
+            data = self._memory.empty(max(num_bytes, 16), device)
+            ring.append(Buffer(data, self._memory.rendezvous(data, self._group)))
+            buffer = ring[-1]
+        else:
+            # a fixed order, not "whichever is free": ranks have to agree without talking
+            index = self._next.get(num_bytes, 0)
+            self._next[num_bytes] = (index + 1) % self._num
+            buffer = ring[index]
+            if buffer.user is not None and buffer.user() is not None:
+                raise RuntimeError(
+                    f"num_buffers: all {self._num} buffers of {num_bytes} bytes are in use; pass more, or prefetch "
+                    f"less deep"
+                )
+            if self._compute is not None:
+                # the last owner's copy-out was issued to the compute stream before it let the buffer go
+                event = torch.cuda.Event()
+                event.record(self._compute)
+                torch.cuda.current_stream(device).wait_event(event)
+                if buffer.done is not None:
+                    torch.cuda.current_stream(device).wait_event(buffer.done)
+        out = buffer.data[:num_bytes].view(dtype).view(tuple(int(n) for n in size))
+        buffer.user = weakref.ref(out)
+        return out
+
+    def buffer_of(self, tensor: torch.Tensor) -> Buffer:
+        """The buffer that `take` put a tensor in."""
+        for ring in self._rings.values():
+            for buffer in ring:
+                if buffer.data.data_ptr() == tensor.data_ptr():
+                    return buffer
+        raise ValueError("tensor: expected one from allocate(), got another one")
+
+    def mark_done(self, buffer: Buffer) -> None:
+        """After the last work of this rank's stream on the buffer."""
+        if self._compute is not None:
+            buffer.done = torch.cuda.Event()
+            buffer.done.record(torch.cuda.current_stream(self._device))
+
+
+class ReduceScatterRings(SymmetricRings):
+    """What reduce-scatters in FSDP2's interface have in common."""
+
+    _output_size: int | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """FSDP2 asks for the input first and for the output next; only the input has to be symmetric.
+
+        Raises:
+            RuntimeError: the oldest buffer of the ring is still in use; more are needed.
+        """
+        numel = math.prod(int(n) for n in size)
+        if numel == self._output_size:
+            self._output_size = None
+            # gradients are views of it and live long: it must not come from a ring
+            return torch.empty(tuple(int(n) for n in size), dtype=dtype, device=device)
+        self._output_size = numel // self._group.size()
+        return self.take(size, dtype, device)
+
+    def checked_input(self, output: torch.Tensor, source: torch.Tensor, world: int, op: Any) -> Buffer | None:
+        """The buffer of a reduce-scatter's input; None if there is nothing to reduce.
+
+        Raises:
+            ValueError: `source` is not from `allocate`, its size is not W outputs, or `op` is neither SUM nor AVG.
+        """
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(f"op: expected ReduceOp.SUM or ReduceOp.AVG, got {op}")
+        n = output.numel()
+        if source.numel() != world * n:
+            raise ValueError(
+                f"input_tensor: expected {world * n} elements, {world} times the output, got {source.numel()}"
+            )
+        return self.buffer_of(source) if n else None

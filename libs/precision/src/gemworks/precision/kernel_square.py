@@ -1,0 +1,160 @@
+# Triton's language is typed by its own compiler, not by Python's: pyright is quiet in this file.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportAssignmentType=false, reportOptionalMemberAccess=false
+"""128 x 128 squares of bf16, quantised once and stored both ways: codes, and the same codes transposed.
+
+One scale serves both contractions, so an element is rounded once; the transposed codes are bytes exchanged between the
+eight rows that a thread owns. How a tile is held: `kernel_words`. R8 = R / 8, C4 = C / 4.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from gemworks.precision.kernel_common import nan_code_of, scale_byte
+from gemworks.precision.kernel_tile import load_tile, wide_value
+from gemworks.precision.kernel_words import (
+    half_factor,
+    high_half,
+    largest_halves,
+    low_half,
+    pack4,
+    scaled_pairs,
+    unquads,
+    value,
+    wide_word,
+)
+
+
+@triton.jit
+def pick_bytes(a, b, SELECTOR: tl.constexpr, HARDWARE: tl.constexpr):
+    """Four of the eight bytes of (a, b), named by the digits of SELECTOR from the lowest."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            f"prmt.b32 $0, $1, $2, {SELECTOR};", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        out = a & 0
+        for i in tl.static_range(4):
+            digit: tl.constexpr = (SELECTOR >> (4 * i)) & 7
+            source = a if digit < 4 else b
+            out = out | (((source >> (8 * (digit % 4))) & 0xFF) << (8 * i))
+        return out
+
+
+@triton.jit
+def transpose4(w0, w1, w2, w3, HARDWARE: tl.constexpr):
+    """Four words of four bytes, transposed."""
+    a, b = pick_bytes(w0, w1, 0x5140, HARDWARE), pick_bytes(w2, w3, 0x5140, HARDWARE)
+    c, d = pick_bytes(w0, w1, 0x7362, HARDWARE), pick_bytes(w2, w3, 0x7362, HARDWARE)
+    return (
+        pick_bytes(a, b, 0x5410, HARDWARE),
+        pick_bytes(a, b, 0x7632, HARDWARE),
+        pick_bytes(c, d, 0x5410, HARDWARE),
+        pick_bytes(c, d, 0x7632, HARDWARE),
+    )
+
+
+@triton.jit
+def square_words(xs, byte, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
+    """Words of four codes along each of the eight rows, under one scale."""
+    words = ()
+    if HARDWARE:
+        factor = half_factor(byte) * 0x10001
+        for i in tl.static_range(8):
+            a, b = scaled_pairs(xs[i][0], factor), scaled_pairs(xs[i][1], factor)
+            word = pack4(low_half(a), high_half(a), low_half(b), high_half(b), FORMAT, True)
+            words = words + (word,)  # noqa: RUF005
+    else:
+        factor = (tl.maximum(254 - byte, 0) << 23).to(tl.float32, bitcast=True)
+        for i in tl.static_range(8):
+            v0 = value(xs[i], 0, True, False, False) * factor
+            v1 = value(xs[i], 1, True, False, False) * factor
+            v2 = value(xs[i], 2, True, False, False) * factor
+            v3 = value(xs[i], 3, True, False, False) * factor
+            word = pack4(v0, v1, v2, v3, FORMAT, False)
+            words = words + (tl.where(byte == 255, nan_code_of(FORMAT) * 0x01010101, word),)  # noqa: RUF005
+    return words
+
+
+@triton.jit
+def store_line(value, ptr, start, first, num_lines, LENGTH: tl.constexpr):
+    """One value into `LENGTH` neighbours from `start + first` on, up to `num_lines`."""
+    line = tl.arange(0, LENGTH)
+    tl.store(ptr + start + first + line, tl.broadcast_to(value, [LENGTH]), mask=line < num_lines - first)
+
+
+@triton.jit(do_not_specialize=["num_column_tiles", "num_padded"])
+def cast_squares_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    wide_ptr,
+    codes_t_ptr,
+    scales_t_ptr,
+    wide_t_ptr,
+    square_ptr,
+    square_wide_ptr,
+    num_rows,
+    num_columns,
+    stride_row,
+    num_column_tiles,
+    num_padded,
+    FORMAT: tl.constexpr,
+    MODE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """x: bf16 `[M, K]` as int32, sizes multiples of 16. Codes as int32 `[M, K / 4]`, transposed as int64 `[K, M / 8]`.
+
+    The scale of a square, as bytes and as fp32, three times: for each row `[K / 128, M]`, for each column
+    `[M / 128, K]`, and once in `[K / 128, M / 128]` (fp32 rows padded to `num_padded`), as its three readers take it.
+    """
+    R8: tl.constexpr = 16
+    C: tl.constexpr = 128
+    tile = tl.program_id(0)
+    row_tile = tile // num_column_tiles
+    column_tile = tile % num_column_tiles
+    first_row = row_tile.to(tl.int64) * 128
+    first_column = column_tile * 128
+    left_rows = num_rows - first_row
+    xs = load_tile(x_ptr + first_row * stride_row, stride_row, left_rows, first_column, num_columns, R8, C, True)
+    m = tl.maximum(largest_halves(xs, 0, HARDWARE), 0)
+    n = tl.maximum(largest_halves(xs, 1, HARDWARE), 0)
+    amax = tl.max(tl.maximum(tl.maximum(m & 0xFFFF, m >> 16), tl.maximum(n & 0xFFFF, n >> 16)))
+    byte = scale_byte(amax << 16, FORMAT, MODE, 1)
+    words = square_words(xs, byte, FORMAT, HARDWARE)
+    octet = tl.arange(0, R8)
+    num_quads = (num_columns // 16) * 4
+    num_octets = (num_rows // 16) * 2
+    left_octets = (left_rows // 16) * 2
+    quad = first_column // 4 + tl.arange(0, C // 4)
+    inside = (octet < left_octets)[:, None] & (quad < num_quads)[None, :]
+    at = (octet * 8 * num_quads)[:, None] + quad[None, :]
+    codes_ptr += first_row * num_quads
+    for i in tl.static_range(8):
+        tl.store(codes_ptr + i * num_quads + at, words[i], mask=inside)
+    low = transpose4(words[0], words[1], words[2], words[3], HARDWARE)
+    high = transpose4(words[4], words[5], words[6], words[7], HARDWARE)
+    word = unquads(
+        wide_word(low[0], high[0]),
+        wide_word(low[1], high[1]),
+        wide_word(low[2], high[2]),
+        wide_word(low[3], high[3]),
+        R8,
+        C,
+    )
+    column = tl.arange(0, C)
+    inside_t = (column < num_columns - first_column)[:, None] & (octet < left_octets)[None, :]
+    target = codes_t_ptr + num_octets.to(tl.int64) * first_column + first_row // 8
+    tl.store(target + (column * num_octets)[:, None] + octet[None, :], tl.trans(word), mask=inside_t)
+    small = byte.to(tl.uint8)
+    scale = wide_value(byte)
+    start = column_tile.to(tl.int64) * num_rows
+    store_line(small, scales_ptr, start, first_row, num_rows, 128)
+    store_line(scale, wide_ptr, start, first_row, num_rows, 128)
+    start_t = row_tile.to(tl.int64) * num_columns
+    store_line(small, scales_t_ptr, start_t, first_column, num_columns, 128)
+    store_line(scale, wide_t_ptr, start_t, first_column, num_columns, 128)
+    num_row_tiles = (num_rows + 127) // 128
+    tl.store(square_ptr + column_tile * num_row_tiles + row_tile, small)
+    tl.store(square_wide_ptr + column_tile * num_padded + row_tile, scale)

@@ -1,0 +1,72 @@
+"""Launching the cast of 128 x 128 squares that is stored both ways."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from gemworks.precision.casts import CastSpec, SquarePlanes
+from gemworks.precision.kernel_square import cast_squares_kernel
+from gemworks.precision.launch import launch
+from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.triton_casts import cast_flags, fits_tiles, no_count, packs, plane_of
+from torch import Tensor
+
+SQUARES_WARPS = 8
+
+
+def fits_squares(x: Tensor, spec: CastSpec) -> bool:
+    """Can the kernel quantise `x [M, K]`: bf16 in multiples of 16, blocks rounded at 128."""
+    return spec.block == 128 and x.numel() > 0 and fits_tiles(x, spec, 128) and packs(x)
+
+
+@lru_cache(maxsize=64)
+def _setup(spec: CastSpec) -> tuple[dict[str, int | bool], dict[str, int]]:
+    flags = cast_flags(spec)
+    return {name: flags[name] for name in ("FORMAT", "MODE", "HARDWARE")}, {"num_warps": SQUARES_WARPS}
+
+
+def triton_cast_squares(x: Tensor, spec: CastSpec) -> SquarePlanes:
+    """`casts.cast_squares` by one kernel: 2 bytes an element read, 2 written, and each element rounded once."""
+    m, k = x.shape
+    row_tiles, column_tiles = -(-m // 128), -(-k // 128)
+    padded = -(-row_tiles // 4) * 4
+    new = {"dtype": torch.uint8, "device": x.device}
+    codes, codes_t = torch.empty(m, k, **new), torch.empty(k, m, **new)
+    scales, scales_t = torch.empty(column_tiles, m, **new), torch.empty(row_tiles, k, **new)
+    wide, wide_t = (torch.empty(s.shape, dtype=torch.float32, device=x.device) for s in (scales, scales_t))
+    square = torch.empty(column_tiles, row_tiles, **new)
+    # What pads a contraction must be finite.
+    fresh = torch.empty if padded == row_tiles else torch.ones
+    square_wide = fresh(column_tiles, padded, dtype=torch.float32, device=x.device)
+    stride = x.stride(0) // 2
+    launch(
+        cast_squares_kernel,
+        (row_tiles * column_tiles, 1, 1),
+        (
+            x.view(torch.int32),
+            codes.view(torch.int32),
+            scales,
+            wide,
+            codes_t.view(torch.int64),
+            scales_t,
+            wide_t,
+            square,
+            square_wide,
+            m,
+            k,
+            stride,
+            column_tiles,
+            padded,
+        ),
+        *_setup(spec),
+        (spec, stride % 16 == 0, x.data_ptr() % 16 == 0),
+    )
+    shape = (m, k)
+    transposed = MXTensor.unchecked(codes_t, square, square_wide.t(), (k, m), None, 128, spec.format, spec.scale_mode)
+    return SquarePlanes(
+        plane_of(codes, scales, wide, 1, shape, 128, spec),
+        plane_of(codes_t, scales_t, wide_t, 0, shape, 128, spec),
+        transposed,
+        no_count(x.device),
+    )
