@@ -32,9 +32,12 @@ class Recorder:
         self.calls += 1
 
 
+@pytest.mark.parametrize("mask", [Mask(), Mask(right=0)], ids=["full", "causal"])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("activation", ["softmax", "fast_gelu"])
-def test_launches_give_every_parameter(activation: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_give_every_parameter(
+    activation: str, shared: bool, mask: Mask, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
     from gemworks.jagged.ops.attention_core import launch, launch_hopper
 
@@ -50,7 +53,7 @@ def test_launches_give_every_parameter(activation: str, shared: bool, monkeypatc
     schedule = TileSchedule.build(
         None if shared else offsets, offsets if shared else None, total_q=q.shape[0], total_k=40 if shared else None
     )
-    rule = Rule(0.1, activation, Mask(), shared)
+    rule = Rule(0.1, activation, mask, shared)
     p = launch.Problem(q, x, x, rule, schedule, 1024, "sm_90", rows_q, None)
     out = x.new_zeros(rows_q, 2, 128)
     lse = torch.zeros(2, rows_q)

@@ -28,7 +28,7 @@ from gemworks.jagged.bench.timing import Clock, Time, measure_ceilings, time_in_
 SUITES = ("attention", "blocks", "norms")
 # FlexAttention compiles for every shape, others tune at every length: targets are measured beside all of them.
 SLOW_TO_COMPILE = ("FlexAttention",)
-SWEEP_PRIORITY = 3
+SWEEP_PRIORITY = 2
 SWEEP_PEERS = ("torch varlen_attn", "flash-attn-4", "padded SDPA")
 
 
