@@ -177,7 +177,9 @@ def epilogue_cases(gluon: bool) -> dict[str, tuple[Any, Callable[[str], str], di
         "PRECISION": "tf32", "BW": 512, "C": launch_norm.NORM_VALUES // 512,
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": 8, "num_stages": 3}
-    cases = {"epilogue triton": (kernel_norm.gdpa_norm_kernel, lambda _: "*bf16", plain | parts, options)}
+    cases: dict[str, Any] = {
+        "epilogue triton": (kernel_norm.gdpa_norm_kernel, lambda _: "*bf16", plain | parts, options)
+    }
     if gluon:
         from gemworks.jagged.ops.gdpa.kernel_norm_hopper import gdpa_norm_hopper_kernel
         from triton.experimental.gluon import language as gl
