@@ -38,6 +38,8 @@ CASES = {
     "B256 max2048 kv256": Case("flash_attention", "pffn", 256, 2048, "full", rows=256),
     "B128 max2048 seeds256": Case("flash_attention", "pool", 128, 2048, rows=256),
     "B128 max2048 seeds64": Case("flash_attention", "pool", 128, 2048, rows=64),
+    "B128 max2048 window100": Case("flash_attention", "self", 128, 2048, window=100),
+    "B128 max2048 causal": Case("flash_attention", "self", 128, 2048, causal=True),
 }
 # The same kinds of work on a few short sequences, for --check
 SMALL = {
@@ -46,6 +48,8 @@ SMALL = {
     "B256 max2048 kv256": Case("flash_attention", "pffn", 9, 700, rows=256),
     "B128 max2048 seeds256": Case("flash_attention", "pool", 9, 700, rows=256),
     "B128 max2048 seeds64": Case("flash_attention", "pool", 9, 700, rows=64),
+    "B128 max2048 window100": Case("flash_attention", "self", 9, 700, window=100),
+    "B128 max2048 causal": Case("flash_attention", "self", 9, 700, causal=True),
 }
 ACTIVATIONS = ("fast_gelu", "softmax")
 COLUMNS: tuple[str, ...] = (
@@ -148,6 +152,17 @@ GROUPS: dict[str, list[Variant]] = {
         ("forward", replace(three_groups(64, 3, 2), one_release=True), True),
         ("forward", replace(three_groups(64, 4, 1), keys_first=True, one_release=True), True),
     ],
+    # Shapes with a causal mask or a window.
+    "masks": [
+        ("forward", PEER, None),
+        ("forward", TritonConfig(64, 64, 4, 3), None),
+        ("forward", two_groups(64, 4, 1), True),
+        ("forward", two_groups(64, 4, 2), True),
+        ("forward", two_groups(128, 2, 1), True),
+        ("backward", PEER, None),
+        ("backward", None, None),  # the pair in plain Triton
+        ("backward", FusedConfig(2, 2, early=True, ahead=True), None),
+    ],
     # Keys kept over the tiles of a sequence: shapes with short keys only.
     "keep keys forward": [
         ("forward", two_groups(128, 2, 2, keep=True), True),
@@ -237,7 +252,9 @@ def problem(x: Inputs, activation: str) -> Any:
     schedule = x.schedule
     for height, total in (("q64", x.d_out.shape[0]), ("k64", k.shape[0])):
         schedule = schedule.with_height(height, total)
-    rule = Rule(x.scale, activation, Mask(), x.case.kind == "pool")
+    window = x.case.window - 1 if x.case.window else Mask().left
+    mask = Mask(window, 0 if x.case.causal else window)
+    rule = Rule(x.scale, activation, mask, x.case.kind == "pool")
     bound = x.case.maximum if rows_k is None else rows_k
     return launch.Problem(q, k, v, rule, schedule, bound, "sm_90", x.d_out.shape[0], rows_k)
 
@@ -344,6 +361,7 @@ def main() -> None:
         return
     for group in groups:
         shapes = args.shape or list(CASES)
+        shapes = [s for s in shapes if (group == "masks") == bool(CASES[s].window or CASES[s].causal)]
         if "keep keys" in group or "keys kept" in group:
             shapes = [s for s in shapes if CASES[s].kind == "pffn"]
         if group == "one consumer group":

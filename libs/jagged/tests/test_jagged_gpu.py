@@ -263,9 +263,10 @@ def test_every_fused_config_equals_its_twin(activation: str, config: Any, monkey
         pytest.skip(f"Gluon kernels run on {table.GLUON_ARCHITECTURES}")
     many = torch.randint(0, 1500, (48,), generator=torch.Generator().manual_seed(3)).tolist()
     for dtype, layout in itertools.product(table.GLUON_DTYPES, ("self", "cross", "fixed", "shared", "many")):
-        args = arguments(layout, activation, dtype=dtype)
         if layout == "many":
             args = arguments("self", activation, dtype=dtype, heads=4, key_heads=4, lengths=(many, many))
+        else:
+            args = arguments(layout, activation, dtype=dtype)
         with monkeypatch.context() as patch:
             patch.setattr(table, "choose_fused", lambda *_: config)
             ours = run(args)[0] if layout == "many" else check(args)
