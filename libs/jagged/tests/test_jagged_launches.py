@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -84,6 +85,16 @@ def test_epilogue_launch_gives_every_parameter(monkeypatch: pytest.MonkeyPatch) 
     p = launch.Problem(q, k, k, Rule(0.1, "fast_gelu", Mask(), False), schedule, 64, "sm_90", 40, 64)
     launch_norm.forward(p, launch_norm.NormArgs(q, None, None, q[0].flatten(), 1e-6, True))
     assert kernel.calls == 1
+
+    from gemworks.jagged.ops.gdpa import epilogue
+
+    monkeypatch.setattr(epilogue, "architecture_of", lambda _: "sm_90")
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    full, offsets = epilogue.op.UNBOUNDED, offsets_from_lengths(torch.tensor([17, 23]))
+    call = (offsets, None, [], "", 2, 64, 23, 64, 0.1, "fast_gelu", full, full, "bottom_right", False)
+    y, h = epilogue.on_a_gpu(q, k, k, *call, q, q, None, None, 1e-6, False)
+    assert y.shape == h.shape == q.shape
+    assert kernel.calls == 2
 
 
 def test_block_launches_give_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:

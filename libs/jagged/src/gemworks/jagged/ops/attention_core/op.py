@@ -129,7 +129,7 @@ attention_forward = custom_op("attention_forward", _forward_on_host, _FORWARD_SC
 attention_backward = custom_op("attention_backward", _backward_on_host, _BACKWARD_SCHEMA, device="cpu")
 
 
-def make_problem(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str, bias: Any = None) -> Any:
+def _problem(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str, bias: Any = None) -> Any:
     """What launch.py takes; `bias` is its `Bias`."""
     from gemworks.jagged.ops.attention_core import launch
 
@@ -152,7 +152,7 @@ def make_problem(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str,
     return launch.Problem(q, k, v, call.rule, schedule, bound, architecture, call.side_q.total, rows_k, bias)
 
 
-def kernels_take(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str, *, biased: bool = False) -> bool:
+def _kernels_take(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str, *, biased: bool = False) -> bool:
     """Whether some kernel covers the call; warns once where the reference has to run on a device."""
     bound = call.side_k.max_length if call.side_k.rows is None else call.side_k.rows
     shape = table.Shape(
@@ -177,12 +177,12 @@ def kernels_take(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str,
 @attention_forward.register_kernel("cuda")
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     call, architecture = Call(q, k, *rest), architecture_of(q.device)
-    if not kernels_take(q, k, v, call, architecture):
+    if not _kernels_take(q, k, v, call, architecture):
         return _forward_on_host(q, k, v, *rest)
     from gemworks.jagged.ops.attention_core import launch
 
     with torch.cuda.device(q.device):
-        return launch.forward(make_problem(q, k, v, call, architecture))
+        return launch.forward(_problem(q, k, v, call, architecture))
 
 
 @attention_backward.register_kernel("cuda")
@@ -207,11 +207,11 @@ def backward_into(
     """Fills dq, dk and dv: rows may be strided, a row's heads and columns lie side by side. Not differentiable."""
     if q.device.type == "cuda":
         call, architecture = Call(q, k, *rest), architecture_of(q.device)
-        if kernels_take(q, k, v, call, architecture):
+        if _kernels_take(q, k, v, call, architecture):
             from gemworks.jagged.ops.attention_core import launch
 
             with torch.cuda.device(q.device):
-                launch.backward(make_problem(q, k, v, call, architecture), d_out, out, lse, into)
+                launch.backward(_problem(q, k, v, call, architecture), d_out, out, lse, into)
             return
     for x, grad in zip(into, _backward_on_host(d_out, q, k, v, out, lse, *rest), strict=True):
         x.copy_(grad)

@@ -12,7 +12,7 @@ import torch
 from gemworks.jagged._attention_args import check_attention, make_mask
 from gemworks.jagged._dense import Align
 from gemworks.jagged.dispatch import architecture_of
-from gemworks.jagged.ops.attention_core.op import UNBOUNDED, Call, make_problem
+from gemworks.jagged.ops.attention_core.op import UNBOUNDED, Call, _problem
 from gemworks.jagged.ops.attention_core.reference import SOFTMAX, forward_reference
 from gemworks.jagged.ops.attention_fp8.reference import dequantize_rows, scale_block
 from gemworks.jagged.ops.gdpa.activations import ACTIVATIONS, Activation
@@ -58,7 +58,7 @@ def _(
         return torch.ops.gemworks_jagged.attention_forward(*values, *rest[4:])
     call = Call(q, k, *rest[4:])
     with torch.cuda.device(q.device):
-        problem = make_problem(q, k, v, call, architecture_of(q.device))
+        problem = _problem(q, k, v, call, architecture_of(q.device))
         return launch.forward(problem, q_scales, k_scales, v_scales, rest[3])
 
 

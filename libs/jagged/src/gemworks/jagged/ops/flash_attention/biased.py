@@ -14,7 +14,7 @@ from gemworks.jagged._dense import compute_dtype
 from gemworks.jagged._imports import when_imported
 from gemworks.jagged._packing import Side
 from gemworks.jagged.dispatch import architecture_of, warn_once
-from gemworks.jagged.ops.attention_core.op import UNBOUNDED, Call, count_pairs, make_problem
+from gemworks.jagged.ops.attention_core.op import UNBOUNDED, Call, _problem, count_pairs
 from gemworks.jagged.ops.attention_core.reference import Rule
 from gemworks.jagged.ops.attention_core.table import MAX_TIME_BUCKETS, TRITON_DTYPES, TRITON_MAX_HEAD_DIM
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias
@@ -89,7 +89,7 @@ def _biased_problem(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Any, ...], ca
     position, time, times_q, times_k, unit = tables
     by_position, by_time = (None if x is None else x.detach().t().contiguous().float() for x in (position, time))
     bias = launch.Bias(by_position, by_time, times_q, times_q if times_k is None else times_k, unit)
-    return make_problem(q, k, v, call, architecture_of(q.device), bias)
+    return _problem(q, k, v, call, architecture_of(q.device), bias)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
