@@ -94,7 +94,7 @@ def check(
         bias=AttentionBias(leaves[3], leaves[4], *tables[2:]), shared_query=call.rule.shared_query,
     )  # fmt: skip
     found = iter(torch.autograd.grad(truth, [x for x in leaves if x is not None], d_out.double()))
-    exact = [truth, *(out.new_empty(0) if x is None else next(found) for x in leaves)]
+    exact = [truth.detach(), *(out.new_empty(0) if x is None else next(found) for x in leaves)]
     names = ("out", "q", "k", "v", "position", "time")
     tolerance = 5e-5 if dtype == torch.float32 else 1e-2
     for name, got, expected in zip(names, ours, exact, strict=True):
