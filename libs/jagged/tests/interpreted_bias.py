@@ -94,7 +94,7 @@ def check(
         bias=AttentionBias(leaves[3], leaves[4], *tables[2:]), shared_query=call.rule.shared_query,
     )  # fmt: skip
     found = iter(torch.autograd.grad(truth, [x for x in leaves if x is not None], d_out.double()))
-    exact = [truth.detach(), *(out.new_empty(0) if x is None else next(found) for x in leaves)]
+    exact = [truth.detach(), *(truth.new_empty(0) if x is None else next(found) for x in leaves)]
     names = ("out", "q", "k", "v", "position", "time")
     tolerance = 5e-5 if dtype == torch.float32 else 1e-2
     for name, got, expected in zip(names, ours, exact, strict=True):
@@ -116,19 +116,18 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kind", ["self", "cross"])
+@pytest.mark.parametrize(("kind", "mask"), [("self", "full"), *(("cross", mask) for mask in MASKS)])
 def test_both_tables(monkeypatch: pytest.MonkeyPatch, kind: str, mask: str) -> None:
     check(monkeypatch, kind=kind, **MASKS[mask])
 
 
-@pytest.mark.parametrize("radius", [0, 1, 31, 200])
+@pytest.mark.parametrize("radius", [0, 31, 200])
 def test_reach_of_positions(monkeypatch: pytest.MonkeyPatch, radius: int) -> None:
     """Tiles wholly beyond the table, partly, and never."""
     check(monkeypatch, radius=radius, buckets=None)
 
 
-@pytest.mark.parametrize(("buckets", "unit", "span"), [(1, 1, 50), (2, 1, 50), (64, 1, 2**62), (40, 3, 2**40)])
+@pytest.mark.parametrize(("buckets", "unit", "span"), [(1, 1, 50), (64, 1, 2**62), (40, 3, 2**40)])
 def test_buckets_of_time(monkeypatch: pytest.MonkeyPatch, buckets: int, unit: int, span: int) -> None:
     check(monkeypatch, radius=None, buckets=buckets, unit=unit, span=span)
 
