@@ -181,6 +181,8 @@ def memory_bound_subjects(
         else:
             yield from blocks.subjects(device, dtype)
             yield from blocks.subjects(device, dtype, blocks.LONGEST, ("rope",))
+            for block in (32, 128):
+                yield from blocks.subjects(device, dtype, blocks.Shape(block=block), ("plain", "rope fp16 tables"))
     if "norms" in args.suite:
         yield from norms.subjects(device, dtype, *([(("layer_norm affine residual", 16),), 64] if args.smoke else []))
 
