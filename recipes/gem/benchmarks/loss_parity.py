@@ -7,7 +7,7 @@
 
 The first recipe is the one that the others are compared with: same seed, same initial weights, same batches. A row per
 seed and recipe: NE of the primary task, its difference in per cent of the first recipe's NE with a paired 95 %
-interval over samples (bootstrap, or normal); behind them a row per recipe with the mean over seeds and its 95 % interval
+interval over samples (bootstrap or normal); behind them a row per recipe with the mean over seeds and its 95 % interval
 (Student's t). `mxfp8_floor` is `mxfp8` with scale mode floor, which saturates. `--curve` plots the training losses.
 
 A finished model leaves its predictions in `--work`, and is not trained again: a run that was cut off goes on where it
