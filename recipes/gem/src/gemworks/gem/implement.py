@@ -56,7 +56,9 @@ def compile_dense(model: nn.Module, *, with_layers: bool = True) -> None:
     The sequence parts stay eager: their kernels are opaque to the compiler.
     """
     for name in ("tokens", "head.mlp"):
-        compile_part(model.get_submodule(name))
+        part = model.get_submodule(name)
+        part.register_forward_pre_hook(_mark_samples)
+        compile_part(part)
     for layer in getattr(model, "layers", ()) if with_layers else ():
         for name in ("summary", "gate", "interaction"):
             compile_part(layer.get_submodule(name))
@@ -72,7 +74,7 @@ def compile_layers(model: nn.Module, *, with_forward: bool = True) -> None:
         with_forward: False only marks rows, for layers whose forward an activation policy has compiled.
     """
     for event in getattr(model, "events", ()):
-        event.merge.register_forward_pre_hook(lambda module, args: torch._dynamo.maybe_mark_dynamic(args[0], 0))
+        event.merge.register_forward_pre_hook(_mark_samples)
         compile_part(event.merge)
     for layer in getattr(model, "layers", ()):
         layer.register_forward_pre_hook(_mark_layer)
@@ -83,6 +85,11 @@ def compile_layers(model: nn.Module, *, with_forward: bool = True) -> None:
 def compile_part(module: nn.Module) -> None:
     """Compiles a module's forward, in place; its hooks stay outside of the graph, unlike with `module.compile()`."""
     module.forward = torch.compile(module.forward)
+
+
+def _mark_samples(part: nn.Module, args: tuple[Any, ...]) -> None:
+    for tensor in args:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 def _mark_layer(layer: nn.Module, args: tuple[Any, ...]) -> None:
@@ -102,7 +109,7 @@ def mark_sizes(sequence: Sequence) -> None:
     first = [sequence.s_TD, sequence.offsets_S, sequence.lengths_B, plan.slot_T]
     first += [plan.cu_attention, plan.cu_sequences, plan.cu_seeds]
     first += [] if sequence.rope is None else [sequence.rope.cos_TJ, sequence.rope.sin_TJ]
-    first += [] if plan.blocks is None else [plan.blocks.table_S3]
+    first += [plan.blocks_S3]
     second = [x for s in (plan.attention, plan.pffn, plan.pooling) if s is not None for x in s.tensors]
     for dim, tensors in ((0, first), (1, second)):
         for tensor in tensors:

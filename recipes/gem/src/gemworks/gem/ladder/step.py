@@ -102,25 +102,35 @@ class TrainingRow:
         source: of the data.
         batches: one per step.
         device: where to train.
-        warmup: steps that are not timed, at least 1: the last of them opens the timed part.
+        warmup: steps of them that are not timed, at least 1.
+        small: batches of a few samples, for steps before all others: they compile what these run, in little memory.
     """
 
     def __init__(
-        self, config: GemConfig, source: Source, batches: Sequence[Batch], device: torch.device, *, warmup: int
+        self,
+        config: GemConfig,
+        source: Source,
+        batches: Sequence[Batch],
+        device: torch.device,
+        *,
+        warmup: int,
+        small: Sequence[Batch] = (),
     ) -> None:
         if not 1 <= warmup < len(batches):
             raise ValueError(
                 f"warmup: got {warmup} of {len(batches)} batches, expected at least 1 and one batch after them"
             )
-        self.config = replace(config, train=replace(config.train, max_steps=len(batches), epochs=1))
+        num_steps = len(small) + len(batches)
+        self.config = replace(config, train=replace(config.train, max_steps=num_steps, epochs=1))
         self.source, self.batches, self.device, self.warmup = source, batches, device, warmup
+        self._num_small = len(small)
         self.trainer = Trainer(self.config, source, device)
-        self.trainer.loader = ReadyBatches(batches)  # pyright: ignore[reportAttributeAccessIssue]
+        self.trainer.loader = ReadyBatches([*small, *batches])  # pyright: ignore[reportAttributeAccessIssue]
         self._steps = self.trainer.steps()
 
     def warm_up(self) -> None:
-        """All but the last of the untimed steps, compiling what they need; then gives cached memory back."""
-        for _ in itertools.islice(self._steps, self.warmup - 1):
+        """The steps on small batches; then gives cached memory back."""
+        for _ in itertools.islice(self._steps, self._num_small):
             pass
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -129,7 +139,8 @@ class TrainingRow:
     def measure(self, *, trace: bool = False) -> StepCost:
         """The timed steps; with `trace` a profiler's view of one more."""
         on_gpu, samples = self.device.type == "cuda", []
-        next(self._steps)
+        for _ in itertools.islice(self._steps, self.warmup):
+            pass
         self.trainer.take_row()
         if on_gpu:
             torch.cuda.synchronize(self.device)

@@ -14,7 +14,14 @@ from gemworks.gem.model.events import Sequence
 from gemworks.gem.model.layers import linear
 from gemworks.gem.model.norms import rms_norm
 from gemworks.gem.model.plain import padded_attention, varlen_attention
-from gemworks.jagged import apply_rope, block_attention, block_attention_qkv, flash_attention, flash_attention_qkv
+from gemworks.jagged import (
+    BlockSchedule,
+    apply_rope,
+    block_attention,
+    block_attention_qkv,
+    flash_attention,
+    flash_attention_qkv,
+)
 from torch import Tensor, nn
 
 
@@ -51,7 +58,7 @@ class SelfAttention(nn.Module):
         if self.kind == "block":
             return block_attention_qkv(
                 qkv_TXH, sequence.offsets_S, num_heads=self.num_heads, max_length=bound, scale=scale, block=self.block,
-                rope=sequence.rope, qk_norm=True, schedule=sequence.plan.blocks,
+                rope=sequence.rope, qk_norm=True, schedule=self._blocks(sequence),
             )  # fmt: skip
         return flash_attention_qkv(
             qkv_TXH, sequence.offsets_S, num_heads=self.num_heads, max_length=bound, scale=scale, window=self._window,
@@ -81,12 +88,16 @@ class SelfAttention(nn.Module):
         if self.kind == "block":
             return block_attention(
                 q_TNH, k_TNH, v_TNH, sequence.offsets_S, max_length_q=bound, scale=scale, block=self.block,
-                schedule=plan.blocks,
+                schedule=self._blocks(sequence),
             )  # fmt: skip
         return flash_attention(
             q_TNH, k_TNH, v_TNH, sequence.offsets_S, max_length_q=bound, max_length_k=bound, scale=scale,
             window=self._window, schedule=plan.attention,
         )  # fmt: skip
+
+    def _blocks(self, sequence: Sequence) -> BlockSchedule | None:
+        table_S3 = sequence.plan.blocks_S3
+        return None if table_S3 is None else BlockSchedule(table_S3, self.block, sequence.s_TD.shape[0])
 
     @property
     def _window(self) -> tuple[int, int] | None:

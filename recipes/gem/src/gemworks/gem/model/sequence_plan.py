@@ -22,7 +22,7 @@ class SequencePlan:
 
     Attributes:
         attention: tiles of full or windowed self-attention.
-        blocks: the blocks of block attention.
+        blocks_S3: the table of a `BlockSchedule`: the blocks of block attention.
         pffn: tiles of the PFFN, whose keys are K rows per sample.
         pooling: tiles of the seeds' attention.
         cu_attention: int32 offsets of what attends to itself (sequences, or their blocks), for `varlen_attn`.
@@ -32,7 +32,7 @@ class SequencePlan:
     """
 
     attention: TileSchedule | None = None
-    blocks: BlockSchedule | None = None
+    blocks_S3: Tensor | None = None
     pffn: TileSchedule | None = None
     pooling: TileSchedule | None = None
     cu_attention: Tensor | None = None
@@ -53,16 +53,17 @@ def make_plan(
     total, on_gpu = sample_T.shape[0], offsets_S.device.type == "cuda"
     shared = kernels.share_schedule and on_gpu  # the reference backend reads no schedule
     block = sizes.attention == "block"
-    parts: dict[str, TileSchedule | BlockSchedule | Tensor] = {}
+    parts: dict[str, TileSchedule | Tensor] = {}
     if shared and kernels.attention == "gemworks":
         if block:
-            parts["blocks"] = BlockSchedule.make(offsets_S, total=total, block=config.block, max_length=max_length)
+            schedule = BlockSchedule.make(offsets_S, total=total, block=config.block, max_length=max_length)
+            parts["blocks_S3"] = schedule.table_S3
         else:
-            parts["attention"] = TileSchedule.build(offsets_S, total_q=total)
+            parts["attention"] = _apart(TileSchedule.build(offsets_S, total_q=total))
     if shared and kernels.pffn == "gemworks":
-        parts["pffn"] = TileSchedule.build(offsets_S, total_q=total, rows_k=config.pffn_rows)
+        parts["pffn"] = _apart(TileSchedule.build(offsets_S, total_q=total, rows_k=config.pffn_rows))
     if shared and kernels.pooling == "gemworks":
-        parts["pooling"] = TileSchedule.build(None, offsets_S, total_q=sizes.num_seeds, total_k=total)
+        parts["pooling"] = _apart(TileSchedule.build(None, offsets_S, total_q=sizes.num_seeds, total_k=total))
     if kernels.attention == "varlen":
         offsets = block_offsets(offsets_S, config.block, total) if block else offsets_S
         parts["cu_attention"] = offsets.to(torch.int32)
@@ -73,3 +74,8 @@ def make_plan(
     if kernels.pffn == "matmul":
         parts["slot_T"] = slots(offsets_S, sample_T, max_length)
     return SequencePlan(**parts)  # pyright: ignore[reportArgumentType]
+
+
+def _apart(schedule: TileSchedule) -> TileSchedule:
+    """With tensors of their own: where a view begins is a size to the compiler, and another one compiles again."""
+    return TileSchedule(tuple(x.clone() for x in schedule.tensors), schedule.heights)
