@@ -1,4 +1,4 @@
-"""The documentation: every block of its pages runs, and the site builds with no broken link.
+"""The documentation: every block of its pages and of the READMEs runs, and the site builds with no broken link.
 
 A page's Python blocks and its `$ gemworks ...` lines run in order, as one program, in an empty folder. The other
 commands are looked at in test_repo_shell_blocks.py.
@@ -20,11 +20,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# READMEs of packages and of the repository: test_repo_readmes.py
 PAGES = sorted(
     path
-    for pattern in ("docs/*.md", "docs/howto/*.md", "*/*/docs/*.md", "*/*/src/**/README.md", "examples/README.md",
-                    "CONTRIBUTING.md")
+    for pattern in ("*.md", "docs/*.md", "docs/howto/*.md", "*/*/docs/*.md", "*/*/src/**/README.md", "libs/*/README.md",
+                    "recipes/*/README.md", "tools/README.md", "examples/README.md")
     for path in ROOT.glob(pattern)
     if FENCE.search(path.read_text(encoding="utf-8"))
 )  # fmt: skip
@@ -85,6 +84,13 @@ def test_page_runs(page: Path, tmp_path: Path) -> None:
         pytest.skip("nothing in it that Python or gemworks runs")
     done = run_page(source, tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_readme_begins_with_a_short_example(package) -> None:
+    """13 lines with its blank ones at most: it fits in a glance."""
+    first = next(m[2] for m in FENCE.finditer((package.folder / "README.md").read_text("utf-8")) if m[1] == "python")
+    assert package.module in first
+    assert len(first.strip().splitlines()) <= 13, "the first example is about ten lines; 13 is the most"
 
 
 def test_a_wrong_block_fails(tmp_path: Path) -> None:

@@ -146,6 +146,21 @@ def test_everything_declared_is_imported(package):
     assert declared.keys() <= needs(package).keys(), "pyproject.toml asks for what no source file imports"
 
 
+def test_torchx_is_asked_for_by_an_extra_only(packages):
+    """torchx pins urllib3 < 1.27; who trains does not get it unless he launches from that environment too."""
+    asked = {
+        (p.name, extra)
+        for p in packages
+        for extra, lines in {
+            None: p.pyproject["project"]["dependencies"],
+            **p.pyproject["project"].get("optional-dependencies", {}),
+        }.items()
+        for line in lines
+        if line.startswith(("torchx", "urllib3"))
+    }
+    assert asked == {("gem", "launch")}
+
+
 def test_torch_ranges_agree(packages):
     asked = {p.name: requirements(p.pyproject["project"], optional=False)["torch"].specifier for p in packages}
     assert set(asked.values()) == {SpecifierSet(">=2.11,<2.14")}, asked

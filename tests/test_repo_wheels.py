@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -142,3 +143,22 @@ def test_j10_library_works_alone_with_torch(library, wheels, torch_environment, 
     assert example, "no example in the README"
     (folder / "example.py").write_text(example.group(1), encoding="utf-8")
     command(python, *STRICT, "example.py", folder=folder)
+
+
+def test_the_command_line_is_a_program_of_its_wheel(wheels, tmp_path):
+    """All six wheels in an environment that sees this one's packages: the console script, and its doctor."""
+    python = new_environment(tmp_path / "venv")
+    (site_packages(python) / "others.pth").write_text(f"{site_packages(Path(sys.executable))}\n")
+    pip(python, "install", "--quiet", "--no-index", "--no-deps", "--ignore-installed", *wheels.values())
+    program, folder = tmp_path / "venv/bin/gemworks", tmp_path / "elsewhere"
+    folder.mkdir()
+    version = tomllib.loads((ROOT / "tools/pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert command(program, "--version", folder=folder) == f"gemworks {version}\n"
+    assert "Usage: gemworks" in command(program, "--help", folder=folder)
+    assert 'preset = "small"' in command(program, "config", folder=folder)
+    found = json.loads(command(program, "doctor", "--json", folder=folder))
+    ours = {item["name"]: item for item in found["packages"] if item["name"].startswith("gemworks-")}
+    assert {name: item["state"] for name, item in ours.items()} == dict.fromkeys(ours, "ok")
+    assert len(ours) == 6
+    where = "import gemworks.cli, gemworks.gem; print(gemworks.cli.__file__, gemworks.gem.__file__)"
+    assert all(word.startswith(str(tmp_path)) for word in command(python, "-c", where, folder=folder).split())

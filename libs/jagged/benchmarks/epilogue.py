@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from gemworks.jagged import NormEpilogue, gdpa, rms_norm
+from gemworks.jagged._dense import Mask
 from gemworks.jagged.bench import report
 from gemworks.jagged.bench.bandwidth import assert_near
 from gemworks.jagged.bench.cases import BWD_FACTOR, Case, Inputs, make_inputs
 from gemworks.jagged.bench.timing import Clock, measure_ceilings, time_in_turn
+from gemworks.jagged.ops.attention_core.reference import Rule
 from gemworks.jagged.ops.gdpa import launch_norm
 from torch import Tensor
 
@@ -107,21 +109,33 @@ def measure(case: Case, clock: Clock, context: report.Context, check: bool) -> l
 
 
 def variants(case: Case, clock: Clock, context: report.Context) -> None:
-    """Configurations of the Gluon kernel, printed."""
+    """Configurations of the Gluon kernel, with the norm and without, printed; each compared with `gdpa` first."""
+    from gemworks.jagged.ops.attention_core.launch import Problem
+
     x = make_inputs(case, context.device, context.dtype)
     residual, add = (torch.randn_like(x.d_out) for _ in range(2))
-    make = functions(x, residual, add)["gemworks"]
-    shipped = launch_norm.GluonNormConfig
-    for config in (
-        shipped(), shipped(stages=3), shipped(128, 2), shipped(64, 4, 2, 184, 112), shipped(64, 5, 1, 192, 96),
-    ):  # fmt: skip
-        try:
-            launch_norm.GluonNormConfig = lambda c=config: c  # pyright: ignore[reportAttributeAccessIssue]
-            with torch.no_grad():
-                times, errors = time_in_turn(clock, {"y": make}, rounds=1, repeats=8)
-            print(case.shape, config, times.get("y") or errors, flush=True)
-        finally:
-            launch_norm.GluonNormConfig = shipped
+    q, k, v = x.q.detach(), x.k.detach().flatten(0, 1), x.v.detach().flatten(0, 1)
+    rule = Rule(x.scale, "fast_gelu", Mask(), False)
+    p = Problem(q, k, v, rule, x.schedule, case.rows, "sm_90", q.shape[0], case.rows)
+    made = {name: f().detach() for name, f in functions(x, residual, add).items()}
+    make = launch_norm.GluonNormConfig
+    norm = launch_norm.NormArgs(residual, add, None, None, 1e-6, False)
+    for args, configs in (
+        (norm, (make(), make(stages=3), make(128, 2), make(64, 4, 2, 184, 112), make(64, 5, 1))),
+        (None, (make(64, 4, 2, 232), make(64, 3, 2, 232), make(128, 2, 2, 232), make(64, 5, 1, 232))),
+    ):
+        for config in configs:
+            y, h = torch.full_like(x.d_out, float("nan")), torch.full_like(x.d_out, float("nan"))
+
+            def run(args: Any = args, config: Any = config, y: Tensor = y, h: Tensor = h) -> None:
+                launch_norm.gluon_forward(p, args, y, h, config)
+
+            times, errors = time_in_turn(clock, {"y": run}, rounds=1, repeats=10)
+            what = "gdpa alone" if args is None else "norm"
+            if not errors:
+                assert_near(h if args is None else y, made["gdpa alone" if args is None else PEER], what)
+            note = errors.get("y") or f"{times['y'].ms:.4f} ms, {x.flops / times['y'].ms / 1e9:.1f} TFLOP/s"
+            print(case.shape, what, config, str(note)[:100], flush=True)
 
 
 def main() -> None:

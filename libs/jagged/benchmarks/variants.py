@@ -38,6 +38,7 @@ CASES = {
     "B256 max2048 kv256": Case("flash_attention", "pffn", 256, 2048, "full", rows=256),
     "B128 max2048 seeds256": Case("flash_attention", "pool", 128, 2048, rows=256),
     "B128 max2048 seeds64": Case("flash_attention", "pool", 128, 2048, rows=64),
+    "B128 max2048 window100": Case("flash_attention", "self", 128, 2048, window=100),
 }
 # The same kinds of work on a few short sequences, for --check
 SMALL = {
@@ -46,6 +47,7 @@ SMALL = {
     "B256 max2048 kv256": Case("flash_attention", "pffn", 9, 700, rows=256),
     "B128 max2048 seeds256": Case("flash_attention", "pool", 9, 700, rows=256),
     "B128 max2048 seeds64": Case("flash_attention", "pool", 9, 700, rows=64),
+    "B128 max2048 window100": Case("flash_attention", "self", 9, 700, window=100),
 }
 ACTIVATIONS = ("fast_gelu", "softmax")
 COLUMNS: tuple[str, ...] = (
@@ -156,6 +158,35 @@ GROUPS: dict[str, list[Variant]] = {
         ("forward", three_groups(64, 4, 1, keep=True), True),
     ],
     "keep keys backward": [("backward_q", backward(64, 4, keep=True), None)],
+    # Small tiles compute fewer pairs that the window then hides.
+    "window": [
+        *(
+            ("forward", TritonConfig(*c), None)
+            for c in ((64, 64, 4, 3), (64, 32, 4, 3), (64, 32, 4, 4), (128, 32, 8, 3))
+        ),
+        *(
+            ("backward_kv", TritonConfig(*c), None)
+            for c in (
+                (64, 128, 8, 2),
+                (64, 64, 4, 2),
+                (64, 64, 8, 2),
+                (32, 64, 4, 2),
+                (32, 64, 4, 3),
+                (32, 128, 8, 3),
+            )
+        ),
+        *(
+            ("backward_q", TritonConfig(*c), None)
+            for c in (
+                (128, 64, 8, 2),
+                (64, 64, 4, 2),
+                (64, 64, 8, 2),
+                (64, 32, 4, 2),
+                (64, 32, 4, 3),
+                (128, 32, 8, 3),
+            )
+        ),
+    ],
     "triton": [
         *(("forward", TritonConfig(m, 64, w, s), None) for m, w in ((64, 4), (128, 8)) for s in (2, 3)),
         *(("backward_kv", TritonConfig(m, 128, 8, 2), None) for m in (32, 64)),
@@ -237,7 +268,8 @@ def problem(x: Inputs, activation: str) -> Any:
     schedule = x.schedule
     for height, total in (("q64", x.d_out.shape[0]), ("k64", k.shape[0])):
         schedule = schedule.with_height(height, total)
-    rule = Rule(x.scale, activation, Mask(), x.case.kind == "pool")
+    mask = Mask(x.case.window - 1, x.case.window - 1) if x.case.window else Mask()
+    rule = Rule(x.scale, activation, mask, x.case.kind == "pool")
     bound = x.case.maximum if rows_k is None else rows_k
     return launch.Problem(q, k, v, rule, schedule, bound, "sm_90", x.d_out.shape[0], rows_k)
 
@@ -265,6 +297,8 @@ def measure(group: str, shapes: list[str], only: int | None, check: bool) -> Ite
         common |= {"seed": str(x.case.seed), "bwd_factor": str(BWD_FACTOR)}
         for variant in GROUPS[group] if only is None else [GROUPS[group][only]]:
             step, config, fold = variant
+            if x.case.window and (activation != "softmax" or not isinstance(config, TritonConfig)):
+                continue  # the mask costs both alike, and the others have none
             if getattr(config, "resident_keys", False) and x.case.kind != "pffn":
                 continue  # the same kernel as without
             row = common | {"op": "flash_attention" if softmax else "gdpa", "shape": x.case.shape, "head_dim": "128"}
@@ -346,6 +380,7 @@ def main() -> None:
         shapes = args.shape or list(CASES)
         if "keep keys" in group or "keys kept" in group:
             shapes = [s for s in shapes if CASES[s].kind == "pffn"]
+        shapes = [s for s in shapes if (CASES[s].window > 0) == (group == "window")]
         if group == "one consumer group":
             shapes = [s for s in shapes if CASES[s].kind != "self" or s == "B256 max1024"]
         left = args.budget_s - (time.monotonic() - begin)

@@ -135,6 +135,22 @@ def block_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], 
     return cases
 
 
+def projected_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], dict[str, Any]]]:
+    cases = {}
+    for block, width, dim in ((64, 128, 128), (64, 64, 512), (32, 128, 192)):
+        constants = {
+            "HEADS": 4, "GROUP": 1, "D": dim, "H": width, "BLOCK": block, "BLOCK_J": width // 2, "BLOCK_V": width,
+            "BLOCK_D": 64, "NORM": True, "ROPE": True, "CAUSAL": False, "PRECISION": "tf32",
+        }  # fmt: skip
+        cases[f"block_projected bf16 {block} {width} {dim}"] = (
+            kernel_block.block_projected_fwd_kernel,
+            lambda name: {"table_ptr": "*i32", "cos_ptr": "*fp16", "sin_ptr": "*fp16"}.get(name, "*bf16"),
+            constants,
+            {"num_warps": 8 if block >= 64 else 4, "num_stages": 2},
+        )
+    return cases
+
+
 def gluon_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], dict[str, Any]]]:
     from gemworks.jagged.ops.block_attention import kernel_block_hopper, launch
 
@@ -160,7 +176,7 @@ def gluon_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], 
 def main() -> None:
     architecture, pattern = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
     line: dict[str, Any] = {"architecture": architecture}
-    cases = norm_cases() | block_cases() | (gluon_cases() if architecture == "sm_90" else {})
+    cases = norm_cases() | block_cases() | projected_cases() | (gluon_cases() if architecture == "sm_90" else {})
     for name, (kernel, pointer, constants, options) in cases.items():
         if re.search(pattern, name):
             capability = int(architecture.removeprefix("sm_"))

@@ -108,7 +108,13 @@ def compile_triton(
 
 
 def compile_gluon(
-    step: table.Step, activation: str, config: table.GluonConfig, dtype: str, width: int, **options: Any
+    step: table.Step,
+    activation: str,
+    config: table.GluonConfig,
+    dtype: str,
+    width: int,
+    masked: bool = False,
+    **options: Any,
 ) -> None:
     from gemworks.jagged.ops.attention_core import kernel_backward_hopper, kernel_forward_hopper
     from triton.experimental.gluon import language as gl
@@ -129,6 +135,7 @@ def compile_gluon(
         constants |= {"GROUP_HEADS": 1, "HV": width, "BN": config.block, "QSTAGES": config.resident_stages}
         constants |= {"GROUPS": config.groups, "FOLD": activation == "fast_gelu" and dtype == "bf16"}
         constants |= {"KEYS_FIRST": config.keys_first, "ONE_RELEASE": config.one_release}
+        constants |= {"MASKED": masked, "BOTTOM_RIGHT": True}
     else:
         kernel, described = kernel_backward_hopper.backward_hopper_kernel, ("a_desc", "b_desc")
         overlap = True if step == "backward_q" else config.overlap
@@ -152,14 +159,14 @@ def compile_gluon(
     report(f"{step} {activation} {config}", compiled)
 
 
-def compile_fused(activation: str, config: table.FusedConfig, dtype: str, shared: bool) -> None:
+def compile_fused(activation: str, config: table.FusedConfig, dtype: str, shared: bool, masked: bool = False) -> None:
     from gemworks.jagged.ops.attention_core.kernel_backward_fused_hopper import backward_fused_hopper_kernel as kernel
     from triton.experimental.gluon._runtime import GluonASTSource
 
     constants: dict[str, Any] = {
         "ACT": activation, "HEADS": HEADS, "H": table.FUSED_HEAD_DIM, "STAGES": config.stages,
         "KSTAGES": config.key_stages, "SHARED": shared, "EARLY": config.early, "AHEAD": config.ahead,
-        "CONSUMER_REGS": config.registers,
+        "CONSUMER_REGS": config.registers, "MASKED": masked, "BOTTOM_RIGHT": True,
     }  # fmt: skip
     signature, constexprs, attributes = arguments(kernel, constants, dtype)
     source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
@@ -183,6 +190,13 @@ def main(backend: str, architecture: str, dtype: str, width: str, masked: str) -
     if backend == "triton-bias":
         for step in (*table.STEPS, "backward_bias"):
             compile_triton(step, "softmax", architecture, dtype, int(width), masked == "1", biased=True)
+        return
+    if backend == "gluon-masked":
+        for kind, config in table.GLUON_MASKED.items():
+            activation = "softmax" if kind == "softmax" else "fast_gelu"
+            compile_gluon("forward", activation, config, dtype, int(width), masked=True)
+            if int(width) == table.FUSED_HEAD_DIM:
+                compile_fused(activation, table.FUSED[kind, "long"], dtype, shared=False, masked=True)
         return
     # What a batch of long sequences takes; "gluon" is the whole table.
     done: set[Any] = set()

@@ -177,22 +177,37 @@ def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         check(monkeypatch)
 
 
-def test_queries_without_keys_get_zeros() -> None:
-    """The fused backward's helper writes dq of sequences without keys and of rows past the end, and nothing else."""
+@pytest.mark.parametrize("mask", MASKS)
+def test_queries_without_keys_get_zeros(mask: str) -> None:
+    """The fused backward's helper writes dq where no key tile walks, of rows past the end too, and nothing else."""
+    from gemworks.jagged._attention_args import make_mask
     from gemworks.jagged.ops.attention_core.kernel_backward import zero_queries_without_keys_kernel
     from gemworks.jagged.schedule import TileSchedule
 
     kernel: Any = zero_queries_without_keys_kernel
-    lengths_q, lengths_k = torch.tensor([5, 130, 0, 257, 64]), torch.tensor([3, 0, 4, 0, 1])
+    lengths_q, lengths_k = torch.tensor([5, 130, 0, 257, 64, 300]), torch.tensor([3, 0, 4, 0, 1, 150])
     offsets_q, offsets_k = offsets_from_lengths(lengths_q), offsets_from_lengths(lengths_k)
     total, width = int(offsets_q[-1]) + 3, 2 * 24
     schedule = TileSchedule.build(offsets_q, offsets_k, total_q=total, total_k=int(offsets_k[-1]), heights="q128")
     sample, row, count = schedule.tensors[-1]
+    bounds = make_mask(
+        MASKS[mask].get("causal", False), MASKS[mask].get("window"), MASKS[mask].get("align", "bottom_right")
+    )
+    left, right = (min(x, op.UNBOUNDED) for x in (bounds.left, bounds.right))
     dq = torch.empty(total, 2, 24)
     kernel[(sample.shape[0],)](
-        dq, schedule.bounds[0], schedule.bounds[3], sample, row, count, dq.stride(0), WIDTH=width, BW=64, ROWS=128, BR=8
-    )
-    without = torch.repeat_interleave(lengths_k == 0, lengths_q)
-    expected = torch.cat([without, torch.ones(3, dtype=torch.bool)])
+        dq, schedule.bounds[0], schedule.bounds[3], sample, row, count, left, right, dq.stride(0),
+        WIDTH=width, BW=64, ROWS=128, BR=8, MASKED=not bounds.is_full, BOTTOM_RIGHT=bounds.align == "bottom_right",
+    )  # fmt: skip
+    expected = torch.ones(total, dtype=torch.bool)
+    for b, (lq, lk) in enumerate(zip(lengths_q.tolist(), lengths_k.tolist(), strict=True)):
+        shift = lk - lq if bounds.align == "bottom_right" else 0
+        for m in range(0, lq, 64):
+            walked = any(
+                max(n - shift - right, 0) // 64 * 64 <= m < min(lq, min(n + 128, lk) - shift + left)
+                for n in range(0, lk, 128)
+            )
+            begin = int(offsets_q[b])
+            expected[begin + m : begin + min(m + 64, lq)] = not walked
     assert dq.flatten(1).eq(0).all(1).equal(expected)
     assert dq.flatten(1).isnan().all(1).equal(~expected)

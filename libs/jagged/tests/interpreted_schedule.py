@@ -12,7 +12,7 @@ from gemworks.jagged import schedule_op as op
 from gemworks.jagged.ops.block_attention import schedule as blocks
 from torch import Tensor
 
-DEFINITION, BLOCK_DEFINITION = op.tile_schedule._init_fn, blocks.block_schedule._init_fn
+DEFINITION, BLOCK_DEFINITION = op.tile_schedule_definition, blocks.block_schedule_definition
 BATCHES = {
     "mixed": ([3, 0, 700, 1, 128, 129, 0, 127], [5, 4, 0, 5, 300, 64, 65, 5]),
     "equal": ([64] * 5, [32] * 5),

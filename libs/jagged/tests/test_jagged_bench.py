@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from gemworks.jagged.bench import __main__ as bench
-from gemworks.jagged.bench import cases, peers, report
+from gemworks.jagged.bench import cases, peers, report, timing
 from gemworks.jagged.bench.timing import Time
 
 pytestmark = pytest.mark.reference
@@ -144,6 +144,35 @@ def test_cases_with_the_same_inputs_share_their_peers() -> None:
 def test_budget_stops_and_says_so(tmp_path: Path, capsys: Any) -> None:
     assert bench.main([*QUICK, "--budget-s", "0", "--out", str(tmp_path / "rows.csv")]) == 0
     assert capsys.readouterr().out.count("not run, the budget of 0 s is spent") == len(cases.grouped(cases.SMOKE))
+
+
+def test_shards_share_the_cases(tmp_path: Path) -> None:
+    """Together they run each case once; none of them draws."""
+    shapes = []
+    for i in range(2):
+        rows = run(tmp_path / str(i), "--no-peers", "--shard", f"{i}/2")
+        shapes += list(dict.fromkeys((r["op"], r["shape"]) for r in rows if r["op"] != "tile_schedule"))
+        assert not list((tmp_path / str(i)).glob("*.png"))
+    assert sorted(shapes) == sorted({(c.op, c.shape) for c in cases.SMOKE})
+
+
+def test_long_calls_are_repeated_less() -> None:
+    calls = {"quick": 0, "slow": 0}
+
+    class Ticks(timing.Clock):
+        def sample(self, run: Any, repeats: int) -> list[float]:
+            return [run() for _ in range(repeats)]
+
+    def count(name: str, ms: float) -> Any:
+        def call() -> float:
+            calls[name] += 1
+            return ms
+
+        return call
+
+    runs = {"quick": count("quick", 1.0), "slow": count("slow", 100.0)}
+    timing.time_in_turn(Ticks(torch.device("cpu")), runs, rounds=3, repeats=8, round_ms=80.0)
+    assert calls == {"quick": 2 + 3 * 8, "slow": 2 + 3}
 
 
 def test_laws_of_lengths() -> None:

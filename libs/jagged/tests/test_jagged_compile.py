@@ -47,6 +47,7 @@ def test_biased_kernels_for_hopper(masked: str) -> None:
     ("backend", "shared_query", "steps"),
     [
         ("gluon-usual", "0", {"forward", "backward"}),
+        pytest.param("gluon-masked", "0", {"forward", "backward"}, marks=pytest.mark.slow),
         pytest.param("gluon", "0", {*table.STEPS, "backward"}, marks=pytest.mark.slow),
         pytest.param("gluon", "1", {*table.STEPS, "backward"}, marks=pytest.mark.slow),
     ],
@@ -57,7 +58,8 @@ def test_gluon_kernels_for_hopper(backend: str, shared_query: str, steps: set[st
     assert {label.split()[0] for label in rows} == steps
     for label, row in rows.items():
         assert row["HGMMA"] > 0, label
-        assert row["stack"] <= (80 if label.startswith("backward_kv") else 32), label
+        spills = 96 if backend == "gluon-masked" else 80 if label.startswith("backward_kv") else 32
+        assert row["stack"] <= spills, label
         if label.startswith("backward "):  # products that wait for each other are each followed by a wait
             assert row["waits"] <= 24, label
         assert row["shared"] <= SHARED_LIMIT["sm_90"], label

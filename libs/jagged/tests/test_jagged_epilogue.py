@@ -96,7 +96,7 @@ def test_op_is_registered_soundly_and_counts_flops() -> None:
     e = NormEpilogue("layer", x["residual"], x["add"], x["weight"], x["bias"])
     arguments = op_arguments(x, offsets, e)
     leaves = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in arguments]
-    torch.library.opcheck(module.gdpa_norm_op, tuple(leaves))
+    torch.library.opcheck(module.gdpa_norm_op.overload, tuple(leaves))
     counter = FlopCounterMode(display=False)
     with counter:
         call_op(x, offsets, e)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -31,9 +32,12 @@ class Recorder:
         self.calls += 1
 
 
+@pytest.mark.parametrize("mask", [Mask(), Mask(right=0)], ids=["full", "causal"])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("activation", ["softmax", "fast_gelu"])
-def test_launches_give_every_parameter(activation: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_give_every_parameter(
+    activation: str, shared: bool, mask: Mask, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
     from gemworks.jagged.ops.attention_core import launch, launch_hopper
 
@@ -49,7 +53,7 @@ def test_launches_give_every_parameter(activation: str, shared: bool, monkeypatc
     schedule = TileSchedule.build(
         None if shared else offsets, offsets if shared else None, total_q=q.shape[0], total_k=40 if shared else None
     )
-    rule = Rule(0.1, activation, Mask(), shared)
+    rule = Rule(0.1, activation, mask, shared)
     p = launch.Problem(q, x, x, rule, schedule, 1024, "sm_90", rows_q, None)
     out = x.new_zeros(rows_q, 2, 128)
     lse = torch.zeros(2, rows_q)
@@ -81,6 +85,16 @@ def test_epilogue_launch_gives_every_parameter(monkeypatch: pytest.MonkeyPatch) 
     p = launch.Problem(q, k, k, Rule(0.1, "fast_gelu", Mask(), False), schedule, 64, "sm_90", 40, 64)
     launch_norm.forward(p, launch_norm.NormArgs(q, None, None, q[0].flatten(), 1e-6, True))
     assert kernel.calls == 1
+
+    from gemworks.jagged.ops.gdpa import epilogue
+
+    monkeypatch.setattr(epilogue, "architecture_of", lambda _: "sm_90")
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    full, offsets = epilogue.op.UNBOUNDED, offsets_from_lengths(torch.tensor([17, 23]))
+    call = (offsets, None, [], "", 2, 64, 23, 64, 0.1, "fast_gelu", full, full, "bottom_right", False)
+    y, h = epilogue.on_a_gpu(q, k, k, *call, q, q, None, None, 1e-6, False)
+    assert y.shape == h.shape == q.shape
+    assert kernel.calls == 2
 
 
 def test_block_launches_give_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:

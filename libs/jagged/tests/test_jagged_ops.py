@@ -255,7 +255,9 @@ def test_explain_names_the_features_that_decide() -> None:
         return str(explain("flash_attention", architecture="sm_90", **kwargs))
 
     assert told(head_dim=128).startswith("flash_attention: gluon")
-    assert "no causal or window mask" in told(head_dim=128, features=("masked",))
+    assert told(head_dim=128, features=("masked",)).startswith("flash_attention: gluon")
+    assert "no causal or window mask" in told(head_dim=64, features=("masked",))
+    assert "no mask with a shared query" in told(head_dim=128, features=("masked", "shared_query"))
     assert told(head_dim=96).startswith("flash_attention: triton")
     assert told(head_dim=64, features=("bias",)).startswith("flash_attention: triton (gluon has no bias")
     assert "qk_norm and rope run before it" in told(head_dim=64, features=("qk_norm", "rope"))

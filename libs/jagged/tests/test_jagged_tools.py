@@ -64,6 +64,16 @@ def test_other_measures_of_a_target(targets: Any) -> None:
     assert verdict(targets, [blocks, peer | {"ms": "1.2"}], "block_attention rope", targets.BLOCKS)[-1] == "**missed**"
 
 
+def test_small_sequences_are_compared_with_a_tile_each(targets: Any) -> None:
+    base = row(op="gdpa", shape="B256 max1024", ms="1.0", tflops="1", gbps="1")
+    for ms, expected in (("1.02", "met"), ("1.3", "**missed**")):
+        ones = row(op="gdpa", shape="B1024 max1024", law="ones", ms=ms, tflops="1", gbps="1")
+        (line,) = targets.small_sequences(targets.Rows([base, ones]))
+        assert line[-1] == expected
+        assert "768 tiles" in line[2]
+    assert targets.small_sequences(targets.Rows([base])) == []
+
+
 def test_every_target_is_a_case_of_the_benchmark(targets: Any) -> None:
     import torch
     from gemworks.jagged.bench import blocks, norms
@@ -96,8 +106,18 @@ NAMES = (
 LINES = (
     NAMES,
     ("", "", "", "ns", "%", "%", "register/thread", "inst", "inst"),
-    ("0", "forward_kernel", "1 <default domain>:fwd:none", "1,413,216", "40.93", "55.20", "128", "0.88", "2.42"),
-    ("1", "fill", "2 <default domain>:bwd:none", "2,000", "10", "20", "64", "", ""),
+    (
+        "0",
+        "forward_kernel",
+        "1 <default domain>:gdpa kv256 @ fwd:none",
+        "1,413,216",
+        "40.93",
+        "55.20",
+        "128",
+        "0.88",
+        "2.42",
+    ),
+    ("1", "fill", "2 <default domain>:gdpa kv256 @ bwd:none", "2,000", "10", "20", "64", "", ""),
 )
 NCU = "==PROF== Connected to process 1\n" + "\n".join(",".join(f'"{x}"' for x in line) for line in LINES) + "\n"
 
@@ -112,6 +132,6 @@ def test_counters_are_read_as_ncu_writes_them() -> None:
     assert got["registers"] == "128"
     assert got["waits"] == "barrier 2.42; wait 0.88"
     assert got["dram_percent"] == ""
-    assert [counters.direction_of(k) for k in (first, second)] == ["fwd", "bwd"]
+    assert [counters.step_of(k) for k in (first, second)] == [("gdpa kv256", d) for d in ("fwd", "bwd")]
     assert counters.summary(second)["us"] == "2.0"
     assert counters.parse("==ERROR== no counters here\n") == []

@@ -1,8 +1,8 @@
 """Hardware counters of every kernel of a step: what a kernel that misses its target waits for.
 
     python libs/jagged/tools/counters.py --out counters.csv                        # needs Nsight Compute (ncu)
-    python libs/jagged/tools/counters.py --out counters.csv --only "gdpa B256"
-    python libs/jagged/tools/counters.py --child "gdpa B256 max1024"               # one step without ncu: compiles it
+    python libs/jagged/tools/counters.py --out counters.csv --only "gdpa B256" "block_attention rope"
+    python libs/jagged/tools/counters.py --child --only "gdpa B256"                # without ncu: compiles
 
 A row is one kernel of one step: its time under the profiler, the share of cycles in which the tensor pipe worked, in
 which a scheduler issued, the share of the memory bandwidth, and the reasons why warps waited (cycles per issued
@@ -28,10 +28,8 @@ from gemworks.jagged.bench.cases import CASES, make_inputs
 from gemworks.jagged.bench.peers import ours
 from torch import Tensor
 
-SECTIONS = (
-    *("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "SchedulerStats", "WarpStateStats"),
-    *("LaunchStats", "Occupancy"),
-)
+SECTIONS = ("SpeedOfLight", "SchedulerStats", "WarpStateStats", "LaunchStats")
+OUR_KERNELS = "regex:^(forward|backward|block|norm|column|delta|gdpa|zero|fp8|biased)"
 COLUMNS = (
     *("op", "direction", "kernel", "us", "tensor_pipe_percent", "issue_percent", "dram_percent", "l2_percent"),
     *("warps_active", "registers", "waits"),
@@ -40,12 +38,13 @@ COLUMNS = (
 TIME = "gpu__time_duration.sum"
 ISSUE = "smsp__issue_active.avg.pct_of_peak_sustained_active"
 DRAM = "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed"
-L2 = "lts__t_sectors.avg.pct_of_peak_sustained_elapsed"
+L2 = "lts__throughput.avg.pct_of_peak_sustained_elapsed"
 WARPS = "sm__warps_active.avg.per_cycle_active"
 REGISTERS = "launch__registers_per_thread"
-TENSOR = re.compile(r"sm__(inst_executed_)?pipe_tensor\w*\.avg\.pct_of_peak_sustained_active$")
+TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
 WAIT = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio$")
 MICROSECONDS = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3}
+SEPARATOR = " @ "
 Step = tuple[Callable[[], object], Callable[[], object]]
 
 
@@ -83,29 +82,40 @@ def steps(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], St
     return plan
 
 
-def child(label: str) -> None:
-    """One warm step, then one inside the profiler's range."""
+def chosen(device: torch.device, only: Sequence[str]) -> dict[str, Callable[[], Step]]:
+    return {k: v for k, v in steps(device, torch.bfloat16).items() if not only or any(o in k for o in only)}
+
+
+def child(only: Sequence[str]) -> None:
+    """Of each step once to warm up, and once inside the profiler's range."""
     device = torch.device("cuda", torch.cuda.current_device())
-    forward, backward = steps(device, torch.bfloat16)[label]()
-    for run in (forward, backward):
-        run()
-    torch.cuda.synchronize()
     runtime: Any = torch.cuda.cudart()
-    for direction, run in (("fwd", forward), ("bwd", backward)):
-        named = torch.cuda.nvtx.range_start(direction)  # of the process: the backward runs in a thread of its own
-        runtime.cudaProfilerStart()
-        run()
-        torch.cuda.synchronize()
-        runtime.cudaProfilerStop()
-        torch.cuda.nvtx.range_end(named)
+    for label, make in chosen(device, only).items():
+        try:
+            forward, backward = make()
+            for run in (forward, backward):
+                run()
+            torch.cuda.synchronize()
+            for direction, run in (("fwd", forward), ("bwd", backward)):
+                # A range of the process, not of a thread: the backward runs in another one.
+                named = torch.cuda.nvtx.range_start(f"{label}{SEPARATOR}{direction}")
+                runtime.cudaProfilerStart()
+                run()
+                torch.cuda.synchronize()
+                runtime.cudaProfilerStop()
+                torch.cuda.nvtx.range_end(named)
+        except (RuntimeError, ValueError) as error:  # the other steps go on
+            print(f"{label}: {type(error).__name__}: {error}"[:300], flush=True)
+        torch.cuda.empty_cache()
 
 
-def command_of(ncu: str, label: str, log: Path) -> list[str]:
+def command_of(ncu: str, only: Sequence[str], log: Path) -> list[str]:
+    metrics = ",".join((TIME, TENSOR, ISSUE, DRAM, L2, WARPS))
     return [
-        *(ncu, "--profile-from-start", "off", "--nvtx", "--clock-control", "none"),
-        *("--csv", "--page", "raw", "--log-file", str(log)),
+        *(ncu, "--profile-from-start", "off", "--nvtx", "--clock-control", "none", "--kernel-name", OUR_KERNELS),
+        *("--csv", "--page", "raw", "--log-file", str(log), "--metrics", metrics),
         *(x for section in SECTIONS for x in ("--section", section)),
-        *(sys.executable, __file__, "--child", label),
+        *(sys.executable, __file__, "--child", *(("--only", *only) if only else ())),
     ]
 
 
@@ -136,13 +146,13 @@ def summary(kernel: dict[str, str]) -> dict[str, str]:
     def value(name: str, form: str = ".1f") -> str:
         return format(_number(kernel[name]), form) if kernel.get(name) else ""
 
-    tensor = [_number(v) for name, v in kernel.items() if v and TENSOR.match(name)]
     waits = {m[1]: _number(v) for name, v in kernel.items() if v and (m := WAIT.match(name))}
+    waits.pop("selected", None)  # the warp that issues waits for nothing
     largest = sorted(waits.items(), key=lambda item: -item[1])[:4]
     return {
         "kernel": kernel["Kernel Name"],
         "us": value(TIME),
-        "tensor_pipe_percent": f"{max(tensor):.1f}" if tensor else "",
+        "tensor_pipe_percent": value(TENSOR),
         "issue_percent": value(ISSUE),
         "dram_percent": value(DRAM),
         "l2_percent": value(L2),
@@ -152,22 +162,25 @@ def summary(kernel: dict[str, str]) -> dict[str, str]:
     }
 
 
-def direction_of(kernel: dict[str, str]) -> str:
-    """By the range that was open at its launch."""
-    return "bwd" if any("bwd" in value for name, value in kernel.items() if "Range" in name) else "fwd"
+def step_of(kernel: dict[str, str]) -> tuple[str, str]:
+    """(label, direction) by the range that was open at its launch."""
+    for name, value in kernel.items():
+        if "Range" in name and SEPARATOR in value:
+            before, _, after = value.partition(SEPARATOR)
+            return before.rpartition(":")[2].strip(), after[:3]
+    return "", ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("counters.csv"))
-    parser.add_argument("--only", default="", help="steps whose label contains this")
+    parser.add_argument("--only", nargs="+", default=[], help="steps whose label contains one of these")
     parser.add_argument("--ncu", default="ncu")
-    parser.add_argument("--limit-s", type=float, default=60.0, help="of one step")
-    parser.add_argument("--raw", type=Path, help="a folder that keeps what ncu wrote")
-    parser.add_argument("--child", default="", metavar="LABEL", help="run one step, without ncu")
+    parser.add_argument("--limit-s", type=float, default=300.0)
+    parser.add_argument("--child", action="store_true", help="only run the steps, without ncu")
     args = parser.parse_args(argv)
     if args.child:
-        child(args.child)
+        child(args.only)
         return 0
     device = torch.device("cuda")
     common = {
@@ -176,29 +189,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         **{"triton": report.triton_version(), "commit": report.commit()},
         "command": f"python libs/jagged/tools/counters.py {shlex.join(sys.argv[1:] if argv is None else argv)}",
     }
-    raw = args.raw or args.out.parent
-    raw.mkdir(parents=True, exist_ok=True)
-    found = 0
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    log = args.out.with_suffix(".ncu.csv")
+    try:
+        subprocess.run(command_of(args.ncu, args.only, log), timeout=args.limit_s, check=True)
+    except (OSError, subprocess.SubprocessError) as error:  # what was written until then counts
+        print(f"{type(error).__name__}: {error}"[:300], flush=True)
+    kernels = parse(log.read_text()) if log.exists() else []
     with args.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        for label in steps(device, torch.bfloat16):
-            if args.only not in label:
-                continue
-            log = raw / f"ncu_{re.sub(r'[^a-z0-9]+', '_', label.lower())}.csv"
-            try:
-                subprocess.run(command_of(args.ncu, label, log), timeout=args.limit_s, check=True)
-                kernels = parse(log.read_text())
-            except (OSError, subprocess.SubprocessError) as error:
-                print(f"{label}: {type(error).__name__}: {error}"[:300], flush=True)
-                continue
-            for kernel in kernels:
-                row = common | {"op": label, "direction": direction_of(kernel)} | summary(kernel)
-                writer.writerow(row)
-                print(label, *(f"{c}={row[c]}" for c in COLUMNS[1:11]), flush=True)
-                found += 1
-            file.flush()
-    return 0 if found else 1
+        for kernel in kernels:
+            row = common | dict(zip(("op", "direction"), step_of(kernel), strict=True)) | summary(kernel)
+            writer.writerow(row)
+            print(row["op"], *(f"{c}={row[c]}" for c in COLUMNS[1:11]), flush=True)
+    return 0 if kernels else 1
 
 
 if __name__ == "__main__":

@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gemworks.jagged.bench.cases import draw_lengths
+
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = ROOT / "docs/measured/jagged_h200.csv"
+TILES = ROOT / "docs/measured/jagged_tiles_h200.csv"
 COUNTERS = ROOT / "docs/measured/jagged_counters_h200.csv"
 PAGE = ROOT / "docs/jagged.md"
 README = ROOT / "libs/jagged/README.md"
 OURS = "gemworks"
+LINK = "@"  # stands for the way from a page to the folder of the rows
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 Row = dict[str, str]
 
@@ -72,6 +77,7 @@ TARGETS = (
         for op in ("rms_norm residual", "layer_norm affine residual")
     ),
 )
+TILE = 128  # rows of q and of k
 SCHEDULE_SHARE = 0.05  # of one layer's forward
 COLUMNS = ("op, shape", "direction", "asked", "measured", "best peer", "")
 
@@ -121,12 +127,32 @@ def verdicts(rows: Rows) -> list[tuple[str, ...]]:
             if row["tflops"]:
                 measured.append(f"{float(row['tflops']):.0f} TFLOP/s")
             lines.append((*head, asked(t, i), ", ".join(measured), best, "met" if all(met) else "**missed**"))
+    lines += small_sequences(rows)
     for row in rows.rows:
         if row["op"] == "tile_schedule" and row["ms"]:
             share = 1 / float(row["ratio_to_best_peer"])
             head = (f"tiles of {row['shape']} {row['law']}", "build", f"< {SCHEDULE_SHARE:.0%} of a forward")
             verdict = "met" if share < SCHEDULE_SHARE else "**missed**"
             lines.append((*head, f"{share:.1%}, {1e3 * float(row['ms']):.0f} us", "", verdict))
+    return lines
+
+
+def small_sequences(rows: Rows) -> list[tuple[str, ...]]:
+    """What three empty or one-row sequences beside each other one add, against what a whole tile for each would."""
+    lengths = draw_lengths("uniform", 256, 1024, 1)
+    tiles = int(((lengths + TILE - 1) // TILE).square().sum())
+    tile_share = 3 * len(lengths) / tiles
+    lines = []
+    for law, op in itertools.product(("empties", "ones"), ("flash_attention", "gdpa")):
+        for direction, word in DIRECTIONS.items():
+            with_them = rows.find(op, "B1024 max1024", direction, law=law)
+            without = rows.find(op, "B256 max1024", direction, law="uniform")
+            if with_them is None or without is None:
+                continue
+            extra = float(with_them["ms"]) / float(without["ms"]) - 1
+            asked_for = f"< {tile_share:.0%} more time: {3 * len(lengths)} tiles"
+            head = (f"`{op}` B1024 max1024 {law}", word, asked_for, f"{extra:+.1%}", "")
+            lines.append((*head, "met" if extra < tile_share else "**missed**"))
     return lines
 
 
@@ -224,15 +250,25 @@ def counters_block(counters: Sequence[Row]) -> str:
     return table(columns, lines)
 
 
+def sweep_block() -> str:
+    """The sweep's plot, where a run has drawn it."""
+    image = ROWS.with_suffix(".sweep.png")
+    return f"![TFLOP/s over the longest sequence, by law, batch and head width]({LINK}{image.name})"
+
+
 def blocks() -> dict[str, Callable[[], str]]:
     def rows() -> Rows:
-        return Rows(read(ROWS))
+        found = read(ROWS)
+        if not any(r["op"].startswith("block_attention") for r in found):  # a run of attention alone
+            found += read(TILES)
+        return Rows(found)
 
     return {
         "targets": lambda: targets_block(rows()),
         "main cases": lambda: cases_block(rows(), main=True),
         "all cases": lambda: cases_block(rows(), main=False),
         "memory-bound": lambda: memory_block(rows()),
+        "sweep plot": sweep_block,
         "refusals": lambda: refusals_block(rows()),
         "counters": lambda: counters_block(read(COUNTERS)),
     }
@@ -245,15 +281,19 @@ def read(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def filled(text: str) -> str:
-    """`text` with every block `<!-- measured: NAME -->` ... `<!-- /measured -->` made anew."""
+def filled(text: str, link: str = "measured/") -> str:
+    """`text` with every block `<!-- measured: NAME -->` ... `<!-- /measured -->` made anew.
+
+    Args:
+        link: from the page to the folder of the rows.
+    """
     for name, make in blocks().items():
         begin, end = f"<!-- measured: {name} -->\n", "<!-- /measured -->"
         at = text.find(begin)
         if at >= 0:
             stop = text.index(end, at)
-            there = (COUNTERS if name == "counters" else ROWS).exists()
-            made = make() if there else "Not measured yet."
+            needs = {"counters": COUNTERS, "sweep plot": ROWS.with_suffix(".sweep.png")}.get(name, ROWS)
+            made = make().replace(LINK, link) if needs.exists() else "Not measured yet."
             text = f"{text[: at + len(begin)]}\n{made}\n\n{text[stop:]}"
     return text
 
@@ -263,9 +303,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args(argv)
     stale = []
-    for path in (PAGE, README):
+    for path, link in ((PAGE, "measured/"), (README, "../../docs/measured/")):
         old = path.read_text()
-        new = filled(old)
+        new = filled(old, link)
         if new != old:
             stale.append(path.relative_to(ROOT))
             if not args.check:

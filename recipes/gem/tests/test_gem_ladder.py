@@ -1,6 +1,9 @@
 """The ladder: rows are configurations, equal where they must be, resumed, and never dropped."""
 
 import csv
+import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,15 @@ from gemworks.gem.ladder.__main__ import main
 from gemworks.gem.ladder.page import in_order, write_page
 from gemworks.gem.ladder.rows import COLUMNS
 from gemworks.gem.ladder.settings import FULL_STACK, RUNGS, WITHOUT, build
-from gemworks.gem.ladder.step import fp8_flops, padding_share, read_batches, recompute_share, run_steps
+from gemworks.gem.ladder.step import (
+    StepCost,
+    TrainingRow,
+    fp8_flops,
+    padding_share,
+    read_batches,
+    recompute_share,
+    run_steps,
+)
 from gemworks.gem.model import Gem
 from gemworks.gem.presets import get_preset, load_config
 
@@ -143,6 +154,30 @@ def test_command_appends_resumes_and_says_why(tmp_path: Path, capsys: pytest.Cap
     assert "not measured: " in text
     assert text.index("| padded_eager |") < text.index("| norms |")
     assert "`norms` over `padded_eager`: x" in text
+
+
+def test_a_row_with_a_wrong_answer_gets_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Not finite, or another NE than the first row's on the same batches: no number, its reason, exit code 1."""
+    measured = TrainingRow.measure
+
+    def wrong(row: TrainingRow, **options: bool) -> StepCost:
+        cost = measured(row, **options)
+        changed = {"norms": {"ne": 1.2 * (cost.ne or 0)}, "gdpa": {"loss": math.nan}}
+        name = "norms" if row.config.kernels.norm == "gemworks" else "gdpa"
+        return cost if row.config.kernels.layout == "padded" else replace(cost, **changed[name])
+
+    monkeypatch.setattr(TrainingRow, "measure", wrong)
+    names = [part for name in ("padded_eager", "gdpa", "norms") for part in ("--rows", name)]
+    assert main(["--smoke", "--attention", "block", "--no-local", "--out", str(tmp_path), *names]) == 1
+    with (tmp_path / "ladder_h200.csv").open(newline="") as file:
+        found = {row["row"]: row for row in csv.DictReader(file)}
+    assert found["padded_eager"]["ms"]
+    assert (found["gdpa"]["ms"], found["gdpa"]["note"]) == ("", "WrongAnswer: the loss is nan")
+    assert found["norms"]["samples_per_s"] == ""
+    assert re.match(r"WrongAnswer: NE \S+, and \S+ on the same batches in row padded_eager", found["norms"]["note"])
+    assert "[3/3] norms, block attention" in capsys.readouterr().out
 
 
 def test_budget_stops_before_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

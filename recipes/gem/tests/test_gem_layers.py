@@ -1,6 +1,8 @@
 """Layers alone: what is timed is the model's own layer, its FLOPs are the counter's, and sums say what they claim."""
 
 import csv
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from gemworks.gem.data import open_source
 from gemworks.gem.efficiency import H200_BF16_PEAK_FLOPS, count_flops
 from gemworks.gem.layers.__main__ import draw_lengths, main, measure
-from gemworks.gem.layers.parts import linear_product, make_parts
+from gemworks.gem.layers.parts import Part, linear_product, make_parts
 from gemworks.gem.layers.report import COLUMNS, Measured, rows_of, total_of, worst
 from gemworks.gem.layers.timing import Bound, Time, is_product, split_kernels
 from gemworks.gem.presets import load_config
@@ -121,6 +123,21 @@ def test_a_layer_that_cannot_run_says_why():
     layers = measure(config, CPU, Ceilings(1.0, 1.0, None), repeats=1, only=("attention",))
     assert {x.name for x in layers if x.count} == {"type_0.attention", "type_1.attention"}
     assert all(x.time is None and "Error" in x.note for x in layers)
+
+
+def test_a_layer_whose_answer_is_not_finite_gets_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def broken(*args: object) -> list[Part]:
+        part = next(p for p in make_parts(*args) if p.name == "experts")  # pyright: ignore[reportArgumentType]
+        return [part, replace(part, name="broken", forward=lambda: part.forward() * math.nan)]  # pyright: ignore[reportOptionalCall]
+
+    monkeypatch.setattr("gemworks.gem.layers.__main__.make_parts", broken)
+    assert main(["--smoke", "--attention", "block", "--setting", "norms", "--out", str(tmp_path)]) == 1
+    with (tmp_path / "layers_h200.csv").open(newline="") as file:
+        rows = {row["layer"]: row for row in csv.DictReader(file)}
+    assert float(rows["experts"]["ms"]) > 0
+    assert (rows["broken"]["ms"], rows["broken"]["note"]) == ("", "WrongAnswer: its output or a gradient is not finite")
 
 
 def test_command_writes_rows_and_a_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

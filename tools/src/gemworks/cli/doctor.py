@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import logging
 import os
 import platform
@@ -44,9 +43,9 @@ PACKAGES = (
     Package("gemworks-cli", "gemworks.cli", "this command line", required=True),
     Package("gemworks-gem", "gemworks.gem", "the model and its training", required=True),
     Package("gemworks-jagged", "gemworks.jagged", "attention on sequences", required=True),
-    Package("gemworks-precision", "gemworks.precision", "FP8 arithmetic"),
+    Package("gemworks-precision", "gemworks.precision", "FP8 arithmetic", required=True),
     Package("gemworks-parallel", "gemworks.parallel", "training on several processes", required=True),
-    Package("gemworks-netmem", "gemworks.netmem", "activation offload"),
+    Package("gemworks-netmem", "gemworks.netmem", "activation offload", required=True),
     Package("torch", "torch", "everything", required=True),
     Package("torchrec", "torchrec", "embedding tables", required=True),
     Package("fbgemm-gpu", "fbgemm_gpu", "embedding kernels of torchrec", required=True),
@@ -194,8 +193,8 @@ def _jagged_ops(devices: list[str]) -> list[dict[str, Any]]:
     from gemworks import jagged
 
     tables: dict[str, list[tuple[str, str, str]]] = {}
-    for row in jagged.support():  # in the order in which backends are tried
-        tables.setdefault(row.op, []).append((row.backend, row.dtype, row.architecture))
+    for line in jagged.support():  # in the order in which backends are tried
+        tables.setdefault(line.op, []).append((line.backend, line.dtype, line.architecture))
     rows: list[dict[str, Any]] = []
     for op, table in tables.items():
         for device in devices:
@@ -231,8 +230,6 @@ def _precision_ops(devices: list[str]) -> list[dict[str, Any]]:
 
     `dtype` is the recipe's name. The layer has a shape that every recipe's blocks divide.
     """
-    if importlib.util.find_spec("gemworks.precision") is None:  # optional; the list of packages says that it is missing
-        return []
     from gemworks import precision
     from gemworks.precision.backends import ORDER
     from gemworks.precision.recipe import PRESETS

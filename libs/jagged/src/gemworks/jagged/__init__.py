@@ -21,6 +21,7 @@ from gemworks.jagged.dispatch import Explanation, SupportRow, explain, support
 from gemworks.jagged.jagged import Jagged, next_power_of_two
 from gemworks.jagged.ops.attention_fp8.op import flash_attention_fp8, gdpa_fp8
 from gemworks.jagged.ops.block_attention.op import block_attention, block_attention_qkv
+from gemworks.jagged.ops.block_attention.projected import block_attention_projected
 from gemworks.jagged.ops.block_attention.schedule import BlockSchedule
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias
 from gemworks.jagged.ops.flash_attention.op import flash_attention
@@ -58,6 +59,7 @@ __all__ = [
     "apply_rope",
     "attention_flops",
     "block_attention",
+    "block_attention_projected",
     "block_attention_qkv",
     "concat",
     "concat_batch",

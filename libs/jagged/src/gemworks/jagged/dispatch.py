@@ -217,7 +217,7 @@ def explain(
     gdpa: reference (gluon does not take torch.float64; triton does not take torch.float64; takes float64 on cpu)
     >>> explain("gdpa", architecture="sm_90", head_dim=128).backend
     'gluon'
-    >>> explain("gdpa", architecture="sm_90", head_dim=128, features=("masked",)).backend
+    >>> explain("flash_attention", architecture="sm_90", head_dim=128, features=("bias",)).backend
     'triton'
     """
     if op not in OPS:

@@ -7,9 +7,11 @@ Letters: B sequences, S columns of the bounds, C places for tiles.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
+from gemworks.jagged._custom_op import custom_op
 from torch import Tensor
 
 # Sequences of a program, sequences compared at a time, tiles written at a time, warps; the first small enough that
@@ -42,8 +44,7 @@ def _size(num_sequences: int, total_q: int, total_k: int, heights: str) -> int:
     return size
 
 
-@torch.library.custom_op("gemworks_jagged::tile_schedule", mutates_args=(), device_types="cpu")
-def tile_schedule(
+def tile_schedule_definition(
     offsets_q: Tensor | None,
     offsets_k: Tensor | None,
     num_sequences: int,
@@ -72,6 +73,9 @@ def tile_schedule(
         order = torch.argsort(lengths[other], descending=True, stable=True)
         parts.append(_tiles(lengths[mine], order, num_places(total, num_sequences, height), height).flatten())
     return torch.cat(parts)
+
+
+tile_schedule = custom_op("tile_schedule", tile_schedule_definition, device="cpu")
 
 
 @tile_schedule.register_fake
@@ -108,7 +112,7 @@ def tile_schedule_kernel(
     assert given is not None, "the caller has offsets of one side at least"
     out = given.new_empty(_size(num_sequences, total_q, total_k, heights), dtype=torch.int32)
     parsed = [parse_height(name) for name in heights.split()]
-    width, kernel = bounds_width(num_sequences), _typed(schedule_kernel)
+    width, kernel = bounds_width(num_sequences), _quick(schedule_kernel)
     kernel[(-(-width // KERNEL_CONFIG["R"]), 1 + len(parsed))](
         given if offsets_q is None else offsets_q.contiguous(),
         given if offsets_k is None else offsets_k.contiguous(),
@@ -119,9 +123,11 @@ def tile_schedule_kernel(
     return out
 
 
-def _typed(kernel: object) -> Any:
-    """Triton's kernels are not callables to a type checker."""
-    return kernel
+@cache
+def _quick(kernel: object) -> Any:
+    from gemworks.jagged._triton.quick import quick
+
+    return quick(kernel)
 
 
 def _extend(offsets: Tensor, total: int | None) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from gemworks.netmem.codec import Codec, decode_checked, get_codec, kernel_layou
 from gemworks.netmem.errors import CodecError, CollectiveMismatchError
 
 _MAX_DIMS = 8
+_MAX_LAYOUTS = 256
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -64,8 +65,6 @@ class QuantizedCollective:
             that errors don't add up over steps (Seide et al., "1-bit stochastic gradient descent", Interspeech 2014).
         check: `"always"`: compare shapes across the ranks in every call, one small all-gather and one host
             synchronisation; `"never"`: trust the caller.
-        fused_sum: in `reduce_scatter`, decode and add in one Triton kernel where the codec has one. Off by default: the
-            kernel has the definition's bits under the interpreter and has not been run on a GPU yet.
 
     Every method is a collective: all ranks of the group call it in the same order.
     """
@@ -77,14 +76,13 @@ class QuantizedCollective:
         *,
         error_feedback: bool = False,
         check: Literal["always", "never"] = "always",
-        fused_sum: bool = False,
     ) -> None:
         if check not in ("always", "never"):
             raise ValueError(f"check: expected 'always' or 'never', got {check!r}")
         self._group = group
         self._codec = get_codec(codec)
         self._check = check
-        self._fused_sum = fused_sum
+        self._layouts: dict[tuple[Any, ...], list[tuple[torch.Size, torch.dtype]]] = {}
         self._feedback = error_feedback
         self._residuals: dict[str, torch.Tensor] = {}
         self._rank = dist.get_rank(group)
@@ -183,10 +181,8 @@ class QuantizedCollective:
         """What a message of a tensor of dtype `coded` says, in `dtype`."""
         if message.numel() == 0:
             return torch.empty(tuple(shape), dtype=dtype, device=message.device)
-        # what the codes look like follows from the shape: ask the codec, on an empty device
-        layout = [(c.shape, c.dtype) for c in self._codec.encode(torch.zeros(tuple(shape), dtype=coded, device="meta"))]
         codes, start = [], 0
-        for code_shape, code_dtype in layout:
+        for code_shape, code_dtype in self._layout(shape, coded):
             size = code_shape.numel() * code_dtype.itemsize
             piece = message[start : start + size]
             # a piece may start at an odd byte, which no wider type can view
@@ -195,6 +191,18 @@ class QuantizedCollective:
             )
             start += size
         return decode_checked(self._codec, tuple(codes), shape, dtype, message.device)
+
+    def _layout(self, shape: Sequence[int], dtype: torch.dtype) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shapes and dtypes of the codes. They follow from the tensor's: ask the codec once, without data. Asking takes
+        milliseconds.
+        """
+        key = (*shape, dtype)
+        if key not in self._layouts:
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            empty = torch.zeros(tuple(shape), dtype=dtype, device="meta")
+            self._layouts[key] = [(c.shape, c.dtype) for c in self._codec.encode(empty)]
+        return self._layouts[key]
 
     def _decode_into(self, message: torch.Tensor, out: torch.Tensor) -> None:
         """What a message of a tensor of `out`'s shape and dtype says."""
@@ -213,7 +221,7 @@ class QuantizedCollective:
         messages = torch.split(received, sizes)
         layouts = {self._kernel_layout(message, shape, dtype) for message in messages}
         layout = layouts.pop() if len(layouts) == 1 else None
-        if self._fused_sum and layout is not None and received.numel():
+        if layout is not None and received.numel():
             from gemworks.netmem import kernel_codec
 
             numel = torch.Size(shape).numel()

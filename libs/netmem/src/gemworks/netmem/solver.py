@@ -23,7 +23,10 @@ from gemworks.netmem.budget import Option, Plan, StepProfile, evaluate
 from gemworks.netmem.errors import InfeasibleBudgetError
 
 MAX_LABELS = 20_000
-_BEAM = 64
+# The first, inexact search compares memory and queues in steps of this share of what there is, and goes on with the
+# labels of the lowest bounds if there are still too many.
+_STEPS = 256
+_BEAM = 1024
 _BLOCK = 512
 _MULTIPLIERS = (0.0, 0.5, 1.0)
 _NUM_PRICES = 24
@@ -181,7 +184,7 @@ def _search(
     max_labels: int,
     slack_s: float = 0.0,
 ) -> list[int] | None:
-    """Option indices of the fastest plan below `cut_s`, or None. With a beam: of a good one.
+    """Option indices of the fastest plan below `cut_s`, or None. With a beam: of a good one, from coarse comparisons.
 
     With slack a partial plan may be dropped for one that is up to `slack_s / num_regions` slower and no worse in
     memory and queues: the plan found is at most `slack_s` from the fastest.
@@ -202,7 +205,10 @@ def _search(
         if beam is None and labels.shape[0] > 16 * max_labels:
             raise _TooManyLabelsError
         compared = labels
-        if grain_s > 0:
+        if beam is not None:
+            steps = torch.tensor([1.0, bound.room, profile.window_bytes, profile.window_bytes], dtype=torch.float64)
+            compared = torch.cat([labels[:, :1], torch.floor(labels * (_STEPS / steps.clamp_min(1.0)))[:, 1:]], dim=1)
+        elif grain_s > 0:
             compared = torch.cat([torch.floor(labels[:, :1] / grain_s), labels[:, 1:]], dim=1)
         keep = _non_dominated(compared)
         if beam is not None and keep.numel() > beam:
@@ -321,13 +327,20 @@ def solve(profile: StepProfile, budget_bytes: float, *, rel_gap: float = 0.0, ma
         break
     assert best is not None
     assert best.peak_bytes <= budget_bytes, "a plan above its budget"
-    if not exact:
+    best_s = best.step_s - profile.other_s
+    gap_s = gap * best_s
+    if gap_s > 0:
+        # no plan is faster than the bound of the empty one
+        least_s = float(bound(torch.zeros((1, 4), dtype=torch.float64), 0))
+        gap_s = min(gap_s, best_s - least_s)
+        gap_s = gap_s if gap_s > 1e-12 * best_s else 0.0
+    if not exact and gap_s > 0:
         text = (
-            f"more than max_labels = {max_labels} partial plans; the plan may be up to {gap:.3%} from the best. "
-            "Raise max_labels, merge regions, or pass rel_gap"
+            f"more than max_labels = {max_labels} partial plans; the plan may be up to {gap_s / best_s:.3%} from the "
+            "best. Raise max_labels, merge regions, or pass rel_gap"
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-    return dataclasses.replace(best, gap_s=gap * (best.step_s - profile.other_s))
+    return dataclasses.replace(best, gap_s=gap_s)
 
 
 def _refuse(profile: StepProfile, budget_bytes: float) -> NoReturn:

@@ -44,9 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = args.sections or ["plan", "balance", "ladder", *(["gpu"] if torch.cuda.device_count() > 1 else [])]
     lead = int(os.environ.get("RANK", "0")) == 0
     rows: list[dict[str, Any]] = []
-    if "plan" in chosen and lead:
+
+    def begins(section: str) -> bool:
+        """Whether the section is to run here; says which of how many begins."""
+        if section in chosen and lead:
+            print(f"[{chosen.index(section) + 1}/{len(chosen)}] {section}", flush=True)
+        return section in chosen and lead
+
+    if begins("plan"):
         rows += _plan_rows()
-    if "balance" in chosen and lead:
+    if begins("balance"):
         table = [
             row
             for name in ("uniform", "zipf1.2")
@@ -58,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text)
         if args.out:
             (args.out / "parallel_balance.csv").write_text(text)
-    if "ladder" in chosen and lead:
+    if begins("ladder"):
         found = ladders(gem_like(), presets.roce_cluster(4096))
         print("predicted, not measured:\n" + ladder_text(found))
         if args.out:
@@ -67,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_rows(args.out / "plan_predictions.csv", PREDICTION_COLUMNS, predicted)
     if rows:
         _report(rows, args.out, "parallel_planner.csv", 0)
-    if "gpu" in chosen:
+    if begins("gpu") or "gpu" in chosen:
         from gemworks.parallel.gpu_bench import gpu_rows
 
         # The file grows section by section: a run that is cut off keeps what it has.

@@ -1,4 +1,4 @@
-"""What a shell asks of the planner, and the answer as text and as JSON: for the module and the CLI."""
+"""What a shell asks of the planner, answered as text and as JSON: `python -m gemworks.parallel`, `gemworks plan`."""
 
 from __future__ import annotations
 

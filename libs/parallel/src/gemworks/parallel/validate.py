@@ -318,7 +318,8 @@ def validate(
 
         slowdown: float | None = None
         if world > 1:
-            beside = Case(kind="shard", depth=4, width=width, tokens=calibrate_tokens[1])
+            # The largest: layers so long that the host is far ahead of them.
+            beside = Case(kind="shard", depth=4, width=width, tokens=calibrate_tokens[-1])
             measured = timer.ms(case_steps(beside, device, dtype)[1])
             slowdown = fit_slowdown(lambda s, case=beside, predict=predict: predict(case, s), measured)
             # All ranks predict alike.

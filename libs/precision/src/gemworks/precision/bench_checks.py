@@ -18,6 +18,7 @@ from gemworks.precision.attention import head_plane
 from gemworks.precision.backends import PrecisionCostWarning
 from gemworks.precision.bounds import fp32_bound, hopper_fp8_bound
 from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
+from gemworks.precision.codec import MXCodec
 from gemworks.precision.contract import check_backend
 from gemworks.precision.formats import Format
 from gemworks.precision.gemms import gemm
@@ -162,6 +163,21 @@ def check_formats(device: torch.device) -> None:
     specs += [(CastSpec(GemmKind.MXFP8, Format.E2M1), dim) for dim in (0, 1)]
     for spec, dim in specs:
         _different(f"{spec} dim {dim}", cast(x, dim, spec)[0], cast(x, dim, spec, "reference")[0])
+
+
+def check_codec(device: torch.device) -> None:
+    """Payloads of flat arrays, whatever lines they are laid out in, are those of the CPU; decoded values too."""
+    generator = torch.Generator().manual_seed(12)
+    for format in (Format.E4M3, Format.E2M1):
+        codec = MXCodec(format)
+        for size in (1, 31, 480, 1000, 2**16, 3 * 2**12 + 32):
+            x = torch.randn(size, generator=generator).bfloat16()
+            expected, context = codec.encode(x)
+            payload, _ = codec.encode(x.to(device))
+            if not torch.equal(payload.cpu(), expected):
+                raise AssertionError(f"codec {format.value} of {size}: payload differs")
+            if not torch.equal(codec.decode(payload, context).cpu(), codec.decode(expected, context)):
+                raise AssertionError(f"codec {format.value} of {size}: decoded values differ")
 
 
 def check_large(device: torch.device) -> None:
@@ -348,6 +364,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     "cast:general": check_general_casts,
     **{f"cast:noise:{kind.value}": partial(check_noise, kind=kind) for kind in KINDS},
     "cast:formats": check_formats,
+    "cast:codec": check_codec,
     "norm": check_norm,
     "activation": check_activation,
     "projection": check_projection,

@@ -10,6 +10,7 @@ put on a network as it is; the context is small host data.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from gemworks.precision.formats import Format, element_spec
@@ -94,17 +95,33 @@ class MXCodec:
             from gemworks.precision.triton_casts import triton_cast
 
             spec = CastSpec(GemmKind.MXFP8, self.format, self.scale_mode)
-            line, _ = triton_cast(flat[None], 1, spec, block=self.block)
-            shape = tuple(flat.shape)
-            return MXTensor(line.codes[0], line.scales[0], shape, 0, self.block, self.format, self.scale_mode)
+            lines, _ = triton_cast(flat.view(-1, line_length(flat.numel(), self.block)), 1, spec, block=self.block)
+            codes, scales = lines.codes.flatten(), lines.scales.flatten()
+            return MXTensor(codes, scales, tuple(flat.shape), 0, self.block, self.format, self.scale_mode)
         return quantize(flat, 0, self.format, self.scale_mode, block=self.block)
 
     def _dequantize(self, plane: MXTensor, dtype: torch.dtype) -> Tensor:
         if plane.codes.is_cuda and plane.codes.numel() and plane.format is not Format.E2M1:
             from gemworks.precision.triton_casts import triton_dequantize
 
-            line = MXTensor(
-                plane.codes[None], plane.scales[None], (1, *plane.shape), 1, plane.block, plane.format, plane.scale_mode
-            )
-            return triton_dequantize(line, dtype)[0]
+            length = line_length(plane.shape[0], plane.block)
+            shape = (plane.shape[0] // length, length)
+            codes, scales = plane.codes.view(shape), plane.scales.view(shape[0], -1)
+            lines = MXTensor(codes, scales, shape, 1, plane.block, plane.format, plane.scale_mode)
+            return triton_dequantize(lines, dtype).flatten()
         return plane.dequantize(dtype)
+
+
+@lru_cache(maxsize=4096)
+def line_length(num_elements: int, block: int) -> int:
+    """How a flat array is laid out in lines that hold whole blocks, as kernels of matrices want it: the same blocks.
+
+    The longest line up to 4096 that divides the array, best into a multiple of 16 of them, which the fast casts take;
+    one line where no length does.
+
+    >>> line_length(2**20, 32), line_length(96 * 5, 32), line_length(1000, 32)
+    (4096, 480, 1000)
+    """
+    fitting = [k * block for k in range(max(1, 4096 // block), 0, -1) if num_elements % (k * block) == 0]
+    tiled = [length for length in fitting if num_elements // length % 16 == 0]
+    return (tiled or [length for length in fitting if length >= 64] or fitting or [num_elements])[0]

@@ -30,15 +30,16 @@ def tile_variants() -> Iterator[Variant]:
     """The tile kernels on bf16."""
     from gemworks.precision.kernel_activation import activation_tile_kernel
     from gemworks.precision.kernel_common import FORMATS, MODES
-    from gemworks.precision.kernel_norm_tile import norm_apply_kernel, norm_sum_kernel
+    from gemworks.precision.kernel_norm_tile import norm_cast_kernel
     from gemworks.precision.kernel_tile import cast_tile_kernel
-    from gemworks.precision.tiles import fused_tile_config, norm_sum_width, tile_config
+    from gemworks.precision.tiles import fused_tile_config, norm_sum_tile, tile_config
 
     base = {"FORMAT": FORMATS["e4m3"], "MODE": MODES["rceil"], "HARDWARE": True}
     pairs = dict.fromkeys(("x_ptr", "residual_ptr", "sum_ptr", "y_ptr", "codes_ptr"), "*i32")
     pointers = {**pairs, "codes_t_ptr": "*i64", "inexact_ptr": "*i64", "scales_ptr": "*u8", "scales_t_ptr": "*u8"}
     pointers |= {"wide_ptr": "*fp32", "wide_t_ptr": "*fp32"}
     pointers |= {"weight_ptr": "*bf16", "bias_ptr": "*bf16", "mean_ptr": "*fp32", "rstd_ptr": "*fp32"}
+    pointers |= {"ready_ptr": "*i32"}
     kinds = {"mxfp8": (32, False), "block128": (128, False), "regroup128": (32, True)}
     for kind, (block, regroup) in kinds.items():
         for directions, name in ((1, "rows"), (2, "columns"), (3, "both")):
@@ -54,20 +55,18 @@ def tile_variants() -> Iterator[Variant]:
         types = argument_types(activation_tile_kernel, pointers, constants)
         limit = config.max_registers
         yield "activation_tile", kind, activation_tile_kernel, types, constants, config.num_warps, limit
-        norms = {"HAS_BIAS": False, "SUBTRACT_MEAN": False, "WRITE_Y": False, "DIRECTIONS": 3}
+        rows, width = norm_sum_tile(config, 1024)
+        norms = {"HAS_RESIDUAL": True, "HAS_BIAS": False, "SUBTRACT_MEAN": False, "WRITE_Y": False, "DIRECTIONS": 3}
+        norms |= {"ROWS": rows, "WIDTH": width}
         constants = {**base, **norms, "R8": config.rows // 8, "C": config.columns, "B": block, "REGROUP": regroup}
-        types = argument_types(norm_apply_kernel, pointers, constants)
-        yield "norm_apply", kind, norm_apply_kernel, types, constants, config.num_warps, limit
+        types = argument_types(norm_cast_kernel, pointers, constants)
+        yield "norm_tile", kind, norm_cast_kernel, types, constants, config.num_warps, limit
     from gemworks.precision.kernel_square import cast_squares_kernel
     from gemworks.precision.triton_squares import SQUARES_WARPS
 
     squares = {**pointers, "square_ptr": "*u8", "square_wide_ptr": "*fp32"}
     types = argument_types(cast_squares_kernel, squares, base)
     yield "cast_squares", "block128", cast_squares_kernel, types, base, SQUARES_WARPS, None
-    width = norm_sum_width(1024)
-    constants = {"HAS_RESIDUAL": True, "SUBTRACT_MEAN": False, "ROWS": 4096 // width, "C": width, "HARDWARE": True}
-    types = argument_types(norm_sum_kernel, pointers, constants)
-    yield "norm_sum", "1024", norm_sum_kernel, types, constants, 4, None
 
 
 def variants() -> Iterator[Variant]:

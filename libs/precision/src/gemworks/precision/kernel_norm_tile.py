@@ -1,7 +1,7 @@
 # Triton's language is typed by its own compiler, not by Python's: pyright is quiet in this file.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportAssignmentType=false, reportOptionalMemberAccess=false
-"""Residual + norm + cast of bf16 in two passes: the sum and each row's statistics, then tiles of the sum.
+"""Residual + norm + cast of bf16: the sum and each row's statistics, then tiles of the sum while it is in cache.
 
 Tiles are held as in `kernel_words`: a tuple of eight rows modulo 8, each two int32 `[R8, C4]` of bf16 pairs.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from gemworks.precision.kernel_tile import store_tile
-from gemworks.precision.kernel_words import quads, value
+from gemworks.precision.kernel_words import high_half, low_half, quads, value
 
 
 @triton.jit
@@ -101,12 +101,13 @@ def normalise(
 
 
 @triton.jit
-def norm_sum_kernel(
+def sum_rows(
     x_ptr,
     residual_ptr,
     sum_ptr,
     mean_ptr,
     rstd_ptr,
+    first_row,
     num_rows,
     num_columns,
     eps,
@@ -116,8 +117,7 @@ def norm_sum_kernel(
     C: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """The first of two passes: the sum, and each row's mean and reciprocal deviation. bf16 `[M, K]` as int32."""
-    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    """The sum of ROWS rows, and each row's mean and reciprocal deviation. bf16 `[M, K]` as int32."""
     row = tl.arange(0, ROWS)
     half = (num_columns // 16) * 8
     offset = first_row * half
@@ -133,11 +133,11 @@ def norm_sum_kernel(
         h = tl.load(x_ptr + at, mask=inside, other=0)
         if HAS_RESIDUAL:
             r = tl.load(residual_ptr + at, mask=inside, other=0)
-            low = (h << 16).to(tl.float32, bitcast=True) + (r << 16).to(tl.float32, bitcast=True)
-            high = (h & -65536).to(tl.float32, bitcast=True) + (r & -65536).to(tl.float32, bitcast=True)
+            low = low_half(h) + low_half(r)
+            high = high_half(h) + high_half(r)
             h = round_to_bf16(low, high, HARDWARE)
             tl.store(sum_ptr + at, h, mask=inside)
-        low, high = (h << 16).to(tl.float32, bitcast=True), (h & -65536).to(tl.float32, bitcast=True)
+        low, high = low_half(h), high_half(h)
         if SUBTRACT_MEAN:
             total += low + high
         else:
@@ -152,15 +152,15 @@ def norm_sum_kernel(
             pair = first // 2 + tl.arange(0, C // 2)
             inside = inside_row[:, None] & (pair < half)[None, :]
             h = tl.load(sum_ptr + (row * half)[:, None] + pair[None, :], mask=inside, other=0)
-            low = tl.where(inside, (h << 16).to(tl.float32, bitcast=True) - mean[:, None], 0.0)
-            high = tl.where(inside, (h & -65536).to(tl.float32, bitcast=True) - mean[:, None], 0.0)
+            low = tl.where(inside, low_half(h) - mean[:, None], 0.0)
+            high = tl.where(inside, high_half(h) - mean[:, None], 0.0)
             total += low * low + high * high
     rstd = 1.0 / tl.sqrt(tl.sum(total, axis=1) / num_columns + eps)
     tl.store(rstd_ptr + first_row + row, rstd, mask=inside_row)
 
 
-@triton.jit(do_not_specialize=["num_column_tiles"])  # else widths of 16 tiles are another kernel
-def norm_apply_kernel(
+@triton.jit
+def apply_tile(
     sum_ptr,
     weight_ptr,
     bias_ptr,
@@ -174,9 +174,10 @@ def norm_apply_kernel(
     scales_t_ptr,
     wide_t_ptr,
     inexact_ptr,
+    first_row,
+    first_column,
     num_rows,
     num_columns,
-    num_column_tiles,
     HAS_BIAS: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
     WRITE_Y: tl.constexpr,
@@ -189,10 +190,7 @@ def norm_apply_kernel(
     REGROUP: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """The second of two passes: a tile of the sum is normalised and quantised."""
-    tile = tl.program_id(0)
-    first_row = (tile // num_column_tiles).to(tl.int64) * (R8 * 8)
-    first_column = (tile % num_column_tiles) * C
+    """A tile of the sum, normalised and quantised."""
     left_rows = num_rows - first_row
     octet = tl.arange(0, R8) * 8
     offset = first_row * (num_columns // 2)
@@ -248,3 +246,117 @@ def norm_apply_kernel(
         True,
         HARDWARE,
     )
+
+
+# Else widths of 16 tiles and every length of a turn are other kernels.
+@triton.jit(do_not_specialize=["num_column_tiles", "blocks_per_turn"])
+def norm_cast_kernel(
+    x_ptr,
+    residual_ptr,
+    sum_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    ready_ptr,
+    codes_ptr,
+    scales_ptr,
+    wide_ptr,
+    codes_t_ptr,
+    scales_t_ptr,
+    wide_t_ptr,
+    inexact_ptr,
+    num_rows,
+    num_columns,
+    num_column_tiles,
+    blocks_per_turn,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
+    WRITE_Y: tl.constexpr,
+    DIRECTIONS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    R8: tl.constexpr,
+    C: tl.constexpr,
+    B: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MODE: tl.constexpr,
+    REGROUP: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Two kinds of programs in one grid, so that the sum is read back from cache and one kind computes while the other
+    waits for memory: ROWS rows of the sum with their statistics, and tiles of R8 * 8 rows of it, normalised and
+    quantised.
+
+    A turn holds the sums of `blocks_per_turn` blocks of rows, evenly mixed with the tiles of the turn before. Programs
+    start in the order of their number, so what a tile waits for (`ready_ptr`, int32 zeros, counts a block's finished
+    sums) has started before it.
+    """
+    R: tl.constexpr = R8 * 8
+    sums = blocks_per_turn * (R // ROWS)
+    tiles = blocks_per_turn * num_column_tiles
+    turn = tl.program_id(0) // (sums + tiles)
+    i = tl.program_id(0) % (sums + tiles)
+    tile = i * tiles // (sums + tiles)
+    if (i + 1) * tiles // (sums + tiles) == tile:
+        first_row = turn.to(tl.int64) * (blocks_per_turn * R) + (i - tile) * ROWS
+        if first_row < num_rows:
+            sum_rows(
+                x_ptr,
+                residual_ptr,
+                sum_ptr,
+                mean_ptr,
+                rstd_ptr,
+                first_row,
+                num_rows,
+                num_columns,
+                eps,
+                HAS_RESIDUAL,
+                SUBTRACT_MEAN,
+                ROWS,
+                WIDTH,
+                HARDWARE,
+            )
+            tl.debug_barrier()
+            tl.atomic_add(ready_ptr + first_row // R, 1, sem="release")
+    else:
+        block = (turn - 1) * blocks_per_turn + tile // num_column_tiles
+        first_row = block.to(tl.int64) * R
+        if (turn > 0) & (first_row < num_rows):
+            awaited = (tl.minimum(num_rows - first_row, R) + ROWS - 1) // ROWS
+            seen = tl.atomic_add(ready_ptr + block, 0, sem="acquire")
+            while seen < awaited:
+                seen = tl.atomic_add(ready_ptr + block, 0, sem="acquire")
+            apply_tile(
+                sum_ptr,
+                weight_ptr,
+                bias_ptr,
+                y_ptr,
+                mean_ptr,
+                rstd_ptr,
+                codes_ptr,
+                scales_ptr,
+                wide_ptr,
+                codes_t_ptr,
+                scales_t_ptr,
+                wide_t_ptr,
+                inexact_ptr,
+                first_row,
+                (tile % num_column_tiles) * C,
+                num_rows,
+                num_columns,
+                HAS_BIAS,
+                SUBTRACT_MEAN,
+                WRITE_Y,
+                DIRECTIONS,
+                R8,
+                C,
+                B,
+                FORMAT,
+                MODE,
+                REGROUP,
+                HARDWARE,
+            )

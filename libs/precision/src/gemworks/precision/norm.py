@@ -11,6 +11,8 @@ backends, as sums are ordered differently.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from gemworks.precision.backends import choose
@@ -19,8 +21,11 @@ from gemworks.precision.gemms import gemm
 from gemworks.precision.linear import kept_plane, linear_backward, weight_plane
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.recipe import GemmKind, Recipe, Save, recipe
-from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, fused_tile_config, norm_sum_width
+from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, TileConfig, fused_tile_config, norm_sum_tile, norm_turn
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from gemworks.precision.triton_casts import TileSetup
 
 NORMS = ("rms", "layer")
 
@@ -59,7 +64,7 @@ def norm_cast(
     return_y: bool = False,
     backend: str = "auto",
 ) -> NormCast:
-    """Residual addition, norm and cast: two kernels on a GPU, the first of which writes the sum.
+    """Residual addition, norm and cast, one kernel on a GPU.
 
     Args:
         x: `[M, K]`.
@@ -188,6 +193,34 @@ def _norm_general(
     return planes, inexact
 
 
+@lru_cache(maxsize=256)
+def _norm_setup(
+    config: TileConfig,
+    spec: CastSpec,
+    directions: int,
+    num_columns: int,
+    has_residual: bool,
+    has_bias: bool,
+    subtract: bool,
+    write_y: bool,
+) -> TileSetup:
+    from gemworks.precision.triton_casts import tile_setup
+
+    rows, width = norm_sum_tile(config, num_columns)
+    return tile_setup(
+        config,
+        spec,
+        spec.block,
+        directions,
+        HAS_RESIDUAL=has_residual,
+        HAS_BIAS=has_bias,
+        SUBTRACT_MEAN=subtract,
+        WRITE_Y=write_y,
+        ROWS=rows,
+        WIDTH=width,
+    )
+
+
 def _norm_tiles(
     x: Tensor,
     weight: Tensor,
@@ -202,56 +235,42 @@ def _norm_tiles(
     eps: float,
     columns: bool,
 ) -> tuple[tuple[MXTensor, MXTensor], Tensor]:
-    """Contiguous bf16 in two passes: the sum with each row's statistics, then tiles of the sum."""
-    from gemworks.precision.kernel_norm_tile import norm_apply_kernel, norm_sum_kernel
+    """Contiguous bf16 in one kernel that reads the sum back from cache."""
+    from gemworks.precision.kernel_norm_tile import norm_cast_kernel
     from gemworks.precision.launch import launch
-    from gemworks.precision.triton_casts import planes_of, tile_planes, tile_setup
+    from gemworks.precision.triton_casts import planes_of, tile_planes
 
     num_rows, num_columns = x.shape
     directions = ALONG_ROWS | ALONG_COLUMNS if columns else ALONG_ROWS
+    config = fused_tile_config(spec.block, spec.regroups, directions)
+    flags = (residual is not None, bias is not None, norm == "layer", y is not None)
+    setup = _norm_setup(config, spec, directions, num_columns, *flags)
+    written = tile_planes(x, spec, spec.block, directions)
+    _, column_tiles = setup.grid(num_rows, num_columns)
+    row_blocks = -(-num_rows // setup.config.rows)
+    blocks_per_turn = min(row_blocks, norm_turn(setup.config.rows, num_columns))
+    sums = blocks_per_turn * (setup.config.rows // int(setup.constants["ROWS"]))
+    programs = (-(-row_blocks // blocks_per_turn) + 1) * (sums + blocks_per_turn * column_tiles)
     total = hidden.view(torch.int32)
-    width = norm_sum_width(num_columns)
-    rows = max(1, 4096 // width)
-    more = {"HAS_BIAS": bias is not None, "SUBTRACT_MEAN": norm == "layer", "WRITE_Y": y is not None}
-    setup = tile_setup(fused_tile_config(spec.block, spec.regroups, directions), spec, spec.block, directions, **more)
     launch(
-        norm_sum_kernel,
-        (-(-num_rows // rows), 1, 1),
+        norm_cast_kernel,
+        (programs, 1, 1),
         (
             x.view(torch.int32),
             residual.view(torch.int32) if residual is not None else total,
-            total,
-            mean,
-            rstd,
-            num_rows,
-            num_columns,
-            eps,
-        ),
-        {
-            "HAS_RESIDUAL": residual is not None,
-            "SUBTRACT_MEAN": norm == "layer",
-            "ROWS": rows,
-            "C": width,
-            "HARDWARE": setup.constants["HARDWARE"],
-        },
-        {"num_warps": 4},
-    )
-    written = tile_planes(x, spec, spec.block, directions)
-    grid, column_tiles = setup.grid(num_rows, num_columns)
-    launch(
-        norm_apply_kernel,
-        grid,
-        (
             total,
             weight,
             bias if bias is not None else weight,
             y.view(torch.int32) if y is not None else total,
             mean,
             rstd,
+            torch.zeros(row_blocks, dtype=torch.int32, device=x.device),
             *written.arguments(directions),
             num_rows,
             num_columns,
             column_tiles,
+            blocks_per_turn,
+            eps,
         ),
         setup.constants,
         setup.options,

@@ -70,6 +70,17 @@ def tile_candidates(block: int, regroup: bool, directions: int) -> list[TileConf
     return [TileConfig(*shape) for shape in shapes if shape[0] >= least_rows and shape[1] >= least_columns]
 
 
-def norm_sum_width(num_columns: int) -> int:
-    """Columns that the first of two passes over a norm reads at a time."""
-    return min(4096, max(16, 1 << (num_columns - 1).bit_length()))
+def norm_sum_tile(config: TileConfig, num_columns: int) -> tuple[int, int]:
+    """Rows and columns that a program of the sum reads at a time: 32 elements a thread, and rows that divide a tile's.
+
+    >>> norm_sum_tile(TileConfig(128, 64, 4), 1024), norm_sum_tile(TileConfig(128, 64, 4), 10000)
+    ((4, 1024), (1, 4096))
+    """
+    width = min(4096, max(16, 1 << (num_columns - 1).bit_length()))
+    return min(config.rows, max(1, 1024 * config.num_warps // width)), width
+
+
+def norm_turn(rows: int, num_columns: int) -> int:
+    """Blocks of `rows` rows whose sums make one turn: 8 MiB of bf16, a fraction of an H200's cache of 50 MB, and more
+    programs than run at a time."""
+    return max(1, 2**23 // (2 * rows * num_columns))

@@ -28,7 +28,7 @@ from gemworks.jagged.bench.timing import Clock, Time, measure_ceilings, time_in_
 SUITES = ("attention", "blocks", "norms")
 # FlexAttention compiles for every shape, others tune at every length: targets are measured beside all of them.
 SLOW_TO_COMPILE = ("FlexAttention",)
-SWEEP_PRIORITY = 3
+SWEEP_PRIORITY = 2
 SWEEP_PEERS = ("torch varlen_attn", "flash-attn-4", "padded SDPA")
 
 
@@ -181,6 +181,8 @@ def memory_bound_subjects(
         else:
             yield from blocks.subjects(device, dtype)
             yield from blocks.subjects(device, dtype, blocks.LONGEST, ("rope",))
+            for block in (32, 128):
+                yield from blocks.subjects(device, dtype, blocks.Shape(block=block), ("plain", "rope fp16 tables"))
     if "norms" in args.suite:
         yield from norms.subjects(device, dtype, *([(("layer_norm affine residual", 16),), 64] if args.smoke else []))
 

@@ -95,7 +95,7 @@ def subjects(
             kept.append(_Batch.make(shape, device, dtype))
         return _subject(kept[0], variant)
 
-    where = "" if shape == Shape() else f" B{shape.num_sequences} max{shape.max_length}"
+    where = "" if shape == Shape() else f" B{shape.num_sequences} max{shape.max_length} block{shape.block}"
     for variant in variants:
         yield f"block_attention {variant}{where}", lambda v=variant: make(v)
 

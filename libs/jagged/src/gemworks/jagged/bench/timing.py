@@ -68,7 +68,7 @@ def time_in_turn(
     """Each closure `repeats` times a round, round after round, so that a drift of the clock meets all of them.
 
     Args:
-        round_ms: what the repeats of one closure in one round may take; at least two are made.
+        round_ms: what the repeats of one closure in one round may take; at least one is made.
         enter: called with a name before its closure runs.
 
     Returns:
@@ -88,7 +88,7 @@ def time_in_turn(
     counts = {}
     for name in runs:
         first = step(name, 2)  # compiles and warms up
-        counts[name] = max(2, int(min(repeats, round_ms / max(first[-1], 1e-6)))) if first else 0
+        counts[name] = max(1, int(min(repeats, round_ms / max(first[-1], 1e-6)))) if first else 0
     for _ in range(rounds):
         for name in runs:
             if name not in errors:

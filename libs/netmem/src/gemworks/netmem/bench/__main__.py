@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from gemworks.netmem.bench import pair, single
-from gemworks.netmem.bench.budgets import budgets, warm_compiler
+from gemworks.netmem.bench.budgets import PARTS, budgets, warm_compiler
 from gemworks.netmem.bench.plots import plot_file
 from gemworks.netmem.bench.rows import Rows
 from gemworks.netmem.bench.stack import SMOKE, StackSize
@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         default="yes",
         help="with --compile: compile all choices of `budgets` at once before it; only: and do nothing else",
     )
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="of `budgets`")
     parser.add_argument("--batch", type=int, default=StackSize.batch)
     parser.add_argument("--depth", type=int, default=StackSize.depth)
     args = parser.parse_args(argv)
@@ -114,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"[{number}/{len(suites)}] {name}", flush=True)
         try:
             if name == "budgets":
-                budgets(setup, size)
+                budgets(setup, size, args.parts)
             else:
                 getattr(single, name)(setup)
         except (RuntimeError, AssertionError, ValueError, MemoryError) as error:

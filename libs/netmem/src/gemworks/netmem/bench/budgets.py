@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,9 @@ FINER = (0.9, 0.5)
 FUSED = (1.0, 0.8, 0.2)
 TARGET_SHARE = 0.38  # -62 % of the activations
 REL_GAP = 0.01
+MAX_LABELS = 2000
 FREE_SLOWDOWN = 0.03
+PARTS = ("target", "curve", "quantise", "offload")
 _START = time.perf_counter()
 _FAILURES = (RuntimeError, AssertionError, ValueError)
 
@@ -166,7 +169,9 @@ def _solve(step: StepProfile, budget_bytes: float) -> tuple[Plan | None, str]:
     """The plan, or None and why."""
     start = time.perf_counter()
     try:
-        plan = solve(step, budget_bytes, rel_gap=REL_GAP)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the row says how large the gap is
+            plan = solve(step, budget_bytes, rel_gap=REL_GAP, max_labels=MAX_LABELS)
     except InfeasibleBudgetError as error:
         text = f"budget {budget_bytes / GIB:.3f} GiB: least is {error.least_feasible_bytes / GIB:.3f}"
         return None, f"{text}, {error.held_up_by}"
@@ -234,32 +239,33 @@ def _profile(study: Study, choices: Sequence[str]) -> StepProfile:
     )
 
 
-def budgets(s: Setup, size: StackSize) -> None:
+def budgets(s: Setup, size: StackSize, parts: Sequence[str] = PARTS) -> None:
     """Measure and predict. A part that fails leaves its traceback, and the others their rows."""
-    partitioned = _recomputes(GLOBAL) if s.compile else ["recompute_cheap", RECOMPUTE]
     study = Study(s, size)
-    lossless = [KEEP, *partitioned, *(_recomputes(FINER) if s.compile else []), OFFLOAD]
-    coded = [QUANTISE, QUANTISE_OFFLOAD]
-    fused = _fused() if study.compiled else []
+    partitioned = _recomputes(GLOBAL) if s.compile else ["recompute_cheap", RECOMPUTE]
+    finer = _recomputes(FINER) if s.compile else []
+    fused = _fused() if s.compile else []
+    coded = [QUANTISE, QUANTISE_OFFLOAD] if "quantise" in parts else []
     try:
-        step = _profile(study, [*lossless, *coded, *fused])
+        step = _profile(study, [KEEP, *partitioned, *finer, OFFLOAD, *coded, *fused])
         coded += fused
     except _FAILURES:
         traceback.print_exc()
-        step = _profile(study, [*lossless, *coded])
+        step = _profile(study, [KEEP, *partitioned, *finer, OFFLOAD, *coded])
     kinds = StepProfile(step.regions[:2])
     _log("profiled\n" + table(kinds))
     _price_rows(study, kinds)
     keep = _everywhere(step, KEEP)
     study.keep_point = study.row("keep", "keep everything", keep)
-    for part in (
-        lambda: _target_row(study, step, keep),
-        lambda: _curve_rows(study, step, partitioned),
-        lambda: _quantise_rows(study, step, coded),
-        lambda: _offload_rows(study, step, keep),
-    ):
+    rows = {
+        "target": lambda: _target_row(study, step, keep),
+        "curve": lambda: _curve_rows(study, step, partitioned),
+        "quantise": lambda: _quantise_rows(study, step, coded),
+        "offload": lambda: _offload_rows(study, step, keep),
+    }
+    for part in parts:
         try:
-            part()
+            rows[part]()
         except _FAILURES:
             traceback.print_exc()
 
@@ -310,7 +316,7 @@ def _offload_rows(study: Study, step: StepProfile, keep: Plan) -> None:
     num = len(step.regions)
     activations = max(1.0, keep.peak_bytes - step.base_bytes)
     predicted, measured = [(0.0, 0.0)], [(0.0, 0.0)]
-    for n in range(1, num // 2 + 1):
+    for n in range(1, min(num, 4) + 1):  # beyond it compute does little but wait
         plan = evaluate(step, [OFFLOAD] * n + [KEEP] * (num - n))
         if plan.moved_bytes > study.arena_bytes:
             break

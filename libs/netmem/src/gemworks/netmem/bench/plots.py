@@ -45,6 +45,9 @@ def plot_budgets(rows: Iterable[Mapping[str, str]], path: Path) -> bool:
     figure, axes = _axes()
     for gib, ms, *_ in found.get("keep everything", []):
         axes.plot([gib], [ms], "k*", markersize=10, label="keep everything")
+    compared = [p[1] for impl in ("keep everything", "one global budget", "gemworks") for p in found.get(impl, [])]
+    if compared:  # offload beyond what is free goes off the chart instead of flattening it
+        axes.set_ylim(0.95 * min(compared), 1.1 * max(compared))
     for impl, label in _CURVES.items():
         points = sorted(found.get(impl, []))
         if points:

@@ -117,6 +117,7 @@ class Rows:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._device = device
         self._path, self._quiet = path, quiet
+        self._start = time.perf_counter()
         self._same = {
             "copy_gbps": f"{copy_gbps:.1f}",
             "bf16_tflops": f"{bf16_tflops:.2f}",
@@ -141,6 +142,11 @@ class Rows:
         if self._path is not None:
             self.write(self._path)
         return row
+
+    def note(self, text: str) -> None:
+        """Say how far it is, with the time since these rows were made."""
+        if not self._quiet:
+            print(f"[{time.perf_counter() - self._start:6.1f} s] {text}", flush=True)
 
     def write(self, path: str | Path) -> None:
         """Write the CSV."""

@@ -105,6 +105,7 @@ class Ladder:
         self.args, self.device = args, device
         name = "leave_one_out_h200.csv" if args.leave_one_out else "ladder_h200.csv"
         self.path: Path = args.out / (args.csv or name)
+        self.num_wrong = 0  # rows whose answer was wrong, which have no number
         self._source: Source | None = None
         self._batches: dict[DataConfig, list[Batch]] = {}
 
@@ -144,7 +145,9 @@ class Ladder:
 
     def climb(self, bases: Sequence[GemConfig], deadline: float) -> None:
         """Every pending row, warmed up and measured in turn; stops before a row that would begin after the deadline."""
-        for plan, case in self.pending(bases):
+        pending = self.pending(bases)
+        for number, (plan, case) in enumerate(pending, 1):
+            print(f"[{number}/{len(pending)}] {plan.name}, {case.attention} attention", flush=True)
             if time.monotonic() > deadline:
                 print(f"budget is over before {plan.name} ({case.attention}); start the same command again")
                 return
@@ -189,7 +192,9 @@ class Ladder:
                 cost = warm.measure(trace=plan.name in self.args.profile)
                 warm.close()
                 free(self.device, compiled=False)
-                if not self.args.no_local and (not self.args.local or plan.name in self.args.local):
+                if note := rows.wrong_answer(self.path, case, self.args.steps, cost):
+                    cost, self.num_wrong = None, self.num_wrong + 1
+                elif not self.args.no_local and (not self.args.local or plan.name in self.args.local):
                     local = total_of(self._layers(plan.name, case, config), sequence_only=True)
             except REFUSALS as error:
                 note = _note(error)
@@ -318,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         ladder.climb_in_turn(bases, Turns(args.turns, args.of, patience_s=args.patience_s))
     print(f"{ladder.path}: {len(rows.done(ladder.path))} rows, {time.monotonic() - began:.0f} s")
-    return 0
+    return 1 if ladder.num_wrong else 0
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ COLUMNS = (
     *("loss", "batch", "steps", "gap_share", "bound_mfu", "note"),
     *PROTOCOL_COLUMNS,
 )
+NE_TOLERANCE = 0.05  # relative
 KEY = ("row", "attention", "batch", "law", "max_len")
 
 
@@ -36,6 +38,26 @@ def done(path: Path) -> set[tuple[str, ...]]:
         return set()
     with path.open(newline="") as file:
         return {tuple(row[key] for key in KEY) for row in csv.DictReader(file)}
+
+
+def wrong_answer(path: Path, case: Case, steps: int, cost: StepCost) -> str:
+    """Why a row gets no number, or "".
+
+    All rows of a case learn from the same batches with the same seed; what differs is rounding. A loss that is not
+    finite, or an NE that is not the first row's within `NE_TOLERANCE`, is another model's or nobody's.
+    """
+    if not math.isfinite(cost.loss):
+        return f"WrongAnswer: the loss is {cost.loss}"
+    if cost.ne is None or not path.is_file():
+        return ""
+    with path.open(newline="") as file:
+        same = [
+            row for row in csv.DictReader(file)
+            if key_of(row["row"], case) == tuple(row[key] for key in KEY) and row["steps"] == str(steps) and row["ne"]
+        ]  # fmt: skip
+    if same and abs(cost.ne / float(same[0]["ne"]) - 1.0) > NE_TOLERANCE:
+        return f"WrongAnswer: NE {cost.ne:.4f}, and {same[0]['ne']} on the same batches in row {same[0]['row']}"
+    return ""
 
 
 def key_of(row: str, case: Case) -> tuple[str, ...]:

@@ -34,12 +34,15 @@ def draw_lengths(config: GemConfig, seed: int) -> torch.Tensor:
     return values[torch.multinomial(shares, config.data.batch_size, replacement=True, generator=generator)]
 
 
+WRONG_ANSWER = "WrongAnswer: its output or a gradient is not finite"
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A layer type that has run before, or why it cannot; `run` is its forward and backward."""
 
     part: Part
-    run: Callable[[], None] | None
+    run: Callable[[], object] | None
     note: str = ""
 
 
@@ -68,14 +71,15 @@ def prepare(
             continue
         run = call_of(part, dtype, device)
         try:
-            for _ in range(calls):
+            is_finite = all(x is None or bool(x.isfinite().all()) for x in run())
+            for _ in range(calls - 1):
                 run()
         except (RuntimeError, NotImplementedError) as error:
             prepared.append(
                 Prepared(part, None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}")
             )
             continue
-        prepared.append(Prepared(part, run))
+        prepared.append(Prepared(part, run) if is_finite else Prepared(part, None, WRONG_ANSWER))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -188,10 +192,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     have = set() if args.redo else report.done(args.out / args.csv)
     cases = [case for case in cases if case.key not in have]
     if args.turns is None:
+        num_wrong = 0
         ceilings = measure_ceilings(Clock(device), device)
-        for case in cases:
-            _measure_case(args, case, prepare(case.config, device, seed=args.seed, only=args.only), ceilings, device)
-        return 0
+        for number, case in enumerate(cases, 1):
+            print(f"[{number}/{len(cases)}] {case.attention} attention, {case.setting}", flush=True)
+            prepared = prepare(case.config, device, seed=args.seed, only=args.only)
+            _measure_case(args, case, prepared, ceilings, device)
+            num_wrong += _num_wrong(prepared)
+        return 1 if num_wrong else 0
     turns = Turns(args.turns, args.of, patience_s=args.patience_s)
     try:
         ready = [prepare(case.config, device, seed=args.seed, only=args.only) for case in cases]
@@ -203,7 +211,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         ceilings = measure_ceilings(Clock(device), device)
         for case, prepared in zip(cases, ready, strict=True):
             _measure_case(args, case, prepared, ceilings, device)
-    return 0
+    return 1 if sum(map(_num_wrong, ready)) else 0
+
+
+def _num_wrong(prepared: Sequence[Prepared]) -> int:
+    """Layers whose answer was wrong; they have no number."""
+    return sum(layer.note == WRONG_ANSWER for layer in prepared)
 
 
 def _measure_case(

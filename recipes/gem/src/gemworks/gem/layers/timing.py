@@ -68,23 +68,26 @@ def is_product(kernel: str) -> bool:
     return bool(PRODUCT_NAMES.search(kernel)) and not NOT_PRODUCTS.search(kernel)
 
 
-def call_of(part: Part, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """Forward and backward of a part under autocast to `dtype`, with a fixed random gradient of its output."""
+def call_of(part: Part, dtype: torch.dtype, device: torch.device) -> Callable[[], tuple[Tensor | None, ...]]:
+    """Forward and backward of a part under autocast to `dtype`, with a fixed random gradient of its output.
+
+    The call returns the output and the gradients of the leaves that have one.
+    """
     assert part.forward is not None
     forward, leaves = part.forward, [x for x in part.leaves if x.requires_grad]
     gradient: list[Tensor] = []
 
-    def run() -> None:
+    def run() -> tuple[Tensor | None, ...]:
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
             out = forward()
         if not gradient:
             gradient.append(torch.randn_like(out))
-        torch.autograd.grad(out, leaves, gradient[0], allow_unused=True)
+        return out, *torch.autograd.grad(out, leaves, gradient[0], allow_unused=True)
 
     return run
 
 
-def time_call(run: Callable[[], None], device: torch.device, *, repeats: int, warmup: int = 3) -> Time:
+def time_call(run: Callable[[], object], device: torch.device, *, repeats: int, warmup: int = 3) -> Time:
     """Back to back, so that the host's launches count where they are what is waited for."""
     for _ in range(warmup):
         run()
@@ -105,7 +108,7 @@ def time_call(run: Callable[[], None], device: torch.device, *, repeats: int, wa
     return Time.of([a.elapsed_time(b) for a, b in pairwise(marks)])
 
 
-def host_ms(run: Callable[[], None], *, repeats: int = 5) -> float:
+def host_ms(run: Callable[[], object], *, repeats: int = 5) -> float:
     """What the host needs to start one call, with nothing in the device's queue; on a GPU only."""
     samples = []
     for _ in range(repeats):
@@ -117,7 +120,7 @@ def host_ms(run: Callable[[], None], *, repeats: int = 5) -> float:
     return median(samples)
 
 
-def host_functions(run: Callable[[], None], *, repeats: int = 5) -> list[tuple[str, float, float]]:
+def host_functions(run: Callable[[], object], *, repeats: int = 5) -> list[tuple[str, float, float]]:
     """Functions by their own time on the host, per call: (name, ms, calls); backward runs on this thread for it."""
     profiler = cProfile.Profile()
     with torch.autograd.set_multithreading_enabled(False):
@@ -133,7 +136,7 @@ def host_functions(run: Callable[[], None], *, repeats: int = 5) -> list[tuple[s
     return sorted(rows, key=lambda row: -row[1])
 
 
-def split_call(run: Callable[[], None], *, repeats: int = 3) -> Split:
+def split_call(run: Callable[[], object], *, repeats: int = 3) -> Split:
     """The split of one call; on a GPU only."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=False) as trace:

@@ -234,19 +234,32 @@ def backward_bias_kernel(
         tl.store(d_time + share * BUCKETS + b, sum_B, mask=b < BUCKETS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["left", "right"])
 def zero_queries_without_keys_kernel(
-    dq, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, dq_st,
-    WIDTH: tl.constexpr, BW: tl.constexpr, ROWS: tl.constexpr, BR: tl.constexpr,
+    dq, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, left, right, dq_st,
+    WIDTH: tl.constexpr, BW: tl.constexpr, ROWS: tl.constexpr, BR: tl.constexpr, MASKED: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Zeros dQ of sequences that have no key tile to walk over them, rows past the last offset among them."""
+    """Zeros dQ of query tiles (64 rows) over which no key tile (128 rows) walks: no key, or none that the mask admits.
+
+    Rows past the last offset are a sequence without keys.
+    """
     tile = tl.program_id(0)
     if tile >= tl.load(num_tiles):
         return
     row, q0, lq, _k0, lk = find_tile(tile_sample, tile_row, bounds_q, bounds_k, tile)
-    if lk > 0:
+    if not MASKED and lk > 0:
         return
+    shift = 0
+    if BOTTOM_RIGHT:
+        shift = lk - lq
     zero = tl.zeros([BR, BW], dq.dtype.element_ty)
     for r0 in range(row, min(row + ROWS, lq), BR):
+        walked = lk > 0
+        if MASKED:
+            m = r0 // 64 * 64
+            reach = m + 63 + shift + right  # the furthest key of the tile's last row
+            key = tl.minimum(reach, lk - 1) // 128 * 128  # the last key tile in reach: does it look back this far?
+            walked = walked & (reach >= 0) & (m < tl.minimum(key + 128, lk) - shift + left)
         r = r0 + tl.arange(0, BR)
-        store_rows(dq, q0 + r, r < lq, dq_st, zero, WIDTH, BW)
+        store_rows(dq, q0 + r, (r < lq) & (walked == 0), dq_st, zero, WIDTH, BW)

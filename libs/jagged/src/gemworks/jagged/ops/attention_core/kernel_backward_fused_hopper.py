@@ -14,6 +14,8 @@ draw key tiles from one counter in the order of the schedule, in which tile j - 
 whatever a program waits for is being worked on, however few programs the device runs at a time. The scratch holds each
 16 x 8 piece of a tile in the order of the threads that own it, so a warp's access is one run of 512 bytes.
 
+A mask leaves out query tiles at both ends of a key tile's walk, and so key tiles at both ends of a query tile's order.
+
 A shared query has few rows: the key tiles of a sequence would mostly wait for each other. So one program takes them
 all, and the order is that of its own loop.
 """
@@ -21,6 +23,14 @@ all, and the order is that of its own loop.
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
 from gemworks.jagged._triton.hopper_common import activate_with_grad, sync_threads
+from gemworks.jagged.ops.attention_core.kernel_turns_hopper import (
+    ends,
+    gatekeeper,
+    hand_over,
+    item,
+    read_ticket,
+    walk,
+)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -33,17 +43,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 G = gl.constexpr
-ADD_PTX = gl.constexpr(
-    "{ red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};\n"
-    "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }"
-)
-STORE_PTX = gl.constexpr(
-    "{ st.relaxed.gpu.global.v4.f32 [$4], {$8, $9, $10, $11};\n"
-    "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }"
-)
-PASS_ON = gl.constexpr("=r,=r,=r,=r,l,l,l,l,f,f,f,f")
-LOAD_PTX = gl.constexpr("ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];")
-SEEN_PTX = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
 # A zero that the compiler does not see through: keeps it from computing every address before the loop, for lack of
 # registers.
 ZERO_PTX = gl.constexpr("mov.b32 $0, 0;")
@@ -51,40 +50,16 @@ ZERO_PTX = gl.constexpr("mov.b32 $0, 0;")
 TICKET_PTX = gl.constexpr("""{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; mov.b32 $0, 0;
 @p atom.add.relaxed.gpu.global.s32 $0, [$1], 1;
 shfl.sync.idx.b32 $0, $0, 0, 0x1f, 0xffffffff; }""")
-TELL_PTX = gl.constexpr("st.release.gpu.global.b32 [$1], $2;\nmov.b32 $0, 0;")
-
-
-@gluon.jit
-def _item(t, tile_sample, bounds_k, bounds_q, tiles_per_unit, num_sequences, HEADS: gl.constexpr, SHARED: gl.constexpr):
-    """(head, sequence, begin and length of its keys, of its queries) of the t-th unit of work."""
-    unit = t // HEADS
-    if SHARED:  # a sequence, found through the first of its query tiles; the rows past the last one come at the end
-        known = gl.minimum(unit, num_sequences - 1)
-        sample = gl.where(unit < num_sequences, gl.load(tile_sample + known * tiles_per_unit), num_sequences)
-    else:  # a key tile
-        sample = gl.load(tile_sample + unit)
-    k_begin = gl.load(bounds_k + sample)
-    k_len = gl.load(bounds_k + sample + 1) - k_begin
-    q_begin = gl.load(bounds_q + sample)
-    q_len = gl.load(bounds_q + sample + 1) - q_begin
-    return t % HEADS, sample, k_begin, k_len, q_begin, q_len
-
-
-@gluon.jit
-def _read_ticket(ticket_smem, ks):
-    """(unit, first row of the key tile), as the producer left them."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(ticket_smem.index(2 * ks).load(LAYOUT), 0), gl.max(ticket_smem.index(2 * ks + 1).load(LAYOUT), 0)
 
 
 @gluon.jit
 def _producer(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row, total,
-    tiles_per_unit, num_sequences,
+    tiles_per_unit, num_sequences, left, right,
     q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t, do_stride_n, lse_stride_n,
     q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full, k_free, counter_ptr, ticket_smem,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
-    SHARED: gl.constexpr,
+    SHARED: gl.constexpr, MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Draws work and loads it. With SHARED a unit is a sequence and head, all key tiles of which come one by one."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -98,7 +73,7 @@ def _producer(
         mbarrier.wait(k_free.index(ks), ((ki // KSTAGES) & 1) ^ 1)
         t = gl.inline_asm_elementwise(TICKET_PTX, "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1)
         if t < total:
-            head, _sample, k_begin, k_len, q_begin, q_len = _item(
+            head, _sample, k_begin, k_len, q_begin, q_len = item(
                 t, tile_sample, bounds_k, bounds_q, tiles_per_unit, num_sequences, HEADS, SHARED
             )
             first = 0
@@ -128,7 +103,8 @@ def _producer(
                 for g in gl.static_range(2):
                     tma.async_copy_global_to_shared(k_desc, [row + g * 64, 0], full, k_smem.index(2 * ks + g))
                     tma.async_copy_global_to_shared(v_desc, [row + g * 64, 0], full, v_smem.index(2 * ks + g))
-                for m in range(0, q_len, 64):
+                _shift, begin, end = walk(row, k_len, q_len, left, right, MASKED, BOTTOM_RIGHT)
+                for m in range(begin, end, 64):
                     s = fill % STAGES
                     mbarrier.wait(q_free.index(s), ((fill // STAGES) & 1) ^ 1)
                     if ACT == "softmax":
@@ -150,80 +126,19 @@ def _producer(
 
 
 @gluon.jit
-def _gatekeeper(
-    turn_ptr, bounds_k, bounds_q, tile_sample, total, gate, done, k_full, k_free, ticket_smem,
-    tiles_per_unit, num_sequences, HEADS: gl.constexpr, KSTAGES: gl.constexpr, SHARED: gl.constexpr,
-):  # fmt: skip
-    """Lets the consumers at a query tile's scratch when it is their key tile's turn, and says when they are through."""
-    if SHARED:  # one program adds all shares, in order
-        return
-    step = 0
-    ki = 0
-    mbarrier.wait(k_full.index(0), 0)
-    t, row = _read_ticket(ticket_smem, 0)
-    while t < total:
-        head, sample, _k_begin, k_len, q_begin, q_len = _item(
-            t, tile_sample, bounds_k, bounds_q, tiles_per_unit, num_sequences, HEADS, SHARED
-        )
-        j = row // 128
-        last = row + 128 >= k_len
-        at = (turn_ptr + (q_begin // 64 + sample) * HEADS + head).to(gl.int64, bitcast=True)
-        for _m in range(0, q_len, 64):
-            if j > 0:
-                turn = gl.inline_asm_elementwise(SEEN_PTX, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
-                while turn < j:
-                    turn = gl.inline_asm_elementwise(SEEN_PTX, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
-            mbarrier.arrive(gate, count=1)
-            mbarrier.wait(done, step & 1)
-            if not last:
-                gl.inline_asm_elementwise(TELL_PTX, "=r,l,r", [at, j + 1], dtype=gl.int32, is_pure=False, pack=1)
-            at += HEADS * 4
-            step += 1
-        mbarrier.arrive(k_free.index(ki % KSTAGES), count=1)
-        ki += 1
-        ks = ki % KSTAGES
-        mbarrier.wait(k_full.index(ks), (ki // KSTAGES) & 1)
-        t, row = _read_ticket(ticket_smem, ks)
-
-
-@gluon.jit
-def _hand_over(
-    dq, piece, first, last, rows, cols, dq_ptr, dq_stride_t, q_begin, q_len, m, scale, gate, done, step,
-    SHARED: gl.constexpr,
-):  # fmt: skip
-    """Adds this key tile's share of dQ (half the columns of one query tile) when its turn comes."""
-    if not SHARED:
-        mbarrier.wait(gate, step & 1)
-    if last:
-        if not first:
-            dq += gl.inline_asm_elementwise(
-                LOAD_PTX, "=f,=f,=f,=f,l,l,l,l", [piece], dtype=gl.float32, is_pure=False, pack=4
-            )
-        r = m + rows
-        at = dq_ptr + ((q_begin + r).to(gl.int64) * dq_stride_t)[:, None] + cols[None, :]
-        gl.store(at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(r < q_len)[:, None])
-    elif first:
-        gl.inline_asm_elementwise(STORE_PTX, PASS_ON, [piece, dq], dtype=gl.int32, is_pure=False, pack=4)
-    else:
-        gl.inline_asm_elementwise(ADD_PTX, PASS_ON, [piece, dq], dtype=gl.int32, is_pure=False, pack=4)
-    if not SHARED:
-        sync_threads()
-        mbarrier.arrive(done, count=1)
-
-
-@gluon.jit
 def _tile(
-    GROUP: gl.constexpr, s, dk, dv, i, step, ks, row, k_len, q_begin, q_len, is_first, is_last, dq_base, piece,
+    GROUP: gl.constexpr, s, dk, dv, m, step, ks, row, k_len, q_begin, q_len, shift, left, right, dq_base, piece,
     q_rows, q_cols, own, dq_stride_t, scale,
     q_smem, do_smem, k_smem, v_smem, k_halves, row_smem, ds_smem, q_full, q_free, ds_full, gate, done,
     ACT: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
-    zero, zero_q, EARLY: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, MORE: gl.constexpr,
+    zero, zero_q, EARLY: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, MASKED: gl.constexpr,
+    MORE: gl.constexpr,
 ):  # fmt: skip
-    """One query tile: (scores of the next one with MORE, dK, dV); with AHEAD, `s` holds the scores of this one."""
+    """The query tile at row m: (scores of the next one with MORE, dK, dV); with AHEAD, `s` holds those of this one."""
     sq = step % STAGES
     phase = (step // STAGES) & 1
     ds_slot = (step & 1) * 2
-    kn = ks + gl.inline_asm_elementwise(ZERO_PTX, "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
+    kn = ks + gl.inline_asm_elementwise(ZERO_PTX, "=r,r", [m], dtype=gl.int32, is_pure=False, pack=1)
     k = k_smem.index(2 * kn + GROUP)
     v = v_smem.index(2 * kn + GROUP)
     if not AHEAD:
@@ -243,6 +158,14 @@ def _tile(
         slope = p32
     else:
         p32, slope = activate_with_grad(s * scale, ACT)
+    if MASKED:
+        here = row + GROUP * 64
+        if (here + 63 - m - shift > right) | (here - m - 63 - shift < -left):
+            query = gl.arange(0, 64, layout=gl.SliceLayout(0, S_LAYOUT))
+            away = (row + own)[:, None] - (m + shift + query)[None, :]
+            counts = (away <= right) & (away >= -left)
+            p32 = gl.where(counts, p32, 0.0)
+            slope = gl.where(counts, slope, 0.0)
     p = gl.convert_layout(p32.to(DTYPE), P_LAYOUT)
     if EARLY:
         dv_acc = warpgroup_mma(p, do_smem.index(sq), dv, is_async=True)
@@ -280,9 +203,10 @@ def _tile(
         dq = warpgroup_mma_wait(1, [dq])
     else:
         dq = warpgroup_mma_wait(0, [dq])
-    _hand_over(
+    is_first, is_last = ends(row, k_len, m, shift, left, right, MASKED)
+    hand_over(
         dq, piece.to(gl.int64, bitcast=True), is_first, is_last, q_rows, q_cols, dq_base, dq_stride_t, q_begin, q_len,
-        i * 64, scale, gate, done, step, SHARED,
+        m, scale, gate, done, step, SHARED,
     )  # fmt: skip
     if MORE:
         s = warpgroup_mma_wait(0, [s_acc])
@@ -292,11 +216,13 @@ def _tile(
 @gluon.jit
 def _consumer(
     GROUP: gl.constexpr, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
-    tile_sample, total, tiles_per_unit, num_sequences, scale, dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n,
-    dv_stride_t, dv_stride_n, q_smem, do_smem, k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free,
+    tile_sample, total, tiles_per_unit, num_sequences, scale, left, right,
+    dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, q_smem, do_smem, k_smem,
+    v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free,
     ds_full, gate, done, ticket_smem,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
     DTYPE: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr,
+    MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
@@ -317,17 +243,17 @@ def _consumer(
     ki = 0
     ks = ki % KSTAGES
     mbarrier.wait(k_full.index(ks), 0)
-    t, row = _read_ticket(ticket_smem, ks)
+    t, row = read_ticket(ticket_smem, ks)
     while t < total:
-        head, sample, k_begin, k_len, q_begin, q_len = _item(
+        head, sample, k_begin, k_len, q_begin, q_len = item(
             t, tile_sample, bounds_k, bounds_q, tiles_per_unit, num_sequences, HEADS, SHARED
         )
         head64 = head.to(gl.int64)
-        is_first = row == 0
-        is_last = row + 128 >= k_len
         dq_base = dq_ptr + head64 * dq_stride_n + GROUP * (H // 2)
         piece = scratch_ptr + ((q_begin // 64 + sample).to(gl.int64) * HEADS + head) * (64 * H) + GROUP * (32 * H)
-        trips = (q_len + 63) // 64
+        shift, begin, end = walk(row, k_len, q_len, left, right, MASKED, BOTTOM_RIGHT)
+        trips = (end - begin + 63) // 64
+        piece += begin // 64 * (HEADS * 64 * H)
         dk = gl.zeros([64, H], gl.float32, O_LAYOUT)
         dv = gl.zeros([64, H], gl.float32, O_LAYOUT)
         if row + GROUP * 64 < k_len:
@@ -344,19 +270,19 @@ def _consumer(
                     s = warpgroup_mma_wait(0, [s])
             for i in range(more):
                 s, dk, dv = _tile(
-                    GROUP, s, dk, dv, i, step, ks, row, k_len, q_begin, q_len, is_first, is_last, dq_base,
+                    GROUP, s, dk, dv, begin + i * 64, step, ks, row, k_len, q_begin, q_len, shift, left, right, dq_base,
                     piece + i * (HEADS * 64 * H) + place, q_rows, q_cols, own, dq_stride_t, scale,
                     q_smem, do_smem, k_smem, v_smem, k_halves, row_smem, ds_smem, q_full, q_free, ds_full, gate, done,
-                    ACT, STAGES, DTYPE, S_LAYOUT, P_LAYOUT, zero, zero_q, EARLY, AHEAD, SHARED, AHEAD,
+                    ACT, STAGES, DTYPE, S_LAYOUT, P_LAYOUT, zero, zero_q, EARLY, AHEAD, SHARED, MASKED, AHEAD,
                 )  # fmt: skip
                 step += 1
             if AHEAD:
                 if trips > 0:
                     s, dk, dv = _tile(
-                        GROUP, s, dk, dv, more, step, ks, row, k_len, q_begin, q_len, is_first, is_last, dq_base,
-                        piece + more * (HEADS * 64 * H) + place, q_rows, q_cols, own, dq_stride_t, scale,
+                        GROUP, s, dk, dv, begin + more * 64, step, ks, row, k_len, q_begin, q_len, shift, left, right,
+                        dq_base, piece + more * (HEADS * 64 * H) + place, q_rows, q_cols, own, dq_stride_t, scale,
                         q_smem, do_smem, k_smem, v_smem, k_halves, row_smem, ds_smem, q_full, q_free, ds_full, gate,
-                        done, ACT, STAGES, DTYPE, S_LAYOUT, P_LAYOUT, zero, zero_q, EARLY, AHEAD, SHARED, False,
+                        done, ACT, STAGES, DTYPE, S_LAYOUT, P_LAYOUT, zero, zero_q, EARLY, AHEAD, SHARED, MASKED, False,
                     )  # fmt: skip
                     step += 1
         else:  # no key in this half of the tile: only its half of dQ
@@ -376,9 +302,10 @@ def _consumer(
                 )  # fmt: skip
                 dq = warpgroup_mma_wait(0, [dq])
                 at_piece = (piece + i * (HEADS * 64 * H) + place).to(gl.int64, bitcast=True)
-                _hand_over(
-                    dq, at_piece, is_first, is_last, q_rows, q_cols, dq_base, dq_stride_t, q_begin, q_len, i * 64,
-                    scale, gate, done, step, SHARED,
+                is_first, is_last = ends(row, k_len, begin + i * 64, shift, left, right, MASKED)
+                hand_over(
+                    dq, at_piece, is_first, is_last, q_rows, q_cols, dq_base, dq_stride_t, q_begin, q_len,
+                    begin + i * 64, scale, gate, done, step, SHARED,
                 )  # fmt: skip
                 step += 1
         # The rows of V that this consumer alone has read are free now: results go through them into rows of 16 bytes.
@@ -397,19 +324,20 @@ def _consumer(
         ki += 1
         ks = ki % KSTAGES
         mbarrier.wait(k_full.index(ks), (ki // KSTAGES) & 1)
-        t, row = _read_ticket(ticket_smem, ks)
+        t, row = read_ticket(ticket_smem, ks)
 
 
-@gluon.jit(do_not_specialize=["lse_stride_n", "num_sequences"])  # other in every batch
+@gluon.jit(do_not_specialize=["lse_stride_n", "num_sequences", "left", "right"])  # other in every batch
 def backward_fused_hopper_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr,
     scratch_ptr, turn_ptr, counter_ptr, lse_ptr, delta_ptr,
     bounds_k, bounds_q, tile_sample, tile_row, num_tiles, tiles_per_unit, num_sequences,
-    scale,
+    scale, left, right,
     q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t, do_stride_n,
     dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, lse_stride_n,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
-    SHARED: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    SHARED: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, H], DTYPE)
@@ -444,22 +372,26 @@ def backward_fused_hopper_kernel(
     gl.warp_specialize(
         [
             (_consumer, (G(0), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
-                         tile_sample, total, tiles_per_unit, num_sequences, scale, dq_stride_t, dq_stride_n,
-                         dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, q_smem, do_smem,
+                         tile_sample, total, tiles_per_unit, num_sequences, scale, left, right,
+                         dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, q_smem, do_smem,
                          k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free, ds_full, gate, done,
-                         ticket_smem, ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED)),
+                         ticket_smem, ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED, MASKED,
+                         BOTTOM_RIGHT)),
             (_consumer, (G(1), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
-                         tile_sample, total, tiles_per_unit, num_sequences, scale, dq_stride_t, dq_stride_n,
-                         dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, q_smem, do_smem,
+                         tile_sample, total, tiles_per_unit, num_sequences, scale, left, right,
+                         dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, q_smem, do_smem,
                          k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free, ds_full, gate, done,
-                         ticket_smem, ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED)),
+                         ticket_smem, ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED, MASKED,
+                         BOTTOM_RIGHT)),
             (_producer, (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row,
-                         total, tiles_per_unit, num_sequences, q_stride_t, q_stride_n, k_stride_t, k_stride_n,
-                         v_stride_t, v_stride_n, do_stride_t, do_stride_n, lse_stride_n, q_smem, do_smem, k_smem,
+                         total, tiles_per_unit, num_sequences, left, right,
+                         q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t,
+                         do_stride_n, lse_stride_n, q_smem, do_smem, k_smem,
                          v_smem, row_smem, q_full, q_free, k_full, k_free, counter_ptr, ticket_smem,
-                         ACT, HEADS, H, STAGES, KSTAGES, SHARED)),
-            (_gatekeeper, (turn_ptr, bounds_k, bounds_q, tile_sample, total, gate, done, k_full, k_free,
-                           ticket_smem, tiles_per_unit, num_sequences, HEADS, KSTAGES, SHARED)),
+                         ACT, HEADS, H, STAGES, KSTAGES, SHARED, MASKED, BOTTOM_RIGHT)),
+            (gatekeeper, (turn_ptr, bounds_k, bounds_q, tile_sample, total, gate, done, k_full, k_free,
+                           ticket_smem, tiles_per_unit, num_sequences, left, right, HEADS, KSTAGES, SHARED, MASKED,
+                           BOTTOM_RIGHT)),
         ],
         [4, 1, 1], [CONSUMER_REGS, 24, 24],
     )  # fmt: skip

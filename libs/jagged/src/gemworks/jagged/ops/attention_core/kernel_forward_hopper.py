@@ -11,6 +11,8 @@ RESIDENT keeps K and V in shared memory over neighbouring tiles of one sequence 
 (a per-sample feed-forward network): a program then takes a run of tiles, and all keys must fit into the stages.
 """
 
+# ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
+
 from gemworks.jagged._triton.hopper_common import fold, is_last_of_run, pick, tile_of, weigh
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,6 +25,51 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 G = gl.constexpr
+
+
+@gluon.jit
+def _span(
+    row, q_len, k_len, left, right,
+    MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """(shift of positions, first and end of the key rows that a tile of ROWS query rows meets)."""
+    if MASKED:
+        shift = k_len - q_len if BOTTOM_RIGHT else row - row
+        begin = gl.maximum(row + shift - left, 0) // BN * BN
+        end = gl.minimum(k_len, gl.minimum(row + ROWS, q_len) + shift + right)
+        return shift, begin, gl.maximum(begin, end)
+    else:
+        return 0, 0, k_len
+
+
+@gluon.jit
+def _admit(
+    scores, n, k_len, first, own, column, shift, left, right, last,
+    OTHERS: gl.constexpr, SOFTMAX: gl.constexpr, MASKED: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Scores of rows `first + own`, key rows n and after, with OTHERS in place of pairs that do not count.
+
+    Only tiles on an edge do the work: of the mask, or (`last`) of the sequence.
+    """
+    if MASKED:
+        whole = (n + BN <= k_len) & (n + BN - 1 - first - shift <= right) & (n - first - 63 - shift >= -left)
+        if not whole:
+            away = (n + column)[None, :] - (first + shift + own)[:, None]
+            counts = (n + column < k_len)[None, :] & (away <= right) & (away >= -left)
+            scores = gl.where(counts, scores, OTHERS)
+    elif SOFTMAX:  # an activation of a row of zeros is zero
+        if last:
+            scores = gl.where((column < k_len - n)[None, :], scores, OTHERS)
+    return scores
+
+
+@gluon.jit
+def _base(peak, MASKED: gl.constexpr):
+    """What is subtracted: the peak, and 0 for a row without a key so far."""
+    if MASKED:
+        return gl.where(peak == float("-inf"), 0.0, peak)
+    else:
+        return peak
 
 
 @gluon.jit
@@ -46,12 +93,13 @@ def _load_keys(
 
 @gluon.jit
 def _producer(
-    q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
+    q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
     k_stride_t, k_stride_n, v_stride_t, v_stride_n,
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
-    RESIDENT: gl.constexpr, KEYS_FIRST: gl.constexpr, ONE_RELEASE: gl.constexpr,
+    RESIDENT: gl.constexpr, KEYS_FIRST: gl.constexpr, ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -62,7 +110,10 @@ def _producer(
     for i in range(rounds):
         t, tile, head = pick(i, pid, programs, rounds, total, HEADS, RESIDENT)
         if t < total:
-            row, q_begin, _q_end, k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
+            row, q_begin, q_end, k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
+            _shift, begin, to_load = _span(
+                row, q_end - q_begin, k_len, left, right, MASKED, BOTTOM_RIGHT, GROUPS * 64, BN
+            )
             head_k = head // GROUP_HEADS
             q_row = row if SHARED else q_begin + row
             k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head_k.to(gl.int64) * k_stride_n
@@ -73,19 +124,17 @@ def _producer(
             v_desc = tma.make_tensor_descriptor(
                 v_base, [gl.maximum(k_len, 1), HV], [v_stride_t, 1], [BN, HV], v_smem.layout
             )
-            to_load = k_len
             if RESIDENT:  # K and V of this sequence and head may still be there
                 to_load = gl.where(fresh, k_len, 0)
                 fresh = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
-            begin = 0
             if KEYS_FIRST:  # their stages are free before the previous tile is done with its queries
-                if to_load > 0:
+                if begin < to_load:
                     _load_keys(
-                        k_desc, v_desc, 0, fill, k_smem, v_smem, k_full, k_free, v_full, v_free, H, HV, BN, STAGES,
+                        k_desc, v_desc, begin, fill, k_smem, v_smem, k_full, k_free, v_full, v_free, H, HV, BN, STAGES,
                         ONE_RELEASE,
                     )  # fmt: skip
                     fill += 1
-                begin = BN
+                begin += BN
             qs = qi % QSTAGES
             mbarrier.wait(q_free.index(qs), ((qi // QSTAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(qs), GROUPS * 64 * H * 2)
@@ -104,12 +153,12 @@ def _producer(
 
 @gluon.jit
 def _consumer(
-    GROUP: gl.constexpr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+    GROUP: gl.constexpr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale, left, right,
     out_stride_t, out_stride_n, lse_stride_n,
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
-    RESIDENT: gl.constexpr, ONE_RELEASE: gl.constexpr,
+    RESIDENT: gl.constexpr, ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -117,7 +166,9 @@ def _consumer(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HV, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (HV // 8), HV // 8], [4, 1], [1, 0])
+    OTHERS: gl.constexpr = float("-inf") if ACT == "softmax" else 0.0
     column = gl.arange(0, BN, layout=gl.SliceLayout(0, S_LAYOUT))
+    own = gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
     scale2 = scale * 1.4426950408889634
     b0, b1, b2, b3, b4 = fold(scale, ACT, FOLD)
@@ -142,7 +193,9 @@ def _consumer(
             qs = qi % QSTAGES
             mbarrier.wait(q_full.index(qs), (qi // QSTAGES) & 1)
             qi += 1
-            trips = (k_len + BN - 1) // BN
+            shift, begin, end = _span(row, q_end - q_begin, k_len, left, right, MASKED, BOTTOM_RIGHT, GROUPS * 64, BN)
+            trips = (end - begin + BN - 1) // BN
+            first = row + GROUP * 64
             o = gl.zeros([64, HV], gl.float32, O_LAYOUT)
             peak = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
             total_p = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
@@ -154,11 +207,13 @@ def _consumer(
                 scores = warpgroup_mma(q, k_smem.index(s0).permute((1, 0)), zero, use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(0, [scores])
                 mbarrier.arrive(k_free.index(s0), count=1, pred=last)
+                scores = _admit(
+                    scores, begin, k_len, first, own, column, shift, left, right, k_len < BN,
+                    OTHERS, ACT == "softmax", MASKED, BN,
+                )  # fmt: skip
                 if ACT == "softmax":
-                    if k_len < BN:
-                        scores = gl.where((column < k_len)[None, :], scores, float("-inf"))
                     peak = gl.max(scores, 1) * scale2
-                    probs = gl.exp2(scores * scale2 - peak[:, None])
+                    probs = gl.exp2(scores * scale2 - _base(peak, MASKED)[:, None])
                     total_p = gl.sum(probs, 1)
                 else:
                     probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
@@ -173,12 +228,15 @@ def _consumer(
                     scores = warpgroup_mma_wait(1, [upcoming])
                     if not ONE_RELEASE:
                         mbarrier.arrive(k_free.index(s1), count=1, pred=last)
+                    scores = _admit(
+                        scores, begin + j * BN, k_len, first, own, column, shift, left, right, j == trips - 1,
+                        OTHERS, ACT == "softmax", MASKED, BN,
+                    )  # fmt: skip
                     if ACT == "softmax":
-                        if j == trips - 1:
-                            scores = gl.where((column < k_len - j * BN)[None, :], scores, float("-inf"))
                         new_peak = gl.maximum(peak, gl.max(scores, 1) * scale2)
-                        probs = gl.exp2(scores * scale2 - new_peak[:, None])
-                        fix = gl.exp2(peak - new_peak)
+                        base = _base(new_peak, MASKED)
+                        probs = gl.exp2(scores * scale2 - base[:, None])
+                        fix = gl.exp2(peak - base)
                         total_p = total_p * fix + gl.sum(probs, 1)
                         peak = new_peak
                     else:
@@ -219,7 +277,7 @@ def _consumer(
                     lse = gl.where(total_p > 0.0, peak + gl.log2(safe), float("inf"))
                     lrow = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
                     gl.store(lse_ptr + head.to(gl.int64) * lse_stride_n + lrow, lse, mask=lrow < q_end)
-                    o = o / gl.convert_layout(safe, gl.SliceLayout(1, O_LAYOUT))[:, None]
+                    o = o * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, O_LAYOUT))[:, None]
                 if FOLD:
                     o = o * scale
                 rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
@@ -239,14 +297,14 @@ def _consumer(
         k_len = k_len1
 
 
-@gluon.jit(do_not_specialize=["lse_stride_n"])  # it is the number of rows, other in every batch
+@gluon.jit(do_not_specialize=["lse_stride_n", "left", "right"])  # other in every batch, or of every window
 def forward_hopper_kernel(
     q_desc, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale,
-    k_stride_t, k_stride_n, v_stride_t, v_stride_n, out_stride_t, out_stride_n, lse_stride_n,
+    left, right, k_stride_t, k_stride_n, v_stride_t, v_stride_n, out_stride_t, out_stride_n, lse_stride_n,
     ACT: gl.constexpr, HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
     FOLD: gl.constexpr, RESIDENT: gl.constexpr, KEYS_FIRST: gl.constexpr, ONE_RELEASE: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr,
+    MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, H], DTYPE)
@@ -275,14 +333,15 @@ def forward_hopper_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             out_stride_t, out_stride_n, lse_stride_n,
+                             left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
+                             MASKED, BOTTOM_RIGHT)),
                 (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
-                             k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+                             left, right, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, KEYS_FIRST,
-                             ONE_RELEASE)),
+                             ONE_RELEASE, MASKED, BOTTOM_RIGHT)),
             ],
             [1], [24],
         )  # fmt: skip
@@ -290,18 +349,20 @@ def forward_hopper_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             out_stride_t, out_stride_n, lse_stride_n,
+                             left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
+                             MASKED, BOTTOM_RIGHT)),
                 (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             out_stride_t, out_stride_n, lse_stride_n,
+                             left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
+                             MASKED, BOTTOM_RIGHT)),
                 (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
-                             k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+                             left, right, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, KEYS_FIRST,
-                             ONE_RELEASE)),
+                             ONE_RELEASE, MASKED, BOTTOM_RIGHT)),
             ],
             [4, 1], [CONSUMER_REGS, 24],
         )  # fmt: skip
@@ -309,22 +370,25 @@ def forward_hopper_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             out_stride_t, out_stride_n, lse_stride_n,
+                             left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
+                             MASKED, BOTTOM_RIGHT)),
                 (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             out_stride_t, out_stride_n, lse_stride_n,
+                             left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
+                             MASKED, BOTTOM_RIGHT)),
                 (_consumer, (G(2), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             out_stride_t, out_stride_n, lse_stride_n,
+                             left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE)),
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
+                             MASKED, BOTTOM_RIGHT)),
                 (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
-                             k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+                             left, right, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, KEYS_FIRST,
-                             ONE_RELEASE)),
+                             ONE_RELEASE, MASKED, BOTTOM_RIGHT)),
             ],
             [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, 24],
         )  # fmt: skip

@@ -143,7 +143,7 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [s for x in tensors for s in (x.stride(0), x.stride(1))]
 
 
-def _limits(rule: Rule) -> tuple[float, int, int]:
+def limits(rule: Rule) -> tuple[float, int, int]:
     return rule.scale, min(rule.mask.left, UNBOUNDED), min(rule.mask.right, UNBOUNDED)
 
 
@@ -157,7 +157,7 @@ def triton_forward(p: Problem, out: Tensor, lse: Tensor, config: table.TritonCon
     sample, row, count = p.tiles(config.height("forward"))
     heads, bounds = p.q.shape[1], p.schedule.bounds
     forward_kernel[(sample.shape[0] * heads,)](
-        p.q, p.k, p.v, out, lse, bounds[0], bounds[3], sample, row, count, *_limits(p.rule),
+        p.q, p.k, p.v, out, lse, bounds[0], bounds[3], sample, row, count, *limits(p.rule),
         *_bias_arguments(p),
         *_strides(p.q, p.k, p.v, out), lse.stride(0), HEADS=heads, **_constants(p, config),
     )  # fmt: skip
@@ -169,7 +169,7 @@ def triton_backward_kv(
     sample, row, count = p.tiles(config.height("backward_kv"))
     heads, bounds = p.k.shape[1], p.schedule.bounds
     backward_kv_kernel[(sample.shape[0] * heads,)](
-        p.q, p.k, p.v, d_out, lse, delta, dk, dv, bounds[1], bounds[2], sample, row, count, *_limits(p.rule),
+        p.q, p.k, p.v, d_out, lse, delta, dk, dv, bounds[1], bounds[2], sample, row, count, *limits(p.rule),
         *_bias_arguments(p),
         *_strides(p.q, p.k, p.v, d_out, dk, dv), lse.stride(0), HEADS_K=heads, **_constants(p, config),
     )  # fmt: skip
@@ -181,7 +181,7 @@ def triton_backward_q(
     sample, row, count = p.tiles(config.height("backward_q"))
     heads, bounds = p.q.shape[1], p.schedule.bounds
     backward_q_kernel[(sample.shape[0] * heads,)](
-        p.q, p.k, p.v, d_out, lse, delta, dq, bounds[0], bounds[3], sample, row, count, *_limits(p.rule),
+        p.q, p.k, p.v, d_out, lse, delta, dq, bounds[0], bounds[3], sample, row, count, *limits(p.rule),
         *_bias_arguments(p),
         *_strides(p.q, p.k, p.v, d_out, dq), lse.stride(0), HEADS=heads, **_constants(p, config),
     )  # fmt: skip
@@ -201,7 +201,7 @@ def triton_backward_bias(p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor) 
     del constants["ACT"]
     backward_bias_kernel[(BIAS_WORKERS * heads,)](
         p.q, p.k, p.v, d_out, lse, delta, by_position, by_time, p.schedule.bounds[0], p.schedule.bounds[3],
-        sample, row, count, *_limits(p.rule), *_bias_arguments(p), *_strides(p.q, p.k, p.v, d_out), lse.stride(0),
+        sample, row, count, *limits(p.rule), *_bias_arguments(p), *_strides(p.q, p.k, p.v, d_out), lse.stride(0),
         HEADS=heads, BB=next_power_of_two(max(b.buckets, 1)),
         W=next_power_of_two(config.block_m + config.block_n), WORKERS=BIAS_WORKERS, **constants,
     )  # fmt: skip

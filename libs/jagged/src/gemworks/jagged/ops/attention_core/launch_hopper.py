@@ -15,7 +15,7 @@ from gemworks.jagged.ops.attention_core.kernel_backward import zero_queries_with
 from gemworks.jagged.ops.attention_core.kernel_backward_fused_hopper import backward_fused_hopper_kernel as _fused
 from gemworks.jagged.ops.attention_core.kernel_backward_hopper import backward_hopper_kernel as _backward
 from gemworks.jagged.ops.attention_core.kernel_forward_hopper import forward_hopper_kernel as _forward
-from gemworks.jagged.ops.attention_core.launch import Problem
+from gemworks.jagged.ops.attention_core.launch import Problem, limits
 from gemworks.jagged.ops.attention_core.table import FusedConfig, GluonConfig
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -85,7 +85,8 @@ def folds(activation: str, scale: float, dtype: torch.dtype) -> bool:
 
 def keeps_keys(p: Problem, config: GluonConfig) -> bool:
     """Keys of one length that fit into the stages: the ring would otherwise wait for itself."""
-    return config.resident_keys and p.rows_k is not None and 0 < p.rows_k <= config.block * config.stages
+    fits = p.rows_k is not None and 0 < p.rows_k <= config.block * config.stages
+    return config.resident_keys and p.rule.mask.is_full and fits
 
 
 def forward(p: Problem, out: Tensor, lse: Tensor, config: GluonConfig, *, fold: bool | None = None) -> None:
@@ -93,15 +94,16 @@ def forward(p: Problem, out: Tensor, lse: Tensor, config: GluonConfig, *, fold: 
     q, k, v, bounds = aligned(p.q), streamable(p.k), streamable(p.v), p.schedule.bounds
     if fold is None:
         fold = folds(p.rule.activation, p.rule.scale, q.dtype)
-    keep = keeps_keys(p, config)
+    keep, masked = keeps_keys(p, config), not p.rule.mask.is_full
     with _device_allocator(q.device):
         forward_hopper_kernel[_grid(q, config)](
-            _descriptor(q), k, v, out, lse, bounds[0], bounds[3], sample, row, count, p.rule.scale,
+            _descriptor(q), k, v, out, lse, bounds[0], bounds[3], sample, row, count, *limits(p.rule),
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1), lse.stride(0),
             ACT=p.rule.activation, HEADS=q.shape[1], GROUP_HEADS=q.shape[1] // k.shape[1], H=q.shape[2], HV=v.shape[2],
             BN=config.block, STAGES=config.stages, QSTAGES=config.resident_stages, GROUPS=config.groups,
             SHARED=p.rule.shared_query, FOLD=fold, RESIDENT=keep, KEYS_FIRST=config.keys_first,
             ONE_RELEASE=config.one_release and not keep,
+            MASKED=masked, BOTTOM_RIGHT=p.rule.mask.align == "bottom_right",
             CONSUMER_REGS=config.registers, num_warps=4, maxnreg=config.max_registers,
         )  # fmt: skip
 
@@ -149,19 +151,20 @@ def backward_fused(
     num_tiles = (p.rows_q // 64 + num_bounds) * heads
     # The counter that hands out key tiles, then one per query tile, on a 16-byte boundary.
     turn = torch.zeros(4 + num_tiles, dtype=torch.int32, device=q.device)
+    mask = {"MASKED": not p.rule.mask.is_full, "BOTTOM_RIGHT": p.rule.mask.align == "bottom_right"}
     in_one_tile = p.rows_k is not None and p.rows_k <= 128
     scratch = torch.empty(1 if in_one_tile else num_tiles * 64 * width, dtype=torch.float32, device=q.device)
     with _device_allocator(q.device):
         backward_fused_hopper_kernel[(_num_programs(q.device.index or 0),)](
             q, k, v, d_out, dq, dk, dv, scratch, turn[4:], turn, lse, delta,
-            bounds[2], bounds[1], sample, row, count, tiles_per_unit, num_sequences, p.rule.scale,
+            bounds[2], bounds[1], sample, row, count, tiles_per_unit, num_sequences, *limits(p.rule),
             *(s for x in (q, k, v, d_out, dq, dk, dv) for s in (x.stride(0), x.stride(1))), lse.stride(0),
             ACT=p.rule.activation, HEADS=heads, H=width, STAGES=config.stages, KSTAGES=config.key_stages,
-            SHARED=shared, EARLY=config.early, AHEAD=config.ahead,
+            SHARED=shared, EARLY=config.early, AHEAD=config.ahead, **mask,
             CONSUMER_REGS=config.registers, num_warps=4,
         )  # fmt: skip
     q_sample, q_row, q_count = p.tiles("q128")
     zero_queries_without_keys_kernel[(q_sample.shape[0],)](
-        dq, bounds[0], bounds[3], q_sample, q_row, q_count, dq.stride(0),
-        WIDTH=heads * width, BW=next_power_of_two(heads * width), ROWS=128, BR=8, num_warps=4,
+        dq, bounds[0], bounds[3], q_sample, q_row, q_count, *limits(p.rule)[1:], dq.stride(0),
+        WIDTH=heads * width, BW=next_power_of_two(heads * width), ROWS=128, BR=8, **mask, num_warps=4,
     )  # fmt: skip

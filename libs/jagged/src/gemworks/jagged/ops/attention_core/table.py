@@ -6,7 +6,7 @@ length enters except the bucketed bound, so a neighbouring batch takes the same 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -126,6 +126,12 @@ GLUON: dict[tuple[Step, str, str], GluonConfig] = {
     ("backward_q", "activation", "few"): GluonConfig(64, 4, registers=240, overlap=True),
 }
 
+# The forward with a causal or window mask: small tiles, most of which lie wholly inside it.
+GLUON_MASKED: dict[str, GluonConfig] = {
+    "softmax": GluonConfig(64, 4),
+    "activation": GluonConfig(64, 4, resident_stages=2),
+}
+
 # (softmax or activation, class of lengths): a backward that takes neither backward_kv nor backward_q
 FUSED: dict[tuple[str, str], FusedConfig] = {
     ("softmax", "long"): FusedConfig(2, 2, early=True, ahead=True),
@@ -212,8 +218,8 @@ def gluon_refusal(step: Step, shape: Shape, architecture: str) -> str | None:
     if shape.head_dim not in GLUON_HEAD_DIMS or shape.value_dim != shape.head_dim:
         widths = f"{shape.head_dim} and {shape.value_dim}"
         return f"gluon takes equal head widths of q, k and v in {GLUON_HEAD_DIMS}, not {widths}"
-    if shape.masked:
-        return "gluon has no causal or window mask"
+    if shape.masked and step != "forward":
+        return "gluon's pair of backward kernels has no causal or window mask"
     if shape.biased:
         return "gluon has no bias"
     if shape.grouped and step != "forward":
@@ -223,7 +229,9 @@ def gluon_refusal(step: Step, shape: Shape, architecture: str) -> str | None:
 
 def fused_refusal(shape: Shape, architecture: str) -> str | None:
     """Why the backward is not one kernel, or None."""
-    refusal = gluon_refusal("backward_kv", shape, architecture)
+    if shape.masked and shape.shared_query:
+        return "the fused backward has no mask with a shared query"
+    refusal = gluon_refusal("backward_kv", replace(shape, masked=False), architecture)
     if refusal is None and shape.head_dim != FUSED_HEAD_DIM:
         return f"the fused backward takes head width {FUSED_HEAD_DIM}, not {shape.head_dim}"
     return refusal
@@ -265,7 +273,7 @@ def choose(step: Step, shape: Shape, architecture: str) -> Config | None:
     """The configuration of one step; None where no kernel takes the call, so that the reference must."""
     if gluon_refusal(step, shape, architecture) is None:
         kind = "softmax" if shape.activation == SOFTMAX else "activation"
-        return GLUON[step, kind, shape.lengths]
+        return GLUON_MASKED[kind] if shape.masked else GLUON[step, kind, shape.lengths]
     if triton_refusal(shape, architecture) is None:
         return triton_config(step, shape)
     return None

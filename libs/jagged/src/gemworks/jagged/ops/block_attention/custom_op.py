@@ -18,14 +18,14 @@ from gemworks.jagged.ops.block_attention.formulas import BlockArgs, block_backwa
 from torch import Tensor
 
 
-def _uses_triton(q: Tensor) -> bool:
-    if q.device.type != "cuda":
+def uses_triton(x: Tensor, head_dim: int) -> bool:
+    if x.device.type != "cuda":
         return False
-    return backend_of("block_attention", q.dtype, architecture_of(q.device), q.shape[-1]) == "triton"
+    return backend_of("block_attention", x.dtype, architecture_of(x.device), head_dim) == "triton"
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, args: BlockArgs) -> Tensor:
-    if _uses_triton(q):
+def forward(q: Tensor, k: Tensor, v: Tensor, args: BlockArgs) -> Tensor:
+    if uses_triton(q, q.shape[-1]):
         from gemworks.jagged.ops.block_attention.launch import block_attention_forward
 
         return block_attention_forward(q, k, v, args)
@@ -53,7 +53,7 @@ def _block_attention(
     eps: float,
 ) -> Tensor:
     """[T, N, V], contiguous."""
-    return _forward(q, k, v, BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps))
+    return forward(q, k, v, BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps))
 
 
 block_attention_op = custom_op("block_attention", _block_attention)
@@ -80,7 +80,7 @@ def _block_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous."""
     args = BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps)
-    if not _uses_triton(q):
+    if not uses_triton(q, q.shape[-1]):
         return block_backward(dout, q, k, v, args)
     from gemworks.jagged.ops.block_attention.launch import block_attention_backward
 
@@ -110,7 +110,7 @@ def _block_attention_qkv(
     eps: float,
 ) -> Tensor:
     """[T, N, H], contiguous, from [T, N + 2 M, H]."""
-    return _forward(*split_heads(qkv, num_heads), BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps))
+    return forward(*split_heads(qkv, num_heads), BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps))
 
 
 block_attention_qkv_op = custom_op("block_attention_qkv", _block_attention_qkv)
@@ -121,7 +121,7 @@ def _qkv_fake(qkv: Tensor, num_heads: int, *_: Any) -> Tensor:
     return qkv.new_empty(qkv.shape[0], num_heads, qkv.shape[2])
 
 
-def _block_attention_qkv_backward(
+def backward_qkv(
     dout: Tensor,
     qkv: Tensor,
     num_heads: int,
@@ -137,7 +137,7 @@ def _block_attention_qkv_backward(
     """The gradient of the packed projection in one tensor: three would cost as many bytes again to join."""
     args = BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps)
     q, k, v = split_heads(qkv, num_heads)
-    if not _uses_triton(qkv):
+    if not uses_triton(qkv, qkv.shape[-1]):
         return torch.cat(block_backward(dout, q, k, v, args), dim=1)
     from gemworks.jagged.ops.block_attention.launch import block_attention_backward
 
@@ -146,7 +146,7 @@ def _block_attention_qkv_backward(
     return dqkv
 
 
-block_attention_qkv_backward_op = custom_op("block_attention_qkv_backward", _block_attention_qkv_backward)
+block_attention_qkv_backward_op = custom_op("block_attention_qkv_backward", backward_qkv)
 
 
 @block_attention_qkv_backward_op.register_fake
@@ -179,7 +179,7 @@ block_attention_op.register_autograd(_backward, setup_context=_save)
 block_attention_qkv_op.register_autograd(_backward_qkv, setup_context=_save_qkv)
 
 
-def _pairs(table: Any, total: int, block: int, causal: bool) -> int:
+def pairs_of(table: Any, total: int, block: int, causal: bool) -> int:
     """Admitted pairs: exact where the table can be read for free, else as if every row were in a full block."""
     if isinstance(table, Tensor) and is_host(table):
         length = table[:, 1].to(torch.int64)
@@ -188,7 +188,7 @@ def _pairs(table: Any, total: int, block: int, causal: bool) -> int:
 
 
 def _flops(q: Any, value_dim: int, num_heads: int, table: Any, block: int, causal: bool) -> int:
-    return 2 * _pairs(table, q.shape[0], block, causal) * num_heads * (q.shape[2] + value_dim)
+    return 2 * pairs_of(table, q.shape[0], block, causal) * num_heads * (q.shape[2] + value_dim)
 
 
 def _forward_flops(

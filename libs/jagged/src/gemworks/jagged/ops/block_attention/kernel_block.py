@@ -123,6 +123,31 @@ def _weights(
 
 
 @triton.jit
+def _attend(
+    qa_LJ, qb_LJ, ka_KJ, kb_KJ, v_KV, out_ptr, cos_ptr, sin_ptr, row_L, length, stored, scale_log2, eps, out_st,
+    table_st,
+    H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """From the rows of one head to its output, stored."""
+    at_L = tl.arange(0, BLOCK)
+    inside_L = at_L < length
+    cos_LJ = 0.0
+    sin_LJ = 0.0
+    if ROPE:
+        cos_LJ = _load(cos_ptr, row_L, table_st, inside_L, 0, H // 2, BLOCK_J).to(tl.float32)
+        sin_LJ = _load(sin_ptr, row_L, table_st, inside_L, 0, H // 2, BLOCK_J).to(tl.float32)
+    qa_LJ, qb_LJ, _ = _norm_and_turn(qa_LJ, qb_LJ, cos_LJ, sin_LJ, inside_L, eps, H, NORM, ROPE)
+    ka_KJ, kb_KJ, _ = _norm_and_turn(ka_KJ, kb_KJ, cos_LJ, sin_LJ, inside_L, eps, H, NORM, ROPE)
+    product_LK = tl.dot(qa_LJ, tl.trans(ka_KJ), input_precision=PRECISION)
+    product_LK = tl.dot(qb_LJ, tl.trans(kb_KJ), product_LK, input_precision=PRECISION)
+    p_LK, sum_L = _weights(product_LK, length, scale_log2, BLOCK, CAUSAL)
+    out_LV = tl.dot(p_LK.to(v_KV.dtype), v_KV, input_precision=PRECISION) / sum_L[:, None]
+    out_LV = tl.where(inside_L[:, None], out_LV, 0.0)  # rows of no sequence are 0
+    _store(out_ptr, out_LV, row_L, out_st, at_L < stored, 0, V, BLOCK_V)
+
+
+@triton.jit
 def block_fwd_kernel(
     q_ptr,
     k_ptr,
@@ -172,19 +197,10 @@ def block_fwd_kernel(
     ka_KJ = _load(k_ptr + key_head * k_sn, row_L, k_st, inside_L, 0, J, BLOCK_J)
     kb_KJ = _load(k_ptr + key_head * k_sn, row_L, k_st, inside_L, J, J, BLOCK_J)
     v_KV = _load(v_ptr + key_head * v_sn, row_L, v_st, inside_L, 0, V, BLOCK_V)
-    cos_LJ = 0.0
-    sin_LJ = 0.0
-    if ROPE:
-        cos_LJ = _load(cos_ptr, row_L, table_st, inside_L, 0, J, BLOCK_J).to(tl.float32)
-        sin_LJ = _load(sin_ptr, row_L, table_st, inside_L, 0, J, BLOCK_J).to(tl.float32)
-    qa_LJ, qb_LJ, _ = _norm_and_turn(qa_LJ, qb_LJ, cos_LJ, sin_LJ, inside_L, eps, H, NORM, ROPE)
-    ka_KJ, kb_KJ, _ = _norm_and_turn(ka_KJ, kb_KJ, cos_LJ, sin_LJ, inside_L, eps, H, NORM, ROPE)
-    product_LK = tl.dot(qa_LJ, tl.trans(ka_KJ), input_precision=PRECISION)
-    product_LK = tl.dot(qb_LJ, tl.trans(kb_KJ), product_LK, input_precision=PRECISION)
-    p_LK, sum_L = _weights(product_LK, length, scale_log2, BLOCK, CAUSAL)
-    out_LV = tl.dot(p_LK.to(v_KV.dtype), v_KV, input_precision=PRECISION) / sum_L[:, None]
-    out_LV = tl.where(inside_L[:, None], out_LV, 0.0)  # rows of no sequence are 0
-    _store(out_ptr + head * out_sn, out_LV, row_L, out_st, at_L < stored, 0, V, BLOCK_V)
+    _attend(
+        qa_LJ, qb_LJ, ka_KJ, kb_KJ, v_KV, out_ptr + head * out_sn, cos_ptr, sin_ptr, row_L, length, stored, scale_log2,
+        eps, out_st, table_st, H, V, BLOCK, BLOCK_J, BLOCK_V, NORM, ROPE, CAUSAL, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -321,3 +337,59 @@ def block_bwd_kernel(
         NORM,
         ROPE,
     )
+
+
+@triton.jit
+def block_projected_fwd_kernel(
+    x_ptr, weight_ptr, out_ptr, table_ptr, cos_ptr, sin_ptr, scale_log2, eps, x_st, weight_st, out_st, out_sn, table_st,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One (block, query head) from x [T, D] and weight [(HEADS + 2 KEY_HEADS) H, D]: q, k and v never leave the chip.
+
+    The projections are rounded to x's type, as if they had been stored.
+    """
+    J: tl.constexpr = H // 2
+    slot = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % HEADS
+    start = tl.load(table_ptr + 3 * slot)
+    length = tl.load(table_ptr + 3 * slot + 1)
+    stored = tl.load(table_ptr + 3 * slot + 2)
+    if stored == 0:
+        return
+    at_L = tl.arange(0, BLOCK)
+    row_L = start.to(tl.int64) + at_L
+    inside_L = at_L < length
+    at_J = tl.arange(0, BLOCK_J)
+    at_V = tl.arange(0, BLOCK_V)
+    k_row = (HEADS + head // GROUP) * H
+    v_row = (HEADS + HEADS // GROUP + head // GROUP) * H
+    qa_LJ = tl.zeros([BLOCK, BLOCK_J], tl.float32)
+    qb_LJ = tl.zeros([BLOCK, BLOCK_J], tl.float32)
+    ka_KJ = tl.zeros([BLOCK, BLOCK_J], tl.float32)
+    kb_KJ = tl.zeros([BLOCK, BLOCK_J], tl.float32)
+    v_KV = tl.zeros([BLOCK, BLOCK_V], tl.float32)
+    for first in range(0, D, BLOCK_D):
+        col_D = first + tl.arange(0, BLOCK_D)
+        inside_D = (col_D < D)[None, :]
+        x_LD = tl.load(x_ptr + row_L[:, None] * x_st + col_D[None, :], mask=inside_L[:, None] & inside_D, other=0.0)
+        half = (at_J < J)[:, None] & inside_D
+        at_JD = weight_ptr + at_J[:, None] * weight_st + col_D[None, :]
+        at_VD = weight_ptr + (v_row + at_V)[:, None] * weight_st + col_D[None, :]
+        w_JD = tl.load(at_JD + head * H * weight_st, mask=half, other=0.0)
+        qa_LJ = tl.dot(x_LD, tl.trans(w_JD), qa_LJ, input_precision=PRECISION)
+        w_JD = tl.load(at_JD + (head * H + J) * weight_st, mask=half, other=0.0)
+        qb_LJ = tl.dot(x_LD, tl.trans(w_JD), qb_LJ, input_precision=PRECISION)
+        w_JD = tl.load(at_JD + k_row * weight_st, mask=half, other=0.0)
+        ka_KJ = tl.dot(x_LD, tl.trans(w_JD), ka_KJ, input_precision=PRECISION)
+        w_JD = tl.load(at_JD + (k_row + J) * weight_st, mask=half, other=0.0)
+        kb_KJ = tl.dot(x_LD, tl.trans(w_JD), kb_KJ, input_precision=PRECISION)
+        w_VD = tl.load(at_VD, mask=(at_V < H)[:, None] & inside_D, other=0.0)
+        v_KV = tl.dot(x_LD, tl.trans(w_VD), v_KV, input_precision=PRECISION)
+    dtype = x_ptr.dtype.element_ty
+    _attend(
+        qa_LJ.to(dtype), qb_LJ.to(dtype), ka_KJ.to(dtype), kb_KJ.to(dtype), v_KV.to(dtype), out_ptr + head * out_sn,
+        cos_ptr, sin_ptr, row_L, length, stored, scale_log2, eps, out_st, table_st, H, H, BLOCK, BLOCK_J, BLOCK_V,
+        NORM, ROPE, CAUSAL, PRECISION,
+    )  # fmt: skip

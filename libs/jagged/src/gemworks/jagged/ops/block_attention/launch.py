@@ -15,11 +15,16 @@ from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.dispatch import architecture_of
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.block_attention.formulas import BlockArgs
-from gemworks.jagged.ops.block_attention.kernel_block import block_bwd_kernel, block_fwd_kernel
+from gemworks.jagged.ops.block_attention.kernel_block import (
+    block_bwd_kernel,
+    block_fwd_kernel,
+    block_projected_fwd_kernel,
+)
 from torch import Tensor
 
 _block_fwd_kernel = quick(block_fwd_kernel)
 _block_bwd_kernel = quick(block_bwd_kernel)
+_block_projected_fwd_kernel = quick(block_projected_fwd_kernel)
 
 
 @dataclass(frozen=True)
@@ -206,3 +211,35 @@ def block_attention_backward(
         KEY_HEADS=k.shape[1],
         **_constants(q, k, v, args, config),
     )
+
+
+FUSED_PROJECTION_WIDTH = (
+    192  # of x, up to which every program reading the weights again is cheaper than storing q, k, v
+)
+
+
+def fuses_projection(x: Tensor) -> bool:
+    """Whether the forward computes the projections of a block in the program that attends over it."""
+    return x.dtype != torch.float32 and x.shape[1] <= FUSED_PROJECTION_WIDTH
+
+
+def block_attention_projected_forward(
+    x: Tensor, weight: Tensor, num_heads: int, head_dim: int, args: BlockArgs, *, out: Tensor | None = None
+) -> Tensor:
+    """[T, N, H] of x [T, D] and weight [(N + 2 M) H, D] in one kernel; every row is written."""
+    if out is None:
+        out = torch.empty(x.shape[0], num_heads, head_dim, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    x, weight = _unit_columns(x), _unit_columns(weight)
+    key_heads = (weight.shape[0] // head_dim - num_heads) // 2
+    cos, sin, table_stride = _tables(args, x)
+    like_k = out[:, :1].expand(-1, key_heads, -1)  # for its number of heads
+    constants = _constants(out, like_k, out, args, BlockConfig(8 if args.block >= 64 else 4))
+    del constants["V"]
+    _block_projected_fwd_kernel[(args.table_S3.shape[0] * num_heads,)](
+        x, weight, out, args.table_S3, cos, sin, args.scale * math.log2(math.e), args.eps, x.stride(0),
+        weight.stride(0), out.stride(0), out.stride(1), table_stride,
+        HEADS=num_heads, D=x.shape[1], BLOCK_D=64 if args.block < 128 else 32, **constants | {"num_stages": 2},
+    )  # fmt: skip
+    return out

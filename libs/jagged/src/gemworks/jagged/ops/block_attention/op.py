@@ -90,7 +90,7 @@ def block_attention(
     q, k, v = autocast(q, k, v)
     if has_kernel(q, v.shape[-1], block, q.shape[1] // max(k.shape[1], 1)):
         check_attention(q, k, v, offsets_q, None, max_length_q=bound, max_length_k=None, shared_query=False)
-        settings = _settings(q, offsets_q, bound, scale, block, causal, rope, qk_norm, qk_norm_eps, schedule)
+        settings = block_settings(q, offsets_q, bound, scale, block, causal, rope, qk_norm, qk_norm_eps, schedule)
         return block_attention_op(q, k, v, *settings)
     return flash_attention(
         q,
@@ -161,7 +161,7 @@ def block_attention_qkv(
     check_attention(q, k, v, offsets, None, max_length_q=bound, max_length_k=None, shared_query=False)
     if schedule is not None:
         schedule.check("schedule", total=qkv.shape[0], block=block, device=qkv.device)
-    settings = _settings(q, offsets, bound, scale, block, causal, rope, qk_norm, qk_norm_eps, schedule)
+    settings = block_settings(q, offsets, bound, scale, block, causal, rope, qk_norm, qk_norm_eps, schedule)
     return block_attention_qkv_op(qkv, num_heads, *settings)
 
 
@@ -181,7 +181,7 @@ def has_kernel(q: Tensor, value_dim: int, block: int, group: int) -> bool:
     )
 
 
-def _settings(
+def block_settings(
     q: Tensor,
     offsets: Tensor,
     bound: int,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from gemworks.jagged._checks import check_max_length, check_offsets
+from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged.schedule_op import KERNEL_CONFIG
 from torch import Tensor
 
@@ -66,8 +67,7 @@ class BlockSchedule:
             )
 
 
-@torch.library.custom_op("gemworks_jagged::block_schedule", mutates_args=(), device_types="cpu")
-def block_schedule(offsets: Tensor, total: int, block: int, limit: int) -> Tensor:
+def block_schedule_definition(offsets: Tensor, total: int, block: int, limit: int) -> Tensor:
     """The table of `BlockSchedule`. One more sequence than there are, without keys, holds the rows past the end."""
     num_sequences = offsets.shape[0] - 1
     edges = torch.cat([offsets, offsets.new_full((1,), total)])
@@ -79,6 +79,9 @@ def block_schedule(offsets: Tensor, total: int, block: int, limit: int) -> Tenso
     stored_S = (edges[sequence_S + 1] - start_S).clamp(0, block)
     length_S = torch.where(sequence_S < num_sequences, stored_S.clamp(max=limit), 0)
     return torch.stack([start_S * (slot_S < ends[-1]), length_S, stored_S], dim=1).to(torch.int32)
+
+
+block_schedule = custom_op("block_schedule", block_schedule_definition, device="cpu")
 
 
 @block_schedule.register_fake

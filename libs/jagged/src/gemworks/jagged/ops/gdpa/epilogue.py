@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from gemworks.jagged._checks import check_float
+from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._imports import when_imported
 from gemworks.jagged.dispatch import KERNEL_DTYPES, architecture_of
 from gemworks.jagged.ops.attention_core import op
@@ -112,22 +113,21 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
     return y.to(q.dtype).contiguous(), h.contiguous()
 
 
-gdpa_norm_op = torch.library.custom_op(
-    "gemworks_jagged::gdpa_norm", _composed, mutates_args=(), device_types="cpu", schema=_SCHEMA
-)
+gdpa_norm_op = custom_op("gdpa_norm", _composed, _SCHEMA, device="cpu")
 
 
 @gdpa_norm_op.register_kernel("cuda")
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def on_a_gpu(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """One kernel where there is one, else the definition."""
     call_args, e = _split(rest)
     call, architecture = op.Call(q, k, *call_args), architecture_of(q.device)
-    if not op.kernels_take(q, k, v, call, architecture):
+    if not op._kernels_take(q, k, v, call, architecture):
         return _composed(q, k, v, *rest)
     from gemworks.jagged.ops.gdpa import launch_norm
 
     args = launch_norm.NormArgs(e.residual, e.add, e.weight, e.bias, e.eps, e.kind == "layer")
     with torch.cuda.device(q.device):
-        return launch_norm.forward(op.make_problem(q, k, v, call, architecture), args)
+        return launch_norm.forward(op._problem(q, k, v, call, architecture), args)
 
 
 @gdpa_norm_op.register_fake

@@ -64,7 +64,7 @@ def _consumer(
     GROUP: gl.constexpr, out_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done, rows_free,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    QSTAGES: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
+    QSTAGES: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -138,9 +138,10 @@ def _consumer(
                     cols = gl.arange(0, H, layout=gl.SliceLayout(0, STORE))
                     at = (rows.to(gl.int64) * (HEADS * H))[:, None] + head * H + cols[None, :]
                     gl.store(out_ptr + at, gl.convert_layout(o.to(DTYPE), STORE), mask=(rows < q_end)[:, None])
-            mbarrier.wait(rows_free, (done & 1) ^ 1)  # the norm is through with the tile before this one
-            sync_threads()
-            mbarrier.arrive(rows_done, count=1)
+            if NORM:
+                mbarrier.wait(rows_free, (done & 1) ^ 1)  # the norm is through with the tile before this one
+                sync_threads()
+                mbarrier.arrive(rows_done, count=1)
             done += 1
 
 
@@ -203,7 +204,7 @@ def gdpa_norm_hopper_kernel(
     q_desc, k_desc, v_desc, h_ptr, y_ptr, residual_ptr, add_ptr, weight_ptr, bias_ptr, end_ptr, bounds_q,
     bounds_k, tile_sample, tile_row, num_tiles, scale, eps, residual_stride_t, add_stride_t,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    QSTAGES: gl.constexpr, FOLD: gl.constexpr, CENTER: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    QSTAGES: gl.constexpr, FOLD: gl.constexpr, NORM: gl.constexpr, CENTER: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
     HAS_ADD: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
     FINISHER_REGS: gl.constexpr,
 ):  # fmt: skip
@@ -232,20 +233,36 @@ def gdpa_norm_hopper_kernel(
     mbarrier.init(rows_free, count=1)
     fence_async_shared()
     total = gl.load(num_tiles)
-    gl.warp_specialize(
-        [
-            (_consumer, (G(0), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done, rows_free,
-                         ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD)),
-            (_consumer, (G(1), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done, rows_free,
-                         ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD)),
-            (_finisher, (h_ptr, y_ptr, residual_ptr, add_ptr, weight_ptr, bias_ptr, end_ptr, eps, residual_stride_t,
-                         add_stride_t, bounds_q, bounds_k, tile_sample, tile_row, total, rows_done, rows_free,
-                         HEADS * H, CENTER, HAS_RESIDUAL, HAS_ADD, HAS_WEIGHT, HAS_BIAS, DTYPE)),
-            (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
-                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                         HEADS, H, BN, STAGES, QSTAGES)),
-        ],
-        [4, 4, 1], [CONSUMER_REGS, FINISHER_REGS, 24],
-    )  # fmt: skip
+    if NORM:
+        gl.warp_specialize(
+            [
+                (_consumer, (G(0), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
+                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM)),
+                (_consumer, (G(1), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
+                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM)),
+                (_finisher, (h_ptr, y_ptr, residual_ptr, add_ptr, weight_ptr, bias_ptr, end_ptr, eps, residual_stride_t,
+                             add_stride_t, bounds_q, bounds_k, tile_sample, tile_row, total, rows_done, rows_free,
+                             HEADS * H, CENTER, HAS_RESIDUAL, HAS_ADD, HAS_WEIGHT, HAS_BIAS, DTYPE)),
+                (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                             HEADS, H, BN, STAGES, QSTAGES)),
+            ],
+            [4, 4, 1], [CONSUMER_REGS, FINISHER_REGS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (G(0), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
+                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM)),
+                (_consumer, (G(1), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
+                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM)),
+                (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                             HEADS, H, BN, STAGES, QSTAGES)),
+            ],
+            [4, 1], [CONSUMER_REGS, 24],
+        )  # fmt: skip

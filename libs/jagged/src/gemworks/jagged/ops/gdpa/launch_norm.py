@@ -92,7 +92,8 @@ def _hopper() -> Any:
     return quick(gdpa_norm_hopper_kernel)
 
 
-def gluon_forward(p: Problem, args: NormArgs, y: Tensor, h: Tensor, config: GluonNormConfig) -> None:
+def gluon_forward(p: Problem, args: NormArgs | None, y: Tensor, h: Tensor, config: GluonNormConfig) -> None:
+    """Fills y and h; without `args` there is no norm, and h is the output of gdpa."""
     from gemworks.jagged.ops.attention_core import launch_hopper
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -105,15 +106,17 @@ def gluon_forward(p: Problem, args: NormArgs, y: Tensor, h: Tensor, config: Gluo
         return TensorDescriptor(flat, [total, heads * width], [x.stride(0), 1], [rows, width], layout)
 
     sample, row, count = p.tiles("q128")
-    others, strides = args.tensors(p.q)
+    norm = NormArgs(None, None, None, None, 0.0, False) if args is None else args
+    others, strides = norm.tensors(p.q)
     grid = launch_hopper._num_programs(p.q.device.index or 0)
     _hopper()[(grid,)](
         descriptor(p.q, 64), descriptor(p.k, config.block), descriptor(p.v, config.block), h, y, *others,
         p.schedule.bounds[1, -1:], p.schedule.bounds[0], p.schedule.bounds[3], sample, row, count, p.rule.scale,
-        args.eps, *strides,
+        norm.eps, *strides,
         ACT=p.rule.activation, HEADS=p.q.shape[1], H=p.q.shape[2], BN=config.block, STAGES=config.stages,
         QSTAGES=config.resident_stages, FOLD=launch_hopper.folds(p.rule.activation, p.rule.scale, p.q.dtype),
-        CONSUMER_REGS=config.registers, FINISHER_REGS=config.norm_registers, num_warps=4, **args.constants,
+        CONSUMER_REGS=config.registers, FINISHER_REGS=config.norm_registers, NORM=args is not None, num_warps=4,
+        **norm.constants,
     )  # fmt: skip
 
 
