@@ -213,9 +213,10 @@ def _simulator_error(errors: Sequence[Row]) -> str:
     if not sizes:
         return "The simulator's error is not measured: there is no `simulator_error.csv`.\n"
     gpus = " and ".join(sorted({row["num_gpus"] for row in errors}))
+    median = sizes[len(sizes) // 2]
     return (
-        f"On {gpus} GPUs the same simulator missed steps that it had not been fitted to by {sizes[len(sizes) // 2]:.1f} % "
-        f"(median of {len(sizes)}) and {sizes[-1]:.1f} % (worst).\n"
+        f"On {gpus} GPUs the same simulator missed steps that it had not been fitted to by {median:.1f} % (median of "
+        f"{len(sizes)}) and {sizes[-1]:.1f} % (worst).\n"
     )
 
 
