@@ -145,7 +145,9 @@ class Ladder:
 
     def climb(self, bases: Sequence[GemConfig], deadline: float) -> None:
         """Measures every pending row; stops before a row that would begin after the deadline."""
-        for plan, case in self.pending(bases):
+        pending = self.pending(bases)
+        for number, (plan, case) in enumerate(pending, 1):
+            print(f"[{number}/{len(pending)}] {plan.name}, {case.attention} attention", flush=True)
             if time.monotonic() > deadline:
                 print(f"budget is over before {plan.name} ({case.attention}); start the same command again")
                 return
@@ -191,7 +193,9 @@ class Ladder:
                 cost = row.measure(trace=plan.name in self.args.profile)
                 row.close()
                 free(self.device, compiled=False)
-                if not self.args.no_local and (not self.args.local or plan.name in self.args.local):
+                if note := rows.wrong_answer(self.path, case, self.args.steps, cost):
+                    cost, self.num_wrong = None, self.num_wrong + 1
+                elif not self.args.no_local and (not self.args.local or plan.name in self.args.local):
                     local = total_of(self._layers(plan.name, case, config), sequence_only=True)
             except REFUSALS as error:
                 note = _note(error)
