@@ -32,10 +32,13 @@ def test_what_triton_tells_apart_looks_different():
 def test_every_kernel_has_its_constants_last():
     from gemworks.jagged.ops.attention_core import launch
     from gemworks.jagged.ops.block_attention import launch as block_launch
+    from gemworks.jagged.ops.gdpa import launch_norm
     from gemworks.jagged.ops.norms import launch as norm_launch
 
-    found = [x for m in (launch, block_launch, norm_launch) for x in vars(m).values() if isinstance(x, Quick)]
-    assert len(found) == 4 + 2 + 3
+    modules = (launch, block_launch, norm_launch, launch_norm)
+    found = [x for m in modules for x in vars(m).values() if isinstance(x, Quick)]
+    assert len(found) == 5 + 3 + 3 + 1
+    found += [*block_launch._hopper(), launch_norm._hopper()]
     for kernel in found:
         constant = [p.is_constexpr for p in kernel.kernel.params]
         assert constant == sorted(constant), kernel.kernel
