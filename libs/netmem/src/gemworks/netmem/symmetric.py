@@ -37,9 +37,9 @@ class _TorchSymmetricMemory:
         import torch.distributed._symmetric_memory as symm_mem
 
         buffer = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
-        # Before torch fixed it (pytorch/pytorch#192308) the whole allocation, signals included, is zeroed by a memset on
-        # the default stream that nobody waits for. A peer may signal its first barrier right after the rendezvous; zeroed
-        # later than that, the signal is lost and the barrier never ends.
+        # Torch 2.11 zeroes the whole allocation, signals included, by a memset on the default stream that nobody waits
+        # for (pytorch/pytorch#192308). A peer may signal its first barrier right after the rendezvous: zeroed later than
+        # that, the signal is lost and the barrier never ends.
         torch.cuda.default_stream(device).synchronize()
         return buffer
 
