@@ -38,8 +38,8 @@ class _TorchSymmetricMemory:
 
         buffer = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
         # Torch 2.11 zeroes the whole allocation, signals included, by a memset on the default stream that nobody waits
-        # for (pytorch/pytorch#192308). A peer may signal its first barrier right after the rendezvous: zeroed later than
-        # that, the signal is lost and the barrier never ends.
+        # for (pytorch/pytorch#192308). A peer may signal its first barrier right after the rendezvous: if that comes
+        # before the memset, the signal is lost and the barrier never ends.
         torch.cuda.default_stream(device).synchronize()
         return buffer
 
