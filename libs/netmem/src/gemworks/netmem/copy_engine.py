@@ -10,6 +10,7 @@ Where symmetric memory can't be had, FSDP2 gets the ordinary all-gather, with a 
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -114,8 +115,8 @@ class CopyEngineReduceScatter(ReduceScatterRings):
     ) -> None:
         super().__init__(group, device, num_buffers=num_buffers, memory=memory)
         if device.type == "cuda":
-            parts = torch.zeros((group.size(), 4096), dtype=torch.bfloat16, device=device)
-            for mean in (False, True):
+            for dtype, mean in itertools.product((torch.bfloat16, torch.float32), (False, True)):
+                parts = torch.zeros((group.size(), 4096), dtype=dtype, device=device)
                 _sum_parts(parts[0], parts, group.rank(), torch.empty_like(parts[0]), mean)
             torch.cuda.synchronize(device)
 
