@@ -120,9 +120,10 @@ def test_fsdp2_falls_back_loudly_and_trains_the_same(tmp_path, monkeypatch):
                     assert copy_engine_reduce_scatter(model) is None
                 assert isinstance(comm, FallbackAllGather)
                 assert "cpu" in comm.reason
-                with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="allow_unproven"):
+                with monkeypatch.context() as patch:
                     patch.setattr("gemworks.netmem.copy_engine.copy_engine_problem", lambda *a: None)
-                    copy_engine_reduce_scatter(model)
+                    with pytest.raises(RuntimeError, match="allow_unproven"):
+                        copy_engine_reduce_scatter(model)
             loss = model(torch.ones(4, 8)).square().mean()
             loss.backward()
             losses.append(loss.item())
