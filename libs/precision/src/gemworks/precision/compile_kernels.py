@@ -57,7 +57,7 @@ def tile_variants() -> Iterator[Variant]:
         yield "activation_tile", kind, activation_tile_kernel, types, constants, config.num_warps, limit
         rows, width = norm_sum_tile(config, 1024)
         norms = {"HAS_RESIDUAL": True, "HAS_BIAS": False, "SUBTRACT_MEAN": False, "WRITE_Y": False, "DIRECTIONS": 3}
-        norms |= {"ROWS": rows, "WIDTH": width}
+        norms |= {"ROWS": rows, "STEPS": 4, "WIDTH": width}
         constants = {**base, **norms, "R8": config.rows // 8, "C": config.columns, "B": block, "REGROUP": regroup}
         types = argument_types(norm_cast_kernel, pointers, constants)
         yield "norm_tile", kind, norm_cast_kernel, types, constants, config.num_warps, limit

@@ -278,6 +278,7 @@ def norm_cast_kernel(
     WRITE_Y: tl.constexpr,
     DIRECTIONS: tl.constexpr,
     ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
     WIDTH: tl.constexpr,
     R8: tl.constexpr,
     C: tl.constexpr,
@@ -288,45 +289,47 @@ def norm_cast_kernel(
     HARDWARE: tl.constexpr,
 ):
     """Two kinds of programs in one grid, so that the sum is read back from cache and one kind computes while the other
-    waits for memory: ROWS rows of the sum with their statistics, and tiles of R8 * 8 rows of it, normalised and
-    quantised.
+    waits for memory: STEPS times ROWS rows of the sum with their statistics, and tiles of R8 * 8 rows of it, normalised
+    and quantised.
 
     A turn holds the sums of `blocks_per_turn` blocks of rows, evenly mixed with the tiles of the turn before. Programs
     start in the order of their number, so what a tile waits for (`ready_ptr`, int32 zeros, counts a block's finished
     sums) has started before it.
     """
     R: tl.constexpr = R8 * 8
-    sums = blocks_per_turn * (R // ROWS)
+    SHARE: tl.constexpr = ROWS * STEPS
+    sums = blocks_per_turn * (R // SHARE)
     tiles = blocks_per_turn * num_column_tiles
     turn = tl.program_id(0) // (sums + tiles)
     i = tl.program_id(0) % (sums + tiles)
     tile = i * tiles // (sums + tiles)
     if (i + 1) * tiles // (sums + tiles) == tile:
-        first_row = turn.to(tl.int64) * (blocks_per_turn * R) + (i - tile) * ROWS
+        first_row = turn.to(tl.int64) * (blocks_per_turn * R) + (i - tile) * SHARE
         if first_row < num_rows:
-            sum_rows(
-                x_ptr,
-                residual_ptr,
-                sum_ptr,
-                mean_ptr,
-                rstd_ptr,
-                first_row,
-                num_rows,
-                num_columns,
-                eps,
-                HAS_RESIDUAL,
-                SUBTRACT_MEAN,
-                ROWS,
-                WIDTH,
-                HARDWARE,
-            )
+            for step in range(STEPS):
+                sum_rows(
+                    x_ptr,
+                    residual_ptr,
+                    sum_ptr,
+                    mean_ptr,
+                    rstd_ptr,
+                    first_row + step * ROWS,
+                    num_rows,
+                    num_columns,
+                    eps,
+                    HAS_RESIDUAL,
+                    SUBTRACT_MEAN,
+                    ROWS,
+                    WIDTH,
+                    HARDWARE,
+                )
             tl.debug_barrier()
             tl.atomic_add(ready_ptr + first_row // R, 1, sem="release")
     else:
         block = (turn - 1) * blocks_per_turn + tile // num_column_tiles
         first_row = block.to(tl.int64) * R
         if (turn > 0) & (first_row < num_rows):
-            awaited = (tl.minimum(num_rows - first_row, R) + ROWS - 1) // ROWS
+            awaited = (tl.minimum(num_rows - first_row, R) + SHARE - 1) // SHARE
             seen = tl.atomic_add(ready_ptr + block, 0, sem="acquire")
             while seen < awaited:
                 seen = tl.atomic_add(ready_ptr + block, 0, sem="acquire")

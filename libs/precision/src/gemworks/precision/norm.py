@@ -193,6 +193,10 @@ def _norm_general(
     return planes, inexact
 
 
+# Steps of a program of the sum: what it costs to say that a share is finished is paid once for all of them.
+NORM_STEPS = 4
+
+
 @lru_cache(maxsize=256)
 def _norm_setup(
     config: TileConfig,
@@ -217,6 +221,7 @@ def _norm_setup(
         SUBTRACT_MEAN=subtract,
         WRITE_Y=write_y,
         ROWS=rows,
+        STEPS=min(NORM_STEPS, config.rows // rows),
         WIDTH=width,
     )
 
@@ -249,7 +254,7 @@ def _norm_tiles(
     _, column_tiles = setup.grid(num_rows, num_columns)
     row_blocks = -(-num_rows // setup.config.rows)
     blocks_per_turn = min(row_blocks, norm_turn(setup.config.rows, num_columns))
-    sums = blocks_per_turn * (setup.config.rows // int(setup.constants["ROWS"]))
+    sums = blocks_per_turn * (setup.config.rows // int(setup.constants["ROWS"] * setup.constants["STEPS"]))
     programs = (-(-row_blocks // blocks_per_turn) + 1) * (sums + blocks_per_turn * column_tiles)
     total = hidden.view(torch.int32)
     launch(
