@@ -44,7 +44,7 @@ def block_config(
     Forward fits three programs on an SM; with rope alone it needs a cap to.
 
     >>> block_config(64, "backward", dtype=torch.bfloat16, group=1, rope=True, qk_norm=True)
-    BlockConfig(num_warps=4, max_registers=None)
+    BlockConfig(num_warps=4, max_registers=None, gluon=False)
     """
     if block == 128 or (block == 64 and (dtype == torch.float32 or (group > 1 and direction == "backward"))):
         return BlockConfig(8)
