@@ -159,8 +159,8 @@ class Piece:
         new = not (args.run_dir / "config.toml").exists()
         command = [sys.executable, "-W", "ignore", "-m", "gemworks.gem.train", "--run-dir", str(args.run_dir)]
         command += ["--preset", args.preset, "--set", *(SETS if not args.bare else ()), *args.sets] if new else []
-        log = (args.out / "long_run.log").open("ab")
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        with (args.out / "long_run.log").open("ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     def run(self) -> int:
         """Trains for the piece's time; returns 0 if the run can be gone on with or is complete."""
