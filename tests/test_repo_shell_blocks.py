@@ -35,8 +35,11 @@ def blocks(path: Path, *languages: str) -> list[str]:
 
 def commands(path: Path) -> list[str]:
     """The lines of its `console` blocks that start with `$ `, and those of its `sh` blocks, without comments."""
-    lines = [line[2:] for block in blocks(path, "console") for line in block.splitlines() if line.startswith("$ ")]
-    lines += [line for block in blocks(path, "sh") for line in block.replace("\\\n", " ").splitlines()]
+    typed, scripts = (
+        [line for block in blocks(path, language) for line in block.replace("\\\n", " ").splitlines()]
+        for language in ("console", "sh")
+    )
+    lines = [line[2:] for line in typed if line.startswith("$ ")] + scripts
     return [found for line in lines if (found := re.split(r"\s+#", line)[0].strip()) and not found.startswith("#")]
 
 

@@ -23,6 +23,8 @@ def test_json_names_versions_devices_and_a_reason_per_op(
 ) -> None:
     import torch
     from gemworks import jagged
+    from gemworks.netmem import explain_codec
+    from gemworks.netmem.codec import BUILTIN
     from gemworks.precision import explain, support_table
     from gemworks.precision.recipe import PRESETS
 
@@ -50,7 +52,10 @@ def test_json_names_versions_devices_and_a_reason_per_op(
         (i["op"], i["backend"], i["config"]) for i in rows["precision"] if (i["device"], i["dtype"]) == ("cpu", "mxfp8")
     ]
     assert found == [(f"linear {name} {c.op}", c.backend, c.kernel) for name, c in mxfp8.choices]
-    assert len(findings["ops"]) == len(rows["jagged"]) + len(rows["precision"])
+    codecs = {item["op"]: item for item in findings["ops"] if item["library"] == "netmem" and item["device"] == "cpu"}
+    assert codecs["codec mxfp8"]["backend"] == "torch"
+    assert f"torch: {codecs['codec mxfp8']['reason']}" == explain_codec("mxfp8", torch.zeros(2))
+    assert {f"codec {name}" for name in BUILTIN} == codecs.keys()
     assert findings["problems"] == []
 
 

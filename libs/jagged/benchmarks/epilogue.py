@@ -121,8 +121,11 @@ def variants(case: Case, clock: Clock, context: report.Context) -> None:
     make = launch_norm.GluonNormConfig
     norm = launch_norm.NormArgs(residual, add, None, None, 1e-6, False)
     for args, configs in (
-        (norm, (make(), make(stages=3), make(128, 2), make(64, 4, 2, 184, 112), make(64, 5, 1))),
-        (None, (make(64, 4, 2, 232), make(64, 3, 2, 232), make(128, 2, 2, 232), make(64, 5, 1, 232))),
+        (norm, (make(), make(128, 2), make(64, 4, 2, 184, 112), make(64, 5, 1))),
+        (
+            None,
+            (make(64, 4, 2, 232), make(128, 2, 2, 232), make(64, 3, 2, 160, groups=3), make(64, 4, 1, 160, groups=3)),
+        ),
     ):
         for config in configs:
             y, h = torch.full_like(x.d_out, float("nan")), torch.full_like(x.d_out, float("nan"))

@@ -19,7 +19,7 @@ from gemworks.jagged import Rope, flash_attention, flash_attention_qkv
 from gemworks.jagged.bench import report
 from gemworks.jagged.bench.cases import BWD_FACTOR, Case, make_inputs
 from gemworks.jagged.bench.timing import Clock, Time, measure_ceilings
-from gemworks.jagged.ops.rope import custom_op
+from gemworks.jagged.ops.flash_attention import op
 from torch import Tensor
 
 SHAPES = ((128, 2048), (256, 1024))
@@ -31,9 +31,8 @@ Way = Callable[[Tensor], Tensor]
 
 
 def by_kernel(on: bool) -> None:
-    """Whether norm and rotation are one kernel, whatever the rules say."""
-    custom_op.HAS_RULE = on
-    custom_op.backend_of = lambda *_: "triton" if on else "reference"
+    """Whether `flash_attention` norms and rotates by one kernel."""
+    op.runs_in_one_pass = lambda *_, **__: on
 
 
 def measure() -> Iterator[dict[str, str]]:

@@ -39,6 +39,7 @@ CASES = {
     "B128 max2048 seeds256": Case("flash_attention", "pool", 128, 2048, rows=256),
     "B128 max2048 seeds64": Case("flash_attention", "pool", 128, 2048, rows=64),
     "B128 max2048 window100": Case("flash_attention", "self", 128, 2048, window=100),
+    "B128 max2048 causal": Case("flash_attention", "self", 128, 2048, causal=True),
 }
 # The same kinds of work on a few short sequences, for --check
 SMALL = {
@@ -48,6 +49,7 @@ SMALL = {
     "B128 max2048 seeds256": Case("flash_attention", "pool", 9, 700, rows=256),
     "B128 max2048 seeds64": Case("flash_attention", "pool", 9, 700, rows=64),
     "B128 max2048 window100": Case("flash_attention", "self", 9, 700, window=100),
+    "B128 max2048 causal": Case("flash_attention", "self", 9, 700, causal=True),
 }
 ACTIVATIONS = ("fast_gelu", "softmax")
 COLUMNS: tuple[str, ...] = (
@@ -149,6 +151,17 @@ GROUPS: dict[str, list[Variant]] = {
         ("forward", three_groups(64, 3, 2), True),
         ("forward", replace(three_groups(64, 3, 2), one_release=True), True),
         ("forward", replace(three_groups(64, 4, 1), keys_first=True, one_release=True), True),
+    ],
+    # Shapes with a causal mask or a window.
+    "masks": [
+        ("forward", PEER, None),
+        ("forward", TritonConfig(64, 64, 4, 3), None),
+        ("forward", two_groups(64, 4, 1), True),
+        ("forward", two_groups(64, 4, 2), True),
+        ("forward", two_groups(128, 2, 1), True),
+        ("backward", PEER, None),
+        ("backward", None, None),  # the pair in plain Triton
+        ("backward", FusedConfig(2, 2, early=True, ahead=True), None),
     ],
     # Keys kept over the tiles of a sequence: shapes with short keys only.
     "keep keys forward": [
@@ -268,7 +281,8 @@ def problem(x: Inputs, activation: str) -> Any:
     schedule = x.schedule
     for height, total in (("q64", x.d_out.shape[0]), ("k64", k.shape[0])):
         schedule = schedule.with_height(height, total)
-    mask = Mask(x.case.window - 1, x.case.window - 1) if x.case.window else Mask()
+    window = x.case.window - 1 if x.case.window else Mask().left
+    mask = Mask(window, 0 if x.case.causal else window)
     rule = Rule(x.scale, activation, mask, x.case.kind == "pool")
     bound = x.case.maximum if rows_k is None else rows_k
     return launch.Problem(q, k, v, rule, schedule, bound, "sm_90", x.d_out.shape[0], rows_k)
@@ -380,7 +394,13 @@ def main() -> None:
         shapes = args.shape or list(CASES)
         if "keep keys" in group or "keys kept" in group:
             shapes = [s for s in shapes if CASES[s].kind == "pffn"]
-        shapes = [s for s in shapes if (CASES[s].window > 0) == (group == "window")]
+        wanted = {"window": ["window"], "masks": ["window", "causal"]}.get(group, [])
+        masked = [s for s in shapes if CASES[s].window or CASES[s].causal]
+        shapes = (
+            [s for s in masked if s.split()[-1].rstrip("0123456789") in wanted]
+            if wanted
+            else [s for s in shapes if s not in masked]
+        )
         if group == "one consumer group":
             shapes = [s for s in shapes if CASES[s].kind != "self" or s == "B256 max1024"]
         left = args.budget_s - (time.monotonic() - begin)

@@ -247,3 +247,25 @@ def test_groups_are_split_without_changing_a_bit_of_meaning(sequence: int, monke
     _packing._cached_host_plan.cache_clear()
     torch.testing.assert_close(flash_attention(x, x, x, offsets, max_length_q=64), whole, rtol=1e-12, atol=1e-12)
     _packing._cached_host_plan.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bias_has_gradients_in_every_dtype(dtype: torch.dtype) -> None:
+    """Both tables, and q, k and v, against float64; in the dtypes that kernels take on a device."""
+    generator = torch.Generator().manual_seed(0)
+    offsets = torch.tensor([0, 5, 5, 17])
+    times = torch.randint(0, 500, (17,), generator=generator)
+    exact = [
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).double().requires_grad_()
+        for shape in ((17, 2, 8), (17, 2, 8), (17, 2, 8), (7, 2), (6, 2))
+    ]
+    results = []
+    for leaves in ([x.detach().to(dtype).requires_grad_() for x in exact], exact):
+        q, k, v, position, time = leaves
+        bias = AttentionBias(position, time, times, None, 10)
+        out = flash_attention(q, k, v, offsets, max_length_q=16, bias=bias)
+        d_out = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out)
+        results.append(torch.autograd.grad(out, leaves, d_out))
+    for ours, truth in zip(*results, strict=True):
+        assert ours.abs().max() > 0
+        assert (ours.double() - truth).norm() <= (1e-5 if dtype == torch.float32 else 2e-2) * truth.norm()

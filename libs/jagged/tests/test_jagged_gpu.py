@@ -164,12 +164,12 @@ def test_grouped_heads_and_other_value_widths(activation: str) -> None:
     check(arguments("shared", activation, heads=4, key_heads=1, width=64))
 
 
-@pytest.mark.parametrize("logit", [10.0, 30.0, 100.0])
+@pytest.mark.parametrize("logit", [10.0, -10.0, 30.0, -30.0, 100.0, -100.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_large_logits(logit: float, dtype: torch.dtype) -> None:
-    """Rows that are very negative beside surplus keys, whose logit is 0."""
-    args = list(arguments("self", dtype=dtype, scale=logit / 128))
-    args[0], args[1] = args[0].abs() + 0.5, -args[1].abs() - 0.5  # every logit is far below 0
+    """Rows far below and far above 0, the logit of surplus keys."""
+    args = list(arguments("self", dtype=dtype, scale=abs(logit) / 128))
+    args[0], args[1] = args[0].abs() + 0.5, (args[1].abs() + 0.5) * (1 if logit > 0 else -1)
     check(tuple(args), tolerance=2 * TOLERANCE[dtype] + (1e-4 if dtype == torch.float32 else 0.0))
 
 
@@ -263,9 +263,10 @@ def test_every_fused_config_equals_its_twin(activation: str, config: Any, monkey
         pytest.skip(f"Gluon kernels run on {table.GLUON_ARCHITECTURES}")
     many = torch.randint(0, 1500, (48,), generator=torch.Generator().manual_seed(3)).tolist()
     for dtype, layout in itertools.product(table.GLUON_DTYPES, ("self", "cross", "fixed", "shared", "many")):
-        args = arguments(layout, activation, dtype=dtype)
         if layout == "many":
             args = arguments("self", activation, dtype=dtype, heads=4, key_heads=4, lengths=(many, many))
+        else:
+            args = arguments(layout, activation, dtype=dtype)
         with monkeypatch.context() as patch:
             patch.setattr(table, "choose_fused", lambda *_: config)
             ours = run(args)[0] if layout == "many" else check(args)

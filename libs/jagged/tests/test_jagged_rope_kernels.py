@@ -15,10 +15,8 @@ from gemworks.jagged import (
     flash_attention_qkv,
     offsets_from_lengths,
     rms_norm,
-    support,
 )
-from gemworks.jagged.ops.rope import custom_op
-from gemworks.jagged.ops.rope.custom_op import HAS_RULE, norm_rope_op
+from gemworks.jagged.ops.rope.custom_op import norm_rope_op
 
 HERE = Path(__file__).parent
 EPS = 1e-6
@@ -63,11 +61,10 @@ def test_rotation_is_one_graph_for_a_compiler():
 
 
 @pytest.mark.reference
-def test_no_rule_names_kernels_that_never_ran():
-    """Until a device has run them, attention and `apply_rope` keep the formulas, and the support table says so."""
-    assert not HAS_RULE
-    assert explain("apply_rope", architecture="sm_90").backend == "reference"
-    assert {row.backend for row in support() if row.op == "apply_rope"} == {"reference"}
+def test_explain_names_the_kernel_where_it_runs():
+    assert explain("apply_rope", architecture="sm_90").backend == "triton"
+    assert explain("apply_rope", architecture="sm_90", dtype=torch.float64).backend == "reference"
+    assert explain("apply_rope").backend == "reference"
 
 
 @pytest.mark.compile
@@ -117,10 +114,8 @@ def test_kernels_on_a_gpu(dtype: torch.dtype, tables_dtype: torch.dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [None, 50])
-def test_attention_behind_the_kernels_on_a_gpu(packed: bool, window: int | None, monkeypatch: pytest.MonkeyPatch):
+def test_attention_behind_the_kernels_on_a_gpu(packed: bool, window: int | None):
     """QK-norm and rotation by kernel in front of the attention kernels: values and gradient against float64."""
-    monkeypatch.setattr(custom_op, "HAS_RULE", True)
-    monkeypatch.setattr(custom_op, "backend_of", lambda *_: "triton")
     offsets = offsets_from_lengths(torch.tensor([0, 1, 129, 64, 700, 63])).cuda()
     total, heads = int(offsets[-1]) + 3, 4
     qkv = torch.randn(total, 3 * heads, 128, device="cuda", dtype=torch.bfloat16)

@@ -59,7 +59,7 @@ def test_tile_kernels_compile(architecture: str, pattern: str, tmp_path: Path) -
             programs = 4 if "forward" in line["kernel"] else 3
             assert (line["shared_bytes"] + 1024) * programs <= 228 * 1024, line
             assert line["registers"] * 128 * programs <= 65536, line
-            assert line["stack_bytes"] <= (96 if "backward" in line["kernel"] else 24), line
+            assert line["stack_bytes"] <= (96 if "backward" in line["kernel"] else 32), line
         if line["kernel"].startswith(("block", "gluon")):
             assert line["matrix_products"] > 0, line
         if architecture == "sm_90" and not line["kernel"].startswith((*SPILLS, "gluon")):

@@ -229,6 +229,10 @@ def test_one_binary_for_every_batch_j7_t1() -> None:
     from gemworks.jagged.ops.norms.kernel_norm import norm_bwd_kernel, norm_fwd_kernel
 
     kernels: list[Any] = [block_fwd_kernel, block_bwd_kernel, norm_fwd_kernel, norm_bwd_kernel]
+    if torch.cuda.get_device_capability() == (9, 0):
+        from gemworks.jagged.ops.block_attention import kernel_block_hopper
+
+        kernels += [kernel_block_hopper.block_fwd_hopper_kernel, kernel_block_hopper.block_bwd_hopper_kernel]
     device = torch.cuda.current_device()
     counts = []
     for i, (qkv, offsets) in enumerate(batches(20)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,8 @@ def test_every_pair_is_walked_over_and_tiles_take_turns(
     pytest.importorskip("triton")
     from gemworks.jagged.ops.attention_core import kernel_turns_hopper as kernels
 
+    walk: Any = kernels.walk
+    ends: Any = kernels.ends
     monkeypatch.setattr(kernels, "gl", SimpleNamespace(maximum=max, minimum=min))
     draw = random.Random(0)
     lengths = [(draw.choice([1, 63, 64, 65, 300, 777]), draw.choice([0, 1, 127, 128, 129, 500])) for _ in range(20)]
@@ -28,7 +31,7 @@ def test_every_pair_is_walked_over_and_tiles_take_turns(
         shift = k_len - q_len if bottom_right else 0
         walks: dict[int, list[int]] = {m: [] for m in range(0, q_len, 64)}
         for row in range(0, k_len, 128):
-            found, begin, end = kernels.walk.fn(row, k_len, q_len, left, right, True, bottom_right)
+            found, begin, end = walk.fn(row, k_len, q_len, left, right, True, bottom_right)
             assert found == shift
             assert begin % 64 == 0
             for m in range(begin, end, 64):
@@ -36,7 +39,7 @@ def test_every_pair_is_walked_over_and_tiles_take_turns(
         for m, rows in walks.items():
             assert rows == list(range(rows[0], rows[-1] + 1, 128)) if rows else True
             for row in rows:
-                first, last = kernels.ends.fn(row, k_len, m, shift, left, right, True)
+                first, last = ends.fn(row, k_len, m, shift, left, right, True)
                 assert (first, last) == (row == rows[0], row == rows[-1]), (q_len, k_len, m, row)
             for query in range(m, min(m + 64, q_len)):
                 low, high = max(query + shift - left, 0), min(query + shift + right, k_len - 1)

@@ -85,6 +85,7 @@ def examine() -> dict[str, Any]:
     ops = [
         *_guarded("ops of gemworks.jagged", lambda: _jagged_ops(names), problems),
         *_guarded("ops of gemworks.precision", lambda: _precision_ops(names), problems),
+        *_guarded("codecs of gemworks.netmem", lambda: _netmem_codecs(names), problems),
     ]
     return {
         "python": platform.python_version(),
@@ -262,6 +263,28 @@ def _precision_ops(devices: list[str]) -> list[dict[str, Any]]:
                         "alternatives": better,
                     }
                 )
+    return rows
+
+
+def _netmem_codecs(devices: list[str]) -> list[dict[str, Any]]:
+    """What `gemworks.netmem.explain_codec` says of the built-in codecs for saved tensors; one row per codec."""
+    import torch
+    from gemworks.netmem import explain_codec
+    from gemworks.netmem.codec import BUILTIN
+
+    rows: list[dict[str, Any]] = []
+    for codec in BUILTIN:
+        for device in devices:
+            row: dict[str, Any] = {"library": "netmem", "op": f"codec {codec}", "device": device, "dtype": "bfloat16"}
+            try:
+                chosen = explain_codec(codec, torch.zeros(4096, dtype=torch.bfloat16, device=device))
+            except Exception as error:
+                rows.append(row | _none(error))
+                continue
+            backend, _, reason = chosen.partition(": ")
+            better = [{"backend": "triton", "dtypes": [], "architectures": ["a CUDA GPU"]}]
+            found = {"backend": backend, "config": None, "reason": reason}
+            rows.append(row | found | {"alternatives": better if backend == "torch" and device == "cpu" else []})
     return rows
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,9 +20,9 @@ def print_json(value: Any) -> None:
 
 def print_error(text: str) -> None:
     """One line on standard error, red on a terminal."""
-    line = f"error: {' '.join(text.split())}"
-    colored = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    print(f"\x1b[31m{line}\x1b[0m" if colored else line, file=sys.stderr)
+    from gemworks.gem.errors import print_line
+
+    print_line(f"error: {text}", sys.stderr)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from gemworks.cli.options import Json
-from gemworks.cli.output import need, print_json, quiet
+from gemworks.cli.output import print_json, quiet
 
 plan_app = typer.Typer(
     name="plan",
@@ -150,7 +150,6 @@ def _answer(
     **words: Any,
 ) -> None:
     """What the library answers to these words."""
-    need("gemworks.parallel", "gemworks-parallel")
     with quiet():
         from gemworks.parallel.command import Request, answer
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-REFERENCE = "reference"
+PLAIN_TORCH = ("reference", "torch", None)  # backends without kernels of their own; None: there is none at all
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def advise(gpus: Gpus, packages: Sequence[Mapping[str, Any]], ops: Sequence[Mapp
         One dict per remedy: `do` (an instruction, or None where nothing that can be installed helps), `why`, and
         `ops`, the names that it is for.
     """
-    slow = [item for item in ops if item["alternatives"] and item["backend"] in (REFERENCE, None)]
+    slow = [item for item in ops if item["alternatives"] and item["backend"] in PLAIN_TORCH]
     if not gpus.of_torch:
         if gpus.of_driver and gpus.torch_cuda is None:
             do = "install the CUDA build of torch"
@@ -111,7 +111,7 @@ def advise(gpus: Gpus, packages: Sequence[Mapping[str, Any]], ops: Sequence[Mapp
     advice: list[dict[str, Any]] = []
     state = {item["name"]: item["state"] for item in packages}
     on_gpu = [item for item in ops if item["device"] != "cpu"]
-    kernels = [item for item in on_gpu if item["backend"] in ("gluon", "triton") or "triton is not" in item["reason"]]
+    kernels = [item for item in on_gpu if item["backend"] in ("gluon", "triton") or _lacks_triton(item)]
     if state.get("triton") != "ok" and kernels:
         do, why = "pip install 'gemworks-gem[triton]'", "their kernels are written in Triton, which is not usable here"
         advice.append({"do": do, "why": why, "ops": _names(kernels)})
@@ -171,6 +171,10 @@ def outside_ranges(distributions: Iterable[str]) -> list[str]:
                 asked = line.partition(";")[0].strip()
                 found.append(f"{wanted.name} is {version}, and {name} asks for {asked}: pip install '{asked}'")
     return list(dict.fromkeys(found))
+
+
+def _lacks_triton(item: Mapping[str, Any]) -> bool:
+    return "triton is not installed" in item["reason"].lower()
 
 
 def _names(items: Iterable[Mapping[str, Any]]) -> list[str]:

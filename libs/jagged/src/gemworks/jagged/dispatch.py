@@ -93,7 +93,18 @@ RULES: tuple[Rule, ...] = (
         table.TRITON_MAX_HEAD_DIM,
         "attention_core/table.py",
     ),
+    Rule("triton", ("apply_rope",), KERNEL_DTYPES, TILE_ARCHITECTURES, BOTH, None, "rope/launch.py"),
     Rule("triton", NORM_OPS, KERNEL_DTYPES, TILE_ARCHITECTURES, BOTH, None, "norms/launch.py"),
+    Rule(  # one query head per key head, blocks of 64 (of 128 at head width 128); else the next rule's kernel
+        "gluon",
+        ("block_attention",),
+        table.GLUON_DTYPES,
+        table.GLUON_ARCHITECTURES,
+        BOTH,
+        max(table.GLUON_HEAD_DIMS),
+        "block_attention/launch.py",
+        table.GLUON_HEAD_DIMS,
+    ),
     Rule(
         "triton",
         ("block_attention",),
@@ -230,6 +241,8 @@ def explain(
     for rule in [r for r in RULES if op in r.ops]:
         refusal = rule.refusal(op, dtype, place, head_dim)
         config = rule.config
+        if refusal is None and rule.backend == "gluon" and op == "block_attention" and "grouped" in features:
+            refusal = "gluon has no grouped heads in block_attention"
         shape: table.Shape | None = None
         if refusal is None and rule.backend != "reference" and op in KERNEL_OPS:
             width = head_dim or 128
@@ -259,7 +272,7 @@ def explain(
                 reasons += [] if why is None else [f"backward in two kernels: {why}"]
             front = [f for f in ("qk_norm", "rope") if f in features]
             if front and rule.backend != "reference" and op in KERNEL_OPS:  # block attention has them inside
-                reasons.append(f"{' and '.join(front)} run before it, in PyTorch")
+                reasons.append(f"{' and '.join(front)} run before it, in one pass of their own")
             return Explanation(op, rule.backend, config, "; ".join(reasons))
         refusals.append(refusal if refusal.startswith(rule.backend) else f"{rule.backend} {refusal}")
     raise ValueError(f"{op}: {'; '.join(refusals)}; support() lists every op, dtype and architecture")

@@ -53,11 +53,16 @@ def report(error: BaseException, stream: TextIO | None = None) -> int:
     code = exit_code(error)
     if code == RUN_FAILED or os.environ.get(TRACEBACK_VARIABLE):
         traceback.print_exception(error, file=out)
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = str(error).strip() or type(error).__name__
     kind = {WRONG_INPUT: "error", REQUEUE: "to be continued"}.get(code, f"the run failed: {type(error).__name__}")
-    line = f"{kind}: {text}"
-    print(f"\x1b[31m{line}\x1b[0m" if out.isatty() and not os.environ.get("NO_COLOR") else line, file=out)
+    print_line(f"{kind}: {text}", out)
     return code
+
+
+def print_line(text: str, stream: TextIO) -> None:
+    """One line, whatever breaks are in the text; red on a terminal."""
+    line = " ".join(text.split())
+    print(f"\x1b[31m{line}\x1b[0m" if stream.isatty() and not os.environ.get("NO_COLOR") else line, file=stream)
 
 
 def write_error_file(error: BaseException) -> None:

@@ -18,14 +18,15 @@ from gemworks.jagged.ops.block_attention.formulas import BlockArgs, block_backwa
 from torch import Tensor
 
 
-def uses_triton(x: Tensor, head_dim: int) -> bool:
+def has_kernel_for(x: Tensor, head_dim: int) -> bool:
+    """Whether a kernel runs, of either language: which one, launch.py says."""
     if x.device.type != "cuda":
         return False
-    return backend_of("block_attention", x.dtype, architecture_of(x.device), head_dim) == "triton"
+    return backend_of("block_attention", x.dtype, architecture_of(x.device), head_dim) != "reference"
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, args: BlockArgs) -> Tensor:
-    if uses_triton(q, q.shape[-1]):
+    if has_kernel_for(q, q.shape[-1]):
         from gemworks.jagged.ops.block_attention.launch import block_attention_forward
 
         return block_attention_forward(q, k, v, args)
@@ -80,7 +81,7 @@ def _block_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous."""
     args = BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps)
-    if not uses_triton(q, q.shape[-1]):
+    if not has_kernel_for(q, q.shape[-1]):
         return block_backward(dout, q, k, v, args)
     from gemworks.jagged.ops.block_attention.launch import block_attention_backward
 
@@ -137,7 +138,7 @@ def backward_qkv(
     """The gradient of the packed projection in one tensor: three would cost as many bytes again to join."""
     args = BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps)
     q, k, v = split_heads(qkv, num_heads)
-    if not uses_triton(qkv, qkv.shape[-1]):
+    if not has_kernel_for(qkv, qkv.shape[-1]):
         return torch.cat(block_backward(dout, q, k, v, args), dim=1)
     from gemworks.jagged.ops.block_attention.launch import block_attention_backward
 

@@ -63,7 +63,6 @@ def gluon_config(block: int, direction: Literal["forward", "backward"]) -> Block
     return BlockConfig(4, 128 if direction == "forward" else 168, gluon=True)
 
 
-USE_GLUON = False  # until a GPU has run it
 # (block, head width) of kernel_block_hopper.py: V and the two tiles that take its place have to match in size
 GLUON_SHAPES = ((64, 64), (64, 128), (128, 128))
 
@@ -87,7 +86,7 @@ def gluon_takes(args: BlockArgs, q: Tensor, k: Tensor, *others: Tensor) -> bool:
 def _config(
     args: BlockArgs, direction: Literal["forward", "backward"], q: Tensor, k: Tensor, *others: Tensor
 ) -> BlockConfig:
-    if USE_GLUON and gluon_takes(args, q, k, *others):
+    if gluon_takes(args, q, k, *others):
         return gluon_config(args.block, direction)
     group, rope = q.shape[1] // k.shape[1], args.cos_TJ is not None
     return block_config(args.block, direction, dtype=q.dtype, group=group, rope=rope, qk_norm=args.qk_norm)

@@ -104,7 +104,7 @@ def _forward(
 ) -> Tensor:
     """[T, N, H], contiguous."""
     args = BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps)
-    if unprojected.uses_triton(x, head_dim):
+    if unprojected.has_kernel_for(x, head_dim):
         from gemworks.jagged.ops.block_attention import launch
 
         if launch.fuses_projection(x):

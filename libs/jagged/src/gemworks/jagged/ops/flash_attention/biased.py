@@ -1,7 +1,7 @@
-"""Attention with an additive bias as custom ops: `gemworks_jagged::attention_biased` and its backward.
+"""Attention with an additive bias as custom ops: `gemworks_jagged::attention_biased` and its backward, on CUDA alone.
 
-On a CPU the definition, differentiated by autograd; on CUDA plain Triton, which looks the bias up pair by pair and sums
-the tables' gradients in a fixed order (attention_core/kernel_bias.py).
+Plain Triton looks the bias up pair by pair and sums the tables' gradients in a fixed order
+(attention_core/kernel_bias.py). On a CPU the definition runs, differentiated by autograd.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._dense import compute_dtype
 from gemworks.jagged._imports import when_imported
 from gemworks.jagged._packing import Side
 from gemworks.jagged.dispatch import architecture_of, warn_once
-from gemworks.jagged.ops.attention_core.op import UNBOUNDED, Call, _kernels_take, _problem, count_pairs
+from gemworks.jagged.ops.attention_core.op import UNBOUNDED, Call, _problem, count_pairs
 from gemworks.jagged.ops.attention_core.reference import Rule
-from gemworks.jagged.ops.attention_core.table import MAX_TIME_BUCKETS
+from gemworks.jagged.ops.attention_core.table import MAX_TIME_BUCKETS, TRITON_DTYPES, TRITON_MAX_HEAD_DIM
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias
-from gemworks.jagged.ops.flash_attention.reference import flash_attention_reference
 from gemworks.jagged.schedule import TileSchedule
 from torch import Tensor
 
@@ -42,7 +42,7 @@ def biased_attention(
     bias: AttentionBias,
 ) -> Tensor:
     """[rows of q's side, N, V]; arguments as for `attention_core.op.attention`; differentiable once, in tables too."""
-    out, _ = torch.ops.gemworks_jagged.attention_biased(
+    out, _ = attention_biased(
         q,
         k,
         v,
@@ -69,21 +69,18 @@ def biased_attention(
     return out
 
 
-def _define(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Any, ...], call: Call) -> Tensor:
-    return flash_attention_reference(
-        q, k, v, call.plan(q, k), scale=call.rule.scale, mask=call.rule.mask, bias=AttentionBias(*tables),
-        shared_query=call.rule.shared_query,
-    )  # fmt: skip
-
-
-def _takes(q: Tensor, k: Tensor, v: Tensor, time: Tensor | None, call: Call) -> bool:
-    """Whether the kernels run this call; warns once where a device has to run the definition."""
+def has_kernel(q: Tensor, v: Tensor, bias: AttentionBias) -> bool:
+    """Whether `biased_attention` takes this call; warns once where a device has to run the definition instead."""
     if q.device.type != "cuda":
         return False
+    time = bias.time_table
     if time is not None and time.shape[0] > MAX_TIME_BUCKETS:
         warn_once(f"a time_table of more than {MAX_TIME_BUCKETS} buckets runs on the reference backend")
         return False
-    return _kernels_take(q, k, v, call, architecture_of(q.device), biased=True)
+    if q.dtype in TRITON_DTYPES and max(q.shape[2], v.shape[2]) <= TRITON_MAX_HEAD_DIM:
+        return True
+    warn_once("attention with a bias runs on the reference backend: triton does not take its dtype or head width")
+    return False
 
 
 def _biased_problem(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Any, ...], call: Call) -> Any:
@@ -96,56 +93,44 @@ def _biased_problem(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Any, ...], ca
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """(output, log-sum-exp [N, rows]); the latter is zeros, and not read again, where the definition runs."""
-    tables, call = rest[:_NUM_TABLES], Call(q, k, *rest[_NUM_TABLES:])
-    if _takes(q, k, v, tables[1], call):
-        from gemworks.jagged.ops.attention_core import launch
+    """(output, log-sum-exp [N, rows])."""
+    from gemworks.jagged.ops.attention_core import launch
 
-        with torch.cuda.device(q.device):
-            return launch.forward(_biased_problem(q, k, v, tables, call))
-    out = _define(q, k, v, tables, call)
-    return out, torch.zeros(q.shape[1], out.shape[0], dtype=compute_dtype(q.dtype), device=q.device)
+    tables, call = rest[:_NUM_TABLES], Call(q, k, *rest[_NUM_TABLES:])
+    with torch.cuda.device(q.device):
+        return launch.forward(_biased_problem(q, k, v, tables, call))
 
 
 def _backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, gradients of the tables), [0] for a table that is not there."""
+    from gemworks.jagged.ops.attention_core import launch
+
     tables, call = rest[:_NUM_TABLES], Call(q, k, *rest[_NUM_TABLES:])
-    position, time, *others = tables
-    if _takes(q, k, v, time, call):
-        from gemworks.jagged.ops.attention_core import launch
-
-        into = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-        with torch.cuda.device(q.device):
-            sums = launch.backward(_biased_problem(q, k, v, tables, call), d_out, out, lse, into)
-        assert sums is not None
-        d_tables = [
-            q.new_empty(0) if x is None else s.t().to(x.dtype, memory_format=torch.contiguous_format)
-            for x, s in zip((position, time), sums, strict=True)
-        ]
-        return into[0], into[1], into[2], d_tables[0], d_tables[1]
-    with torch.enable_grad():
-        leaves = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, position, time)]
-        truth = _define(leaves[0], leaves[1], leaves[2], (*leaves[3:], *others), call)  # pyright: ignore[reportArgumentType]
-    given = [x for x in leaves if x is not None]
-    found = iter(torch.autograd.grad(truth, given, d_out, materialize_grads=True))
-    grads = [q.new_empty(0) if x is None else next(found).contiguous() for x in leaves]
-    return grads[0], grads[1], grads[2], grads[3], grads[4]
+    into = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    with torch.cuda.device(q.device):
+        sums = launch.backward(_biased_problem(q, k, v, tables, call), d_out, out, lse, into)
+    assert sums is not None
+    d_tables = [
+        q.new_empty(0) if x is None else s.t().to(x.dtype, memory_format=torch.contiguous_format)
+        for x, s in zip(tables[:2], sums, strict=True)
+    ]
+    return into[0], into[1], into[2], d_tables[0], d_tables[1]
 
 
-attention_biased = torch.library.custom_op(
-    "gemworks_jagged::attention_biased",
+attention_biased = custom_op(
+    "attention_biased",
     _forward,
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_TABLES}{_COMMON}) -> (Tensor, Tensor)",
+    f"(Tensor q, Tensor k, Tensor v, {_TABLES}{_COMMON}) -> (Tensor, Tensor)",
+    device="cuda",
 )
-attention_biased_backward = torch.library.custom_op(
-    "gemworks_jagged::attention_biased_backward",
+attention_biased_backward = custom_op(
+    "attention_biased_backward",
     _backward,
-    mutates_args=(),
-    schema="(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_TABLES}{_COMMON}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    device="cuda",
 )
 
 
@@ -174,7 +159,7 @@ def _differentiate(ctx: Any, d_out: Tensor | None, _d_lse: Tensor | None) -> tup
     none = (None, None, None, None, None, [None] * len(tiles), None, *[None] * len(ctx.rest))
     if d_out is None:
         return None, None, None, None, None, *none
-    *grads, d_position, d_time = torch.ops.gemworks_jagged.attention_biased_backward(
+    *grads, d_position, d_time = attention_biased_backward(
         d_out, q, k, v, out, lse, position, time, times_q, times_k, ctx.unit, offsets_q, offsets_k, tiles,
         ctx.heights, *ctx.rest,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from gemworks.jagged.dispatch import warn_once
 from gemworks.jagged.ops.attention_core.op import attention
 from gemworks.jagged.ops.attention_core.reference import SOFTMAX, Rule
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias
-from gemworks.jagged.ops.flash_attention.biased import biased_attention
+from gemworks.jagged.ops.flash_attention.biased import biased_attention, has_kernel
 from gemworks.jagged.ops.flash_attention.reference import flash_attention_reference
 from gemworks.jagged.ops.norms.reference import rms_normalize
 from gemworks.jagged.ops.rope.custom_op import norm_rope_op, runs_in_one_pass
@@ -96,7 +96,7 @@ def flash_attention(
         rope.check("rope", total=args.q.shape[0], head_dim=q.shape[-1], device=q.device)
         (rope_k or rope).check("rope_k", total=args.k.shape[0], head_dim=q.shape[-1], device=q.device)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if q.dtype != torch.float64:
+    if q.dtype != torch.float64 and (bias is None or has_kernel(args.q, args.v, bias)):
         q_rows, k_rows = args.q, args.k
         if qk_norm or rope is not None:
             q_rows = _prepare(q_rows, args.side_q.offsets, rope, qk_norm_eps if qk_norm else None)
@@ -108,7 +108,7 @@ def flash_attention(
         else:
             out = biased_attention(q_rows, k_rows, args.v, *sides, bias)
     else:
-        if q.device.type == "cuda":
+        if q.device.type == "cuda" and q.dtype == torch.float64:
             warn_once("flash_attention in float64 runs on the reference backend, padded to max_length")
         plan = make_plan(args.side_q, args.side_k, args.num_sequences, q.shape[1], k.shape[-2], q.device)
         out = flash_attention_reference(

@@ -29,6 +29,7 @@ def _producer(
     q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
     HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -41,10 +42,10 @@ def _producer(
             for head in range(HEADS):
                 qs = qi % QSTAGES
                 mbarrier.wait(q_free.index(qs), ((qi // QSTAGES) & 1) ^ 1)
-                mbarrier.expect(q_full.index(qs), 2 * 64 * H * 2)
-                for g in gl.static_range(2):
+                mbarrier.expect(q_full.index(qs), GROUPS * 64 * H * 2)
+                for g in gl.static_range(GROUPS):
                     tma.async_copy_global_to_shared(
-                        q_desc, [q_begin + row + g * 64, head * H], q_full.index(qs), q_smem.index(2 * qs + g)
+                        q_desc, [q_begin + row + g * 64, head * H], q_full.index(qs), q_smem.index(GROUPS * qs + g)
                     )
                 qi += 1
                 for j in range(0, k_len, BN):
@@ -64,7 +65,7 @@ def _consumer(
     GROUP: gl.constexpr, out_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done, rows_free,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    QSTAGES: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr, NORM: gl.constexpr,
+    QSTAGES: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr, NORM: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -89,7 +90,7 @@ def _consumer(
                 qi += 1
                 o = gl.zeros([64, H], gl.float32, O_LAYOUT)
                 if (first_row < q_end) & (trips > 0):
-                    q = q_smem.index(2 * qs + GROUP)
+                    q = q_smem.index(GROUPS * qs + GROUP)
                     s0 = fill % STAGES
                     phase0 = (fill // STAGES) & 1
                     mbarrier.wait(k_full.index(s0), phase0)
@@ -204,13 +205,13 @@ def gdpa_norm_hopper_kernel(
     q_desc, k_desc, v_desc, h_ptr, y_ptr, residual_ptr, add_ptr, weight_ptr, bias_ptr, end_ptr, bounds_q,
     bounds_k, tile_sample, tile_row, num_tiles, scale, eps, residual_stride_t, add_stride_t,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    QSTAGES: gl.constexpr, FOLD: gl.constexpr, NORM: gl.constexpr, CENTER: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    HAS_ADD: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
-    FINISHER_REGS: gl.constexpr,
+    QSTAGES: gl.constexpr, GROUPS: gl.constexpr, FOLD: gl.constexpr, NORM: gl.constexpr, CENTER: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, HAS_ADD: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, FINISHER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_smem = gl.allocate_shared_memory(DTYPE, [2 * QSTAGES, 64, H], q_desc.layout)
+    q_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * QSTAGES, 64, H], q_desc.layout)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, H], k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, H], v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
@@ -223,46 +224,65 @@ def gdpa_norm_hopper_kernel(
     rows_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for s in gl.static_range(QSTAGES):
         mbarrier.init(q_full.index(s), count=1)
-        mbarrier.init(q_free.index(s), count=2)
+        mbarrier.init(q_free.index(s), count=GROUPS)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
-        mbarrier.init(k_free.index(s), count=2)
+        mbarrier.init(k_free.index(s), count=GROUPS)
         mbarrier.init(v_full.index(s), count=1)
-        mbarrier.init(v_free.index(s), count=2)
-    mbarrier.init(rows_done, count=2)
+        mbarrier.init(v_free.index(s), count=GROUPS)
+    mbarrier.init(rows_done, count=GROUPS)
     mbarrier.init(rows_free, count=1)
     fence_async_shared()
     total = gl.load(num_tiles)
+    gl.static_assert(not NORM or GROUPS == 2)
     if NORM:
         gl.warp_specialize(
             [
                 (_consumer, (G(0), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
-                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM)),
+                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM, GROUPS)),
                 (_consumer, (G(1), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
-                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM)),
+                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM, GROUPS)),
                 (_finisher, (h_ptr, y_ptr, residual_ptr, add_ptr, weight_ptr, bias_ptr, end_ptr, eps, residual_stride_t,
                              add_stride_t, bounds_q, bounds_k, tile_sample, tile_row, total, rows_done, rows_free,
                              HEADS * H, CENTER, HAS_RESIDUAL, HAS_ADD, HAS_WEIGHT, HAS_BIAS, DTYPE)),
                 (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, H, BN, STAGES, QSTAGES)),
+                             HEADS, H, BN, STAGES, QSTAGES, GROUPS)),
             ],
             [4, 4, 1], [CONSUMER_REGS, FINISHER_REGS, 24],
+        )  # fmt: skip
+    elif GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (G(0), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
+                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM, GROUPS)),
+                (_consumer, (G(1), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
+                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM, GROUPS)),
+                (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                             HEADS, H, BN, STAGES, QSTAGES, GROUPS)),
+            ],
+            [4, 1], [CONSUMER_REGS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (_consumer, (G(0), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
-                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM)),
+                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM, GROUPS)),
                 (_consumer, (G(1), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
-                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM)),
+                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM, GROUPS)),
+                (_consumer, (G(2), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
+                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM, GROUPS)),
                 (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, H, BN, STAGES, QSTAGES)),
+                             HEADS, H, BN, STAGES, QSTAGES, GROUPS)),
             ],
-            [4, 1], [CONSUMER_REGS, 24],
+            [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, 24],
         )  # fmt: skip

@@ -55,6 +55,7 @@ class GluonNormConfig:
     resident_stages: int = 2
     registers: int = 192
     norm_registers: int = 96
+    groups: int = 2  # of consumers; three without a norm alone
 
 
 def gluon_refusal(p: Problem, config: GluonNormConfig) -> str | None:
@@ -105,7 +106,7 @@ def gluon_forward(p: Problem, args: NormArgs | None, y: Tensor, h: Tensor, confi
         flat = x.as_strided((total, heads * width), (x.stride(0), 1))
         return TensorDescriptor(flat, [total, heads * width], [x.stride(0), 1], [rows, width], layout)
 
-    sample, row, count = p.tiles("q128")
+    sample, row, count = p.tiles(f"q{64 * config.groups}")
     norm = NormArgs(None, None, None, None, 0.0, False) if args is None else args
     others, strides = norm.tensors(p.q)
     grid = launch_hopper._num_programs(p.q.device.index or 0)
@@ -114,7 +115,8 @@ def gluon_forward(p: Problem, args: NormArgs | None, y: Tensor, h: Tensor, confi
         p.schedule.bounds[1, -1:], p.schedule.bounds[0], p.schedule.bounds[3], sample, row, count, p.rule.scale,
         norm.eps, *strides,
         ACT=p.rule.activation, HEADS=p.q.shape[1], H=p.q.shape[2], BN=config.block, STAGES=config.stages,
-        QSTAGES=config.resident_stages, FOLD=launch_hopper.folds(p.rule.activation, p.rule.scale, p.q.dtype),
+        QSTAGES=config.resident_stages, GROUPS=config.groups,
+        FOLD=launch_hopper.folds(p.rule.activation, p.rule.scale, p.q.dtype),
         CONSUMER_REGS=config.registers, FINISHER_REGS=config.norm_registers, NORM=args is not None, num_warps=4,
         **norm.constants,
     )  # fmt: skip

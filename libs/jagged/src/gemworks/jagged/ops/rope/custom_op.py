@@ -13,7 +13,7 @@ import torch
 from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._dense import compute_dtype
 from gemworks.jagged._imports import when_imported
-from gemworks.jagged.dispatch import RULES, architecture_of, backend_of
+from gemworks.jagged.dispatch import architecture_of, backend_of
 from torch import Tensor
 
 
@@ -110,17 +110,13 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 norm_rope_op.register_autograd(_backward, setup_context=_save)
 
 
-# The kernels are interpreted and compiled in tests, but have not run on a device: until they have, no rule names them.
-HAS_RULE = any(rule.backend == "triton" and "apply_rope" in rule.ops for rule in RULES)
-
-
 def runs_in_one_pass(x: Tensor, *, norm: bool) -> bool:
-    """Whether x goes through the op: on CUDA, once a rule names its kernels; else the formulas run in PyTorch.
+    """Whether x goes through the op, which has a kernel on CUDA; else the formulas run in PyTorch.
 
     A compiler fuses a rotation alone well, but not a norm with it.
     """
     on_gpu = x.device.type == "cuda" and x.dtype != torch.float64
-    return HAS_RULE and on_gpu and (norm or not torch.compiler.is_compiling())
+    return on_gpu and (norm or not torch.compiler.is_compiling())
 
 
 def _uses_triton(x: Tensor) -> bool:

@@ -125,7 +125,7 @@ class RopeTables:
 def _frequencies(base: float, count: int, device: torch.device) -> Tensor:
     """`base^(-j / count)`, float64 [count]."""
     j = torch.arange(count, dtype=torch.float64, device=device)
-    return torch.pow(torch.tensor(base, dtype=torch.float64, device=device), -j / max(count, 1))
+    return torch.pow(base, -j / max(count, 1))  # a number, not a tensor: that would wait for the device
 
 
 class _Rotate(torch.autograd.Function):
