@@ -74,6 +74,22 @@ def test_small_sequences_are_compared_with_a_tile_each(targets: Any) -> None:
     assert targets.small_sequences(targets.Rows([base])) == []
 
 
+def test_counters_stand_beside_the_useful_share(targets: Any) -> None:
+    """989 TFLOP/s at 1830 MHz is all of it."""
+    step = row(op="gdpa", shape="B256 max1024", ms="1", tflops="494.7", gbps="1", clock_mhz="1830")
+    kernel = {"op": "gdpa B256 max1024", "direction": "fwd", "kernel": "forward_kernel", "us": "9", "warps_active": "8"}
+    kernel |= {
+        "tensor_pipe_percent": "60.0",
+        "issue_percent": "1",
+        "dram_percent": "2",
+        "l2_percent": "3",
+        "waits": "x 1",
+    }
+    text = targets.counters_block([kernel, kernel | {"us": "4"}], targets.Rows([step]))
+    assert text.count("forward_kernel") == 1
+    assert "| 60.0 % | 50% |" in text
+
+
 def test_every_target_is_a_case_of_the_benchmark(targets: Any) -> None:
     import torch
     from gemworks.jagged.bench import blocks, norms

@@ -77,6 +77,7 @@ TARGETS = (
         for op in ("rms_norm residual", "layer_norm affine residual")
     ),
 )
+FLOPS_PER_CYCLE = 132 * 4096  # dense bf16 of an H100 or H200: 989 TFLOP/s at 1.83 GHz
 TILE = 128  # rows of q and of k
 SCHEDULE_SHARE = 0.05  # of one layer's forward
 COLUMNS = ("op, shape", "direction", "asked", "measured", "best peer", "")
@@ -239,14 +240,21 @@ def refusals_block(rows: Rows) -> str:
     return table(("peer", "rows", "reason"), [(name, str(n), reason) for (name, reason), n in counts.items()])
 
 
-def counters_block(counters: Sequence[Row]) -> str:
-    columns = ("step", "", "kernel", "us", "tensor pipe", "issue", "DRAM", "L2", "warps", "waits for")
+def counters_block(counters: Sequence[Row], rows: Rows) -> str:
+    """One line per kernel; beside the tensor pipe's activity, what the useful FLOPs of that step would need."""
+    columns = ("step", "", "kernel", "us", "tensor pipe", "useful", "issue", "DRAM", "L2", "warps", "waits for")
     lines = []
     for r in counters:
-        if r["us"] and float(r["us"]) >= 5:
-            name = r["kernel"].split("(")[0].split("<")[0].removeprefix("void ")
-            shares = [f"{r[c]} %" for c in ("tensor_pipe_percent", "issue_percent", "dram_percent", "l2_percent")]
-            lines.append((r["op"], r["direction"], f"`{name}`", r["us"], *shares, r["warps_active"], r["waits"]))
+        if not r["us"] or float(r["us"]) < 5:
+            continue
+        op, _, shape = r["op"].partition(" ") if not r["op"].startswith("block_attention") else (r["op"], "", BLOCKS)
+        step = rows.find(op, shape, r["direction"])
+        useful = ""
+        if step and step["tflops"] and step["clock_mhz"]:
+            useful = f"{float(step['tflops']) / (FLOPS_PER_CYCLE * float(step['clock_mhz']) * 1e-6):.0%}"
+        shares = [f"{r[c]} %" for c in ("issue_percent", "dram_percent", "l2_percent")]
+        head = (r["op"], r["direction"], f"`{r['kernel'].split('(')[0]}`", r["us"], f"{r['tensor_pipe_percent']} %")
+        lines.append((*head, useful, *shares, r["warps_active"], r["waits"]))
     return table(columns, lines)
 
 
@@ -270,7 +278,7 @@ def blocks() -> dict[str, Callable[[], str]]:
         "memory-bound": lambda: memory_block(rows()),
         "sweep plot": sweep_block,
         "refusals": lambda: refusals_block(rows()),
-        "counters": lambda: counters_block(read(COUNTERS)),
+        "counters": lambda: counters_block(read(COUNTERS), rows()),
     }
 
 

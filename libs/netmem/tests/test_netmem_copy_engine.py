@@ -14,7 +14,6 @@ from gemworks.netmem.copy_engine import (
     CopyEngineAllGather,
     CopyEngineReduceScatter,
     FallbackAllGather,
-    _pieces,
     copy_engine_all_gather,
     copy_engine_problem,
     copy_engine_reduce_scatter,
@@ -68,16 +67,6 @@ def test_every_rank_gets_its_part_of_the_sum(world, op):
             del source
 
     run_ranks(world, work)
-
-
-@pytest.mark.parametrize("n", [1, 4096, 5_000_000, 40_000_001, 1 << 28])
-def test_pieces_cover_everything_in_whole_tiles(n):
-    pieces = _pieces(n, 2)
-    assert [start for start, _ in pieces] == [0, *[end for _, end in pieces[:-1]]]
-    assert pieces[-1][1] == n
-    assert len(pieces) <= 8
-    assert all(start % 4096 == 0 for start, _ in pieces)
-    assert len(pieces) == 1 or pieces[0][1] * 2 >= 8 << 20
 
 
 def test_reduce_scatter_refuses_what_it_cannot_add():

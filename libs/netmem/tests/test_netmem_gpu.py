@@ -30,18 +30,20 @@ def gradients(model, batch) -> list[torch.Tensor]:
     return [p.grad.clone() for p in (batch, *model.parameters()) if p.grad is not None]
 
 
+@pytest.mark.parametrize("compile_kwargs", [None, {}], ids=["eager", "compiled"])
 @pytest.mark.parametrize("window_bytes", [0, 1 << 20, 1 << 30])
-def test_o1_o2_o3_bit_equal_gradients_with_delayed_streams(window_bytes):
+def test_o1_o2_o3_bit_equal_gradients_with_delayed_streams(window_bytes, compile_kwargs):
     device = torch.device("cuda", 0)
     model, batch = make_stack(SIZE, device)
-    expected = gradients(model, batch)
+    with apply_policy(model, {name: "keep" for name in model.regions}, compile_kwargs=compile_kwargs):  # noqa: C420
+        expected = gradients(model, batch)
     rng = random.Random(0)
     mover = CudaMover(device, chunk_bytes=1 << 18, delay=lambda way: rng.randint(0, 2_000_000))
     engine = OffloadEngine(
         PinnedArena(256 << 20), device=device, window_bytes=window_bytes, min_bytes=1 << 12, mover=mover
     )
     choices = {name: "offload" for name in model.regions}  # noqa: C420 - fromkeys loses the value's type
-    with apply_policy(model, choices, engine=engine):
+    with apply_policy(model, choices, engine=engine, compile_kwargs=compile_kwargs):
         for _ in range(10):
             for a, b in zip(gradients(model, batch), expected, strict=True):
                 assert torch.equal(a, b)

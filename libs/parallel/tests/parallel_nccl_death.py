@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,8 @@ def main() -> None:
     if backend == "nccl":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=12))
-    store = dist.distributed_c10d.PrefixStore("heart", dist.distributed_c10d._get_default_store().clone())
+    default: Any = dist.distributed_c10d._get_default_store()
+    store = dist.distributed_c10d.PrefixStore("heart", default.clone())
     world = dist.get_world_size()
     with Heartbeat(store, rank, world, interval_s=0.2, patience=5) as beat:
         x = torch.ones(2**20, device=device)

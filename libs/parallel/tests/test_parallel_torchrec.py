@@ -47,7 +47,7 @@ def _compare(rank: int, world: int, kind: str) -> dict[str, Any]:
         plan = ParallelPlan.for_world(world, shard=1, **plan_args)
         meshes = build_meshes(plan, presets.h200_host(world), device_type=kind)
         emb = FullyShardedEmbeddings(*from_torchrec(configs), meshes, RowSGD(lr=LR), device=device, seed=0)
-        whole = EmbeddingBagCollection(tables=configs, device=device)
+        whole: Any = EmbeddingBagCollection(tables=configs, device=device)
         with torch.no_grad():
             for i in range(len(ROWS)):
                 whole.embedding_bags[f"t{i}"].weight.copy_(emb.full_table(f"t{i}"))

@@ -3,6 +3,7 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 """mx_linear and its grouped form: values, gradients, what is saved, rules, and torch.compile."""
 
+import contextlib
 import math
 
 import pytest
@@ -19,8 +20,10 @@ from gemworks.precision import (
 )
 from gemworks.precision.casts import CastSpec, cast
 from gemworks.precision.gemms import gemm
+from gemworks.precision.linear import linear_with_counts
 from gemworks.precision.recipe import GemmKind
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.reference
 
@@ -380,3 +383,46 @@ def test_one_quantisation_in_squares_serves_all_products(kind, rows):
         y.backward(dy)
         for ours, exact in zip((y, leaf.grad, weight.grad), expected, strict=True):
             torch.testing.assert_close(ours.detach(), exact, rtol=1e-5, atol=1e-5)
+
+
+class Watching(TorchDispatchMode):
+    """A mode that looks at every op: with it the layer goes through its own op, without it, past it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "mxfp8_regroup128", "fp8_block128"])
+@pytest.mark.parametrize("changes", [{}, {"save": "row"}, {"save": "both"}, {"save": "both", "square_inputs": True}])
+def test_the_eager_way_gives_the_bits_of_the_op(kind, changes):
+    """y, dx, dW, db and the counts; a mode that watches ops sees the layer's."""
+    chosen = recipe(kind, **changes)
+    x, w, b, dy = torch.randn(72, 256), torch.randn(128, 256), torch.randn(128), torch.randn(72, 128)
+    results = []
+    for watching in (contextlib.nullcontext(), Watching()):
+        leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+        with watching:
+            y, counts = linear_with_counts(*leaves, chosen, 0)
+            y.backward(dy)
+        results.append((y.detach(), counts, *(leaf.grad for leaf in leaves)))
+    assert {"gemworks_precision::linear", "gemworks_precision::linear_backward"} <= watching.names
+    for eager, op in zip(*results, strict=True):
+        assert torch.equal(eager, op)
+
+
+def test_saved_tensors_of_the_eager_way_pass_the_hooks():
+    """Whoever offloads or compresses what backward needs sees the plane, and may replace it."""
+    seen = []
+    x, w = torch.randn(64, 256, requires_grad=True), torch.randn(128, 256, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        y = mx_linear(x, w, None, recipe("mxfp8", save="both"))
+    assert {(t.dtype, tuple(t.shape)) for t in seen} == {
+        (torch.float32, (128, 256)), (torch.uint8, (64, 256)), (torch.uint8, (2, 256))
+    }  # fmt: skip
+    y.sum().backward()
+    assert w.grad is not None

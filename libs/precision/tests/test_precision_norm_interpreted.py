@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from gemworks.precision import Stochastic
 from gemworks.precision.casts import CastSpec, cast
-from gemworks.precision.norm import norm_cast
+from gemworks.precision.norm import norm_backward, norm_cast
 from gemworks.precision.recipe import GemmKind
 
 pytestmark = pytest.mark.interpret
@@ -39,3 +39,22 @@ def test_fused_planes_are_those_of_its_own_y(norm, kind, dtype):
         expected, _ = cast(ours.y, dim, spec, "reference")
         assert torch.equal(plane.scales, expected.scales)
         assert torch.equal(plane.codes, expected.codes)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("shape", [(37, 70), (3, 16), (300, 33)])
+def test_backward_in_one_kernel(norm, shape, monkeypatch):
+    """Gradients of input, weight and bias against the definition; ranges of rows that end inside a program."""
+    monkeypatch.setattr("gemworks.precision.norm.NORM_PROGRAMS", 2)
+    generator = torch.Generator().manual_seed(sum(shape))
+    h, dy, more = (torch.randn(shape, generator=generator) for _ in range(3))
+    w = torch.randn(shape[1], generator=generator)
+    mean = h.mean(1) if norm == "layer" else torch.zeros(shape[0])
+    rstd = ((h - mean[:, None]).square().mean(1) + 1e-6).rsqrt()
+    for extra in (None, more):
+        arguments = (dy, h, w, mean, rstd, norm, norm == "layer", extra)
+        ours, expected = norm_backward(*arguments, backend="triton"), norm_backward(*arguments)
+        for a, b in zip(ours, expected, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

@@ -85,8 +85,9 @@ def tiles_only(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_planes_of_tiles_equal_the_reference(kind):
     """P1, P2, P3: ragged tiles in both dims, strided rows, blocks that are not finite, inexact codes counted."""
-    x = uneven(144, 288).bfloat16()[:, 16:160]
-    x[3, 5], x[70, 100], x[143, 143] = math.nan, math.inf, -math.inf
+    width = 144 if kind is GemmKind.FP8_BLOCK128 else 80
+    x = uneven(144, 288).bfloat16()[:, 16 : 16 + width]
+    x[3, 5], x[70, 60], x[143, -1] = math.nan, math.inf, -math.inf
     x[17, :] = -0.0
     lost = check(x, CastSpec(kind), single=True)
     assert (lost > 0) == (kind is GemmKind.MXFP8_REGROUP128)
@@ -153,8 +154,9 @@ def test_activation_in_the_kernel(activation):
 @pytest.mark.parametrize("mode", list(ScaleMode))
 def test_squares_stored_both_ways(mode):
     """P1, P8, P10: tiles that end inside a matrix; an infinity poisons its square alone, in both layouts."""
-    x = uneven(144, 272).bfloat16()
-    x[3, 200] = math.inf
+    width = 272 if mode is ScaleMode.RCEIL else 144
+    x = uneven(144, width).bfloat16()
+    x[3, 130] = math.inf
     spec = CastSpec(GemmKind.FP8_BLOCK128, scale_mode=mode)
     ours, expected = cast_squares(x, spec, "triton"), cast_squares(x, spec, "reference")
     for a, b in ((ours.rows, expected.rows), (ours.columns, expected.columns), (ours.transposed, expected.transposed)):
@@ -169,4 +171,4 @@ def test_squares_stored_both_ways(mode):
     assert square_scales(ours.transposed, 2) is ours.transposed.wide
     assert torch.equal(ours.rows.codes, ours.columns.codes)
     assert (ours.rows.codes[:128, 128:256] == 0x7F).all()
-    assert (ours.rows.codes == 0x7F).sum() == 128 * 128
+    assert (ours.rows.codes == 0x7F).sum() == 128 * min(128, width - 128)

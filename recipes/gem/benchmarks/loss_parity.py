@@ -7,11 +7,11 @@
 
 The first recipe is the one that the others are compared with: same seed, same initial weights, same batches. A row per
 seed and recipe: NE of the primary task, its difference in per cent of the first recipe's NE with a paired 95 %
-interval over samples (bootstrap); behind them a row per recipe with the mean over seeds and its 95 % interval
+interval over samples (bootstrap or normal); behind them a row per recipe with the mean over seeds and its 95 % interval
 (Student's t). `mxfp8_floor` is `mxfp8` with scale mode floor, which saturates. `--curve` plots the training losses.
 
 A finished model leaves its predictions in `--work`, and is not trained again: a run that was cut off goes on where it
-was, and rows are those of the models that exist. `--jobs` trains that many at a time, in processes of their own; on a
+was, and rows are those of the models that exist. `--jobs` processes train models at a time; on a
 GPU small models leave most of it idle, so several at once cost little more than one.
 """
 
@@ -113,7 +113,25 @@ def draw(path: Path, curves: dict[str, list[float]]) -> None:
     pyplot.close(figure)
 
 
-def run_one(name: str, seed: int, chosen: argparse.Namespace) -> None:
+class Remembering:
+    """A source that keeps the batches it has made: the models of one process read the same ones."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._batches: dict[tuple[str, bytes], Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def read(self, split: str, rows_B: Any) -> Any:
+        """The batch of these rows, made once."""
+        key = split, rows_B.tobytes()
+        if key not in self._batches:
+            self._batches[key] = self._source.read(split, rows_B)
+        return self._batches[key]
+
+
+def run_one(name: str, seed: int, chosen: argparse.Namespace, sources: dict[str, Any]) -> None:
     """Train and evaluate one model, and leave what it predicted in the work folder."""
     with tempfile.TemporaryDirectory() as folder:
         kernels = []
@@ -125,7 +143,8 @@ def run_one(name: str, seed: int, chosen: argparse.Namespace) -> None:
         config = load_config(chosen.preset, sets=[*chosen.sets, f"train.seed={seed}", *kernels])
         device = resolve_device(config.train.device)
         start = time.perf_counter()
-        logits, labels, losses, converted = train(config, open_source(config.data), device)
+        source = sources.setdefault("source", Remembering(open_source(config.data)))
+        logits, labels, losses, converted = train(config, source, device)
     facts = {
         "num_layers": converted,
         "preset": chosen.preset,
@@ -150,22 +169,45 @@ def result_path(work: Path, name: str, seed: int) -> Path:
 
 def run_missing(chosen: argparse.Namespace, arguments: list[str]) -> None:
     """Train what has no predictions yet, seed by seed, so that a run that is cut off has whole pairs."""
-    pairs = [(name, seed) for seed in chosen.seeds for name in chosen.recipes]
-    missing = [pair for pair in pairs if not result_path(chosen.work, *pair).exists()]
+    missing = {
+        seed: [name for name in chosen.recipes if not result_path(chosen.work, name, seed).exists()]
+        for seed in chosen.seeds
+    }
     if chosen.jobs == 1:
-        for name, seed in missing:
-            run_one(name, seed, chosen)
+        sources: dict[str, Any] = {}
+        for seed, names in missing.items():
+            for name in names:
+                run_one(name, seed, chosen, sources)
         return
 
-    def start(pair: tuple[str, int]) -> None:
+    def start(job: tuple[int, list[str]]) -> None:
+        seed, names = job
         # Later arguments replace earlier ones.
-        one = [*arguments, "--recipes", pair[0], "--seeds", str(pair[1]), "--jobs", "1", "--train-only"]
+        one = [*arguments, "--recipes", *names, "--seeds", str(seed), "--jobs", "1", "--train-only"]
         done = subprocess.run([sys.executable, __file__, *one], capture_output=True, text=True, check=False)
-        said = done.stdout if done.returncode == 0 else f"failed: {pair}: {done.stderr[-2000:]}"
+        said = done.stdout if done.returncode == 0 else f"{done.stdout}failed: {job}: {done.stderr[-2000:]}"
         print(said.strip(), flush=True)
 
+    size = chosen.models_per_job
+    jobs = [(seed, names[i : i + size]) for seed, names in missing.items() for i in range(0, len(names), size)]
     with ThreadPoolExecutor(chosen.jobs) as pool:
-        list(pool.map(start, missing))
+        list(pool.map(start, jobs))
+
+
+def samples_interval(logits: Tensor, first: Tensor, labels: Tensor, num_resamples: int) -> tuple[float, float]:
+    """95 % interval of NE(logits) - NE(first) over samples: a paired bootstrap or, with no resamples, the normal
+    interval of the mean difference of losses (the same to three digits from some thousands of samples on)."""
+    if num_resamples:
+        interval = paired_bootstrap(logits, first, labels, num_resamples=num_resamples)
+        return interval.low, interval.high
+    loss = torch.nn.functional.binary_cross_entropy_with_logits
+    target = labels.double()
+    differences = loss(logits.double(), target, reduction="none") - loss(first.double(), target, reduction="none")
+    rate = target.mean()
+    entropy = -(rate * rate.log() + (1 - rate) * (1 - rate).log()).item()
+    half = 1.96 * differences.std().item() / math.sqrt(len(differences))
+    mean = differences.mean().item()
+    return (mean - half) / entropy, (mean + half) / entropy
 
 
 def collect(chosen: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, list[float]], dict[str, list[float]]]:
@@ -188,9 +230,9 @@ def collect(chosen: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
             if name == chosen.recipes[0]:
                 first, base = logits, ne
             elif first is not None:
-                interval = paired_bootstrap(logits, first, labels, num_resamples=chosen.resamples)
-                row["ne_difference_percent"] = 100 * interval.difference / base
-                row["low_percent"], row["high_percent"] = 100 * interval.low / base, 100 * interval.high / base
+                low, high = samples_interval(logits, first, labels, chosen.resamples)
+                row["ne_difference_percent"] = 100 * (ne - base) / base
+                row["low_percent"], row["high_percent"] = 100 * low / base, 100 * high / base
                 differences.setdefault(name, []).append(row["ne_difference_percent"])
             rows.append(row)
             print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
@@ -205,8 +247,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--set", nargs="*", default=[], dest="sets", metavar="A.B=C")
     parser.add_argument("--min-features", type=int, default=128, help="narrower linears stay in bf16")
-    parser.add_argument("--jobs", type=int, default=1, help="models trained at a time")
-    parser.add_argument("--resamples", type=int, default=2000, help="of the bootstrap over samples")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--models-per-job", type=int, default=1, help="one after another in a process; data made once")
+    parser.add_argument("--resamples", type=int, default=2000, help="of the bootstrap over samples; 0: normal interval")
     parser.add_argument("--work", type=Path, help="folder of predictions; beside the CSV if not named")
     parser.add_argument("--train-only", action="store_true", help="write no rows")
     parser.add_argument("--collect-only", action="store_true", help="train nothing")
@@ -214,8 +257,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--curve", type=Path, help="a PNG of the training losses of the first seed")
     arguments = sys.argv[1:] if arguments is None else arguments
     chosen = parser.parse_args(arguments)
-    if chosen.jobs < 1:
-        parser.error(f"--jobs: got {chosen.jobs}, expected at least 1")
+    if min(chosen.jobs, chosen.models_per_job) < 1:
+        parser.error(f"--jobs, --models-per-job: got {chosen.jobs}, {chosen.models_per_job}, expected at least 1")
     chosen.work = chosen.work or chosen.out.with_suffix("")
     for folder in (chosen.out.parent, chosen.work):
         folder.mkdir(parents=True, exist_ok=True)

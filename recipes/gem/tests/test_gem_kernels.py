@@ -31,6 +31,7 @@ KERNELS = {
     "padded": PADDED,
     "jagged, PFFN by products": KernelConfig(pffn="matmul", norm="torch", fused_qk=False),
     "unfused": KernelConfig(norm="torch", fused_qk=False),
+    "norm in GDPA's kernel": KernelConfig(fused_pffn_norm=True),
     "own schedules": KernelConfig(share_schedule=False),
     "float32 stream": KernelConfig(stream="float32"),
     "fp16 rotations": KernelConfig(rope_tables="float16"),
@@ -90,6 +91,7 @@ def test_kernels_change_nothing(kernels: str):
             {"layout": "padded", "attention": "sdpa", "pooling": "sdpa"},
             "kernels.pffn: got 'gemworks', expected 'matmul'",
         ),
+        ({"pffn": "matmul", "fused_pffn_norm": True}, "kernels.fused_pffn_norm: got True"),
         ({"linears_min_features": 0}, "kernels.linears_min_features: got 0"),
     ],
 )

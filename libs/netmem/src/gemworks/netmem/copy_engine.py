@@ -10,7 +10,6 @@ Where symmetric memory can't be had, FSDP2 gets the ordinary all-gather, with a 
 
 from __future__ import annotations
 
-import contextlib
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -25,16 +24,12 @@ from gemworks.netmem.overlap import Activity, Trace, read_trace
 from gemworks.netmem.symmetric import (
     NUM_BUFFERS,
     ReduceScatterRings,
-    SymmetricHandle,
     SymmetricMemory,
     SymmetricRings,
     copy_engine_problem,
 )
 from torch import nn
 
-# a reduce-scatter goes in pieces: the pull of one hides the sum of another
-_MAX_PIECES = 8
-_MIN_PIECE_BYTES = 8 << 20
 # FSDP2's copies between parameters and the communication buffer.
 _FSDP_COPY = re.compile(
     r"split_with_sizes_copy|multi_tensor_apply|chunk_cat|CatArrayBatchedCopy|foreach_copy", re.IGNORECASE
@@ -99,9 +94,11 @@ class CopyEngineReduceScatter(ReduceScatterRings):
     """A reduce-scatter in FSDP2's `ReduceScatter` interface: copy engines bring the peers' parts, one kernel adds them.
 
     Copy engines can't add, so this rank pulls its part of every peer's input into a staging buffer and adds the W
-    parts in rank order in float32: `(W - 1) n` elements over NVLink without SMs, then memory-bound kernels that read
-    `W n` and write `n`. It goes in pieces: while one is added the next is pulled. NCCL moves fewer bytes through device
-    memory and takes SMs all the while.
+    parts in rank order in float32: `(W - 1) n` elements over NVLink without SMs, then one memory-bound kernel that
+    reads `W n` and writes `n`. NCCL moves fewer bytes through device memory and takes SMs all the while.
+
+    The kernel is compiled and loaded here: loading one may wait for the device to be idle, which it is not while a
+    barrier waits for a peer.
 
     Args:
         group, device, num_buffers, memory: as for `CopyEngineAllGather`.
@@ -116,7 +113,11 @@ class CopyEngineReduceScatter(ReduceScatterRings):
         memory: SymmetricMemory | None = None,
     ) -> None:
         super().__init__(group, device, num_buffers=num_buffers, memory=memory)
-        self._pull_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if device.type == "cuda":
+            parts = torch.zeros((group.size(), 4096), dtype=torch.bfloat16, device=device)
+            for mean in (False, True):
+                _sum_parts(parts[0], parts, group.rank(), torch.empty_like(parts[0]), mean)
+            torch.cuda.synchronize(device)
 
     def __call__(
         self,
@@ -139,43 +140,15 @@ class CopyEngineReduceScatter(ReduceScatterRings):
         handle = buffer.handle
         own, output = input_tensor.view(-1)[rank * n : (rank + 1) * n], output_tensor.view(-1)
         parts = input_tensor.new_empty((world, n))
-        mean = op == dist.ReduceOp.AVG
         handle.barrier(channel=2)
-        pieces = _pieces(n, input_tensor.element_size())
-        pulled = [self._pull(handle, parts, rank, start, end) for start, end in pieces]
-        for (start, end), event in zip(pieces, pulled, strict=True):
-            if event is not None:
-                torch.cuda.current_stream(self._device).wait_event(event)
-            _sum_parts(own[start:end], parts[:, start:end], rank, output[start:end], mean)
+        for step in range(1, world):
+            peer = (rank + step) % world
+            parts[peer].copy_(handle.get_buffer(peer, (n,), input_tensor.dtype, rank * n), non_blocking=True)
         handle.barrier(channel=3)  # nobody reads this rank's input any more
+        # own part first: the buffer may be handed out again as soon as it is marked
+        _sum_parts(own, parts, rank, output, op == dist.ReduceOp.AVG)
         self.mark_done(buffer)
         return None
-
-    def _pull(
-        self, handle: SymmetricHandle, parts: torch.Tensor, rank: int, start: int, end: int
-    ) -> torch.cuda.Event | None:
-        """Bring elements [start, end) of this rank's part from every peer; an event at the end of it."""
-        world, n = parts.shape
-        stream = self._pull_stream
-        if stream is not None and start == 0:
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
-            for step in range(1, world):
-                peer = (rank + step) % world
-                theirs = handle.get_buffer(peer, (end - start,), parts.dtype, rank * n + start)
-                parts[peer, start:end].copy_(theirs, non_blocking=True)
-        if stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(stream)
-        return event
-
-
-def _pieces(n: int, element_size: int) -> list[tuple[int, int]]:
-    """[start, end) of up to `_MAX_PIECES` pieces of n elements, of whole tiles and not below `_MIN_PIECE_BYTES`."""
-    num = max(1, min(_MAX_PIECES, n * element_size // _MIN_PIECE_BYTES))
-    size = -(-n // num // 4096) * 4096
-    return [(start, min(start + size, n)) for start in range(0, n, size)]
 
 
 def _sum_parts(own: torch.Tensor, parts: torch.Tensor, rank: int, out: torch.Tensor, mean: bool) -> None:

@@ -98,6 +98,7 @@ class Coded(Handle):
         super().__init__(engine, x, tuple(c for c, _, _ in codes if isinstance(c, Parcel)))
         self.probe = Probe(x)
         self.codec, self.codes = codec, codes
+        self.decoded: StorageWeakRef | None = None  # for its parts
         self.order = memory_order(x) or tuple(range(x.dim()))
 
     def restore(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -105,6 +106,20 @@ class Coded(Handle):
         shape = [self.shape[d] for d in self.order]
         x = decode_checked(self.codec, codes, shape, self.dtype, self.device)
         return x.permute([self.order.index(d) for d in range(len(self.order))])
+
+    def version_now(self) -> int:
+        return self.probe.now
+
+
+class Part(Handle):
+    """A view of a storage that is coded whole: interleaved queries, keys and values can't be coded one by one without
+    losing their strides. The handles of one storage share its codes, and what is decoded as long as any of it lives.
+    """
+
+    def __init__(self, engine: Owner, x: torch.Tensor, whole: Coded) -> None:
+        super().__init__(engine, x, ())
+        self.probe, self.whole = Probe(x), whole
+        self.stride, self.offset = x.stride(), x.storage_offset()
 
     def version_now(self) -> int:
         return self.probe.now
@@ -142,6 +157,25 @@ def memory_order(x: torch.Tensor) -> tuple[int, ...] | None:
                 return None
             expected *= x.shape[d]
     return tuple(order)
+
+
+def whole_of(x: torch.Tensor, most_bytes: int) -> torch.Tensor | None:
+    """The storage of a view with gaps as rows of the view's last dim; None if that is no row of memory, or too much.
+
+    >>> whole_of(torch.empty(4, 6)[:, :2], 200).shape, whole_of(torch.empty(4, 6)[:, ::2], 200)
+    (torch.Size([12, 2]), None)
+    """
+    row, size = x.shape[-1] if x.dim() else 0, x.untyped_storage().nbytes() // x.element_size()
+    if not row or x.stride(-1) != 1 or size % row or size * x.element_size() > most_bytes:
+        return None
+    return x.detach().as_strided((size // row, row), (row, 1), 0)  # a view, so that it has x's version counter
+
+
+def alive(reference: StorageWeakRef | None) -> torch.UntypedStorage | None:
+    """The storage, if anybody still holds it."""
+    if reference is None or reference.expired():
+        return None
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
 def row_major(shape: torch.Size) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import contextlib
 import math
 import threading
 import warnings
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,12 +28,15 @@ from gemworks.netmem.handles import (
     Handle,
     Kept,
     Moved,
+    Part,
     Probe,
+    alive,
     memory_order,
     movable,
     own_storage,
     row_major,
     view_of,
+    whole_of,
 )
 from gemworks.netmem.movers import CHUNK_BYTES, Mover, mover_for
 from gemworks.netmem.parcels import Parcel, State
@@ -132,6 +136,8 @@ class OffloadEngine:
         self._lock = threading.RLock()
         self._graveyard: deque[tuple[Parcel, ...]] = deque()
         self._identity: dict[tuple[Any, ...], Any] = {}
+        # storages coded whole; weakly, because their codes may be on the device
+        self._wholes: dict[tuple[Any, ...], tuple[weakref.ref[Coded], StorageWeakRef]] = {}
         self._live: OrderedDict[int, Parcel] = OrderedDict()  # by order of saving
         self._leaving: deque[Parcel] = deque()
         self._leaving_bytes = 0
@@ -176,7 +182,7 @@ class OffloadEngine:
                 autocast is on, float32 tensors (statistics of norms and of attention) are not coded.
             move: send to host memory; False with a codec: keep the codes on the device.
             exact_strides: every tensor comes back with the strides it had, as compiled code demands: tensors with gaps
-                or overlaps are not coded, and move with their whole storage.
+                or overlaps are coded and move with their whole storage.
         """
         coder = None if codec is None else get_codec(codec)
         self._ahead_of, self._ahead_bytes = 0, math.inf
@@ -263,6 +269,10 @@ class OffloadEngine:
             codable = codec is not None and x.is_floating_point() and (not exact or memory_order(x) is not None)
             if codable and codec is not None and codec.nbytes(x.shape, x.dtype) < size_bytes:
                 return self._code(x, codec, move)
+            if codec is not None and x.is_floating_point() and exact and not codable:
+                whole = whole_of(x, MAX_STORAGE_PER_VIEW * size_bytes)
+                if whole is not None and codec.nbytes(whole.shape, whole.dtype) < whole.numel() * whole.element_size():
+                    return self._part(x, whole, codec, move)
             if not move:
                 return self._keep(x)
             try:
@@ -340,6 +350,15 @@ class OffloadEngine:
         self._drain(self.window_bytes)
         return handle
 
+    def _part(self, x: torch.Tensor, whole: torch.Tensor, codec: Codec, move: bool) -> Part:
+        key = (x.untyped_storage()._cdata, x._version, whole.shape, x.dtype, codec.name, move)
+        filed = self._wholes.get(key)
+        coded = filed[0]() if filed is not None and not filed[1].expired() else None
+        if coded is None:
+            coded = self._code(whole, codec, move)
+            self._wholes[key] = weakref.ref(coded), StorageWeakRef(x.untyped_storage())
+        return Part(self, x, coded)
+
     # -- unpack --------------------------------------------------------------------------------------------------------
 
     def _unpack(self, handle: Handle) -> torch.Tensor:
@@ -348,6 +367,12 @@ class OffloadEngine:
             handle.check()
             if isinstance(handle, Kept):
                 return handle.x
+            if isinstance(handle, Part):
+                storage = alive(handle.whole.decoded)
+                if storage is None:
+                    storage = self._unpack(handle.whole).untyped_storage()
+                    handle.whole.decoded = StorageWeakRef(storage)
+                return view_of(storage, handle.dtype, handle.offset, handle.shape, handle.stride)
             storages = {id(p): self._fetch(p) for p in handle.parcels}
             if isinstance(handle, Moved):
                 x = view_of(storages[id(handle.parcels[0])], handle.dtype, handle.offset, handle.shape, handle.stride)
@@ -444,4 +469,6 @@ class OffloadEngine:
                 del self._live[parcel.sequence]
         if len(self._identity) > 2 * len(self._live) + 64:
             self._identity = {k: v for k, v in self._identity.items() if v.valid()}
+        if len(self._wholes) > 2 * len(self._live) + 64:
+            self._wholes = {k: v for k, v in self._wholes.items() if v[0]() is not None}
         self._drain(self.window_bytes)

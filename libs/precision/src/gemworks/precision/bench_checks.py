@@ -25,7 +25,7 @@ from gemworks.precision.gemms import gemm
 from gemworks.precision.hadamard import Hadamard
 from gemworks.precision.linear import mx_linear
 from gemworks.precision.mxtensor import MXTensor
-from gemworks.precision.norm import norm_cast
+from gemworks.precision.norm import norm_backward, norm_cast
 from gemworks.precision.probe import sqnr_db
 from gemworks.precision.projection import project_heads
 from gemworks.precision.recipe import GemmKind, recipe
@@ -218,6 +218,35 @@ def check_norm(device: torch.device) -> None:
         _different(f"{name} columns", out.columns, cast(out.y, 0, spec, "reference")[0])
 
 
+def check_norm_backward(device: torch.device) -> None:
+    """Gradients of the norm against autograd in float64, with and without a gradient of the sum; equal bits twice."""
+    for (m, k), norm in (((300, 520), "rms"), ((5000, 1024), "layer"), ((40, 4096), "rms")):
+        generator = torch.Generator(device).manual_seed(m)
+        h, dy, more = (torch.randn(m, k, device=device, generator=generator).bfloat16() for _ in range(3))
+        w = torch.randn(k, device=device, generator=generator)
+        leaf, weight = h.double().requires_grad_(), w.double().requires_grad_()
+        bias = torch.zeros_like(weight).requires_grad_()
+        centred = leaf - (leaf.mean(1, keepdim=True) if norm == "layer" else 0)
+        rstd = (centred.square().mean(1) + 1e-6).rsqrt()
+        (centred * rstd[:, None] * weight + bias).backward(dy.double())
+        mean = h.double().mean(1).float() if norm == "layer" else torch.zeros(m, device=device)
+        for extra in (None, more):
+            first, second = (
+                norm_backward(dy, h, w, mean, rstd.detach().float(), norm, norm == "layer", extra) for _ in range(2)
+            )
+            assert leaf.grad is not None
+            expected = leaf.grad if extra is None else leaf.grad + extra.double()
+            for name, ours, exact, again in zip(
+                ("dx", "dw", "db"), first, (expected, weight.grad, bias.grad), second, strict=True
+            ):
+                if ours is None or again is None:
+                    continue
+                assert exact is not None
+                torch.testing.assert_close(ours.double(), exact, rtol=2**-7, atol=2e-2 if name == "dx" else 5e-2)
+                if not torch.equal(ours, again):
+                    raise AssertionError(f"norm backward {norm} {(m, k)} {name}: two runs differ")
+
+
 def check_activation(device: torch.device) -> None:
     """Planes of the fused activation are those of its own y, and y is that of the reference to bf16 rounding."""
     x = _data(304, 528, device).clamp(-100, 100)
@@ -366,6 +395,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     "cast:formats": check_formats,
     "cast:codec": check_codec,
     "norm": check_norm,
+    "norm:backward": check_norm_backward,
     "activation": check_activation,
     "projection": check_projection,
     "gemm": check_products,

@@ -61,6 +61,13 @@ def tile_variants() -> Iterator[Variant]:
         constants = {**base, **norms, "R8": config.rows // 8, "C": config.columns, "B": block, "REGROUP": regroup}
         types = argument_types(norm_cast_kernel, pointers, constants)
         yield "norm_tile", kind, norm_cast_kernel, types, constants, config.num_warps, limit
+    from gemworks.precision.kernel_norm_backward import norm_backward_kernel
+
+    constants = {"SUBTRACT_MEAN": False, "HAS_BIAS": False, "ADD": True, "ROWS": 2, "C": 1024}
+    backward: dict[str, str] = dict.fromkeys(("dy_ptr", "hidden_ptr", "weight_ptr", "d_hidden_ptr", "dx_ptr"), "*bf16")
+    backward |= dict.fromkeys(("mean_ptr", "rstd_ptr", "d_weight_ptr", "d_bias_ptr"), "*fp32")
+    types = argument_types(norm_backward_kernel, backward, constants)
+    yield "norm_backward", "1024", norm_backward_kernel, types, constants, 8, None
     from gemworks.precision.kernel_square import cast_squares_kernel
     from gemworks.precision.triton_squares import SQUARES_WARPS
 

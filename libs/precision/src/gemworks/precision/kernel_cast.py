@@ -264,21 +264,17 @@ def cast_both_kernel(
     STOCHASTIC: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Both planes of `x [M, K]` out of one read of memory.
-
-    With SUB_ROWS = ROWS and SUB_COLUMNS = COLUMNS the tile stays in registers for both directions. Otherwise it is read
-    in row strips and again in column strips, the second time from the first-level cache, which takes half the
-    registers.
-    """
+    """Both planes of `x [M, K]` out of one read of memory: a tile is read in row strips and again in column strips, the
+    second time from the first-level cache, which takes half the registers of holding it."""
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     first_column = tl.program_id(1) * COLUMNS
-    if SUB_ROWS == ROWS and SUB_COLUMNS == COLUMNS:
-        row = first_row + tl.arange(0, ROWS)
+    for start in range(0, ROWS, SUB_ROWS):
+        row = first_row + start + tl.arange(0, SUB_ROWS)
         x = load_tile(x_ptr, row, first_column, num_rows, num_columns, stride_row, stride_column, COLUMNS)
         store_both(
             x,
             row,
-            first_row,
+            first_row + start,
             first_column,
             codes_ptr,
             scales_ptr,
@@ -289,72 +285,44 @@ def cast_both_kernel(
             num_columns,
             seed,
             step,
-            ROWS,
+            SUB_ROWS,
             COLUMNS,
             BLOCK,
             FORMAT,
             MODE,
             REGROUP,
             STOCHASTIC,
-            3,
+            1,
             HARDWARE,
         )
-    else:
-        for start in range(0, ROWS, SUB_ROWS):
-            row = first_row + start + tl.arange(0, SUB_ROWS)
-            x = load_tile(x_ptr, row, first_column, num_rows, num_columns, stride_row, stride_column, COLUMNS)
-            store_both(
-                x,
-                row,
-                first_row + start,
-                first_column,
-                codes_ptr,
-                scales_ptr,
-                codes_t_ptr,
-                scales_t_ptr,
-                inexact_ptr,
-                num_rows,
-                num_columns,
-                seed,
-                step,
-                SUB_ROWS,
-                COLUMNS,
-                BLOCK,
-                FORMAT,
-                MODE,
-                REGROUP,
-                STOCHASTIC,
-                1,
-                HARDWARE,
-            )
-        row = first_row + tl.arange(0, ROWS)
-        for start in range(0, COLUMNS, SUB_COLUMNS):
-            column = first_column + start
-            x = load_tile(x_ptr, row, column, num_rows, num_columns, stride_row, stride_column, SUB_COLUMNS)
-            store_both(
-                x,
-                row,
-                first_row,
-                column,
-                codes_ptr,
-                scales_ptr,
-                codes_t_ptr,
-                scales_t_ptr,
-                inexact_ptr,
-                num_rows,
-                num_columns,
-                seed,
-                step,
-                ROWS,
-                SUB_COLUMNS,
-                BLOCK,
-                FORMAT,
-                MODE,
-                REGROUP,
-                STOCHASTIC,
-                2,
-                HARDWARE,
-            )
+    row = first_row + tl.arange(0, ROWS)
+    for start in range(0, COLUMNS, SUB_COLUMNS):
+        column = first_column + start
+        x = load_tile(x_ptr, row, column, num_rows, num_columns, stride_row, stride_column, SUB_COLUMNS)
+        store_both(
+            x,
+            row,
+            first_row,
+            column,
+            codes_ptr,
+            scales_ptr,
+            codes_t_ptr,
+            scales_t_ptr,
+            inexact_ptr,
+            num_rows,
+            num_columns,
+            seed,
+            step,
+            ROWS,
+            SUB_COLUMNS,
+            BLOCK,
+            FORMAT,
+            MODE,
+            REGROUP,
+            STOCHASTIC,
+            2,
+            HARDWARE,
+        )
 
 
 @triton.jit

@@ -334,7 +334,7 @@ class _EagerLinear(torch.autograd.Function):
             ctx.save_for_backward(x, weight)
         else:
             # Tensors go through autograd, so that hooks on saved tensors see them.
-            ctx.save_for_backward(None, weight, kept.codes, kept.scales, kept.wide)
+            ctx.save_for_backward(None, weight, *kept.tensors)
             ctx.plane = kept.meta
         if chosen.forward.kind is GemmKind.MXFP8_REGROUP128:
             ctx.mark_non_differentiable(counts)

@@ -79,6 +79,11 @@ class MXTensor:
         return plane
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes, scales and `wide`: the first arguments of `unchecked`."""
+        return self.codes, self.scales, self.wide
+
+    @property
     def meta(self) -> tuple[Any, ...]:
         """Everything but the tensors, in the order of `unchecked`."""
         return self.shape, self.dim, self.block, self.format, self.scale_mode, self.hadamard

@@ -162,8 +162,9 @@ def measure_layer(x: Tensor, weight: Tensor, dy: Tensor, chosen: Recipe) -> Cand
     """SQNR, saturation and underflow of the three products of one layer, against float64 products of the same
     operands."""
     with torch.no_grad():
-        y, _, counts = linear_forward(x, weight, None, chosen, False, torch.float32)
-        dx, dw = linear_backward(dy, x, weight, chosen, 0, True, True, torch.float32, torch.float32)
+        y, kept, counts = linear_forward(x, weight, None, chosen, True, torch.float32)
+        source = x if kept is None else kept
+        dx, dw = linear_backward(dy, source, weight, chosen, 0, True, True, torch.float32, torch.float32)
         assert dx is not None
         assert dw is not None
         xd, wd, dyd = x.double(), weight.double(), dy.double()
@@ -199,12 +200,15 @@ def time_layer(x: Tensor, weight: Tensor, dy: Tensor, chosen: Recipe) -> float:
     return float(do_bench(step, return_mode="median"))  # pyright: ignore[reportArgumentType]
 
 
+CANDIDATES = ("mxfp8", "mxfp8_regroup128", "fp8_block128", "fp8_square128", "fp8_wgrad_bf16")
+
+
 def probe(
     model: nn.Module,
     batches: Iterable[Any],
     step: Callable[[nn.Module, Any], Tensor] | None = None,
     *,
-    candidates: tuple[str | Recipe, ...] = ("mxfp8", "mxfp8_regroup128", "fp8_block128"),
+    candidates: tuple[str | Recipe, ...] = CANDIDATES,
     min_sqnr_db: float = 22.0,
     min_speedup: float = 1.0,
     max_rows: int = 4096,

@@ -6,6 +6,8 @@
 | `mxfp8` | E4M3 in OCP blocks of 32, products exact | bf16 speed at best: the accuracy of MXFP8 without its speed |
 | `mxfp8_regroup128` | the same codes, merged to 128-wide blocks; inexact merges are counted, a layer with too many falls back | FP8 speed |
 | `fp8_block128` | E4M3 in 1x128 (activations, gradients) and 128x128 (weights) blocks, power-of-two scales | FP8 speed |
+| `fp8_square128` | the same with 128x128 blocks of everything, quantised once for both directions | FP8 speed, cheaper casts |
+| `fp8_wgrad_bf16` | `fp8_block128` but the weight gradient | no second direction to cast |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -182,9 +184,8 @@ class Recipe:
         if preset is None:
             return replace(self, layers={})
         base = PRESETS[preset]
-        return replace(
-            self, name=base.name, forward=base.forward, dgrad=base.dgrad, wgrad=base.wgrad, layers={}, save=base.save
-        )
+        own = ("name", "forward", "dgrad", "wgrad", "save", "square_inputs", "square_gradients")
+        return replace(self, layers={}, **{name: getattr(base, name) for name in own})
 
     def to_toml(self) -> str:
         """The recipe as TOML; `Recipe.from_toml` reads it back to an equal recipe.
@@ -249,6 +250,11 @@ def _uniform(name: str, kind: GemmKind) -> Recipe:
 
 PRESETS: dict[str, Recipe] = {}
 PRESETS.update({kind.value: _uniform(kind.value, kind) for kind in GemmKind})
+_BLOCK128 = PRESETS["fp8_block128"]
+PRESETS["fp8_square128"] = replace(
+    _BLOCK128, name="fp8_square128", save=Save.BOTH, square_inputs=True, square_gradients=True
+)
+PRESETS["fp8_wgrad_bf16"] = replace(_BLOCK128, name="fp8_wgrad_bf16", wgrad=GemmRecipe(GemmKind.BF16))
 
 
 def recipe(source: str | Path | Recipe, **changes: Any) -> Recipe:

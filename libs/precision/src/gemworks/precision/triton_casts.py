@@ -52,7 +52,7 @@ def rows_config(block: int, regroup: bool, hadamard: int, transposed: bool, stoc
 
 @dataclass(frozen=True)
 class BothConfig:
-    """Tile of the two-direction cast, and the strips in which it is read (the tile itself: held in registers)."""
+    """Tile of the two-direction cast, and the strips in which it is read."""
 
     rows: int
     columns: int

@@ -56,9 +56,7 @@ def compile_dense(model: nn.Module, *, with_layers: bool = True) -> None:
     The sequence parts stay eager: their kernels are opaque to the compiler.
     """
     for name in ("tokens", "head.mlp"):
-        part = model.get_submodule(name)
-        part.register_forward_pre_hook(_mark_samples)
-        compile_part(part)
+        compile_rows(model.get_submodule(name))
     for layer in getattr(model, "layers", ()) if with_layers else ():
         for name in ("summary", "gate", "interaction"):
             compile_part(layer.get_submodule(name))
@@ -74,8 +72,7 @@ def compile_layers(model: nn.Module, *, with_forward: bool = True) -> None:
         with_forward: False only marks rows, for layers whose forward an activation policy has compiled.
     """
     for event in getattr(model, "events", ()):
-        event.merge.register_forward_pre_hook(_mark_samples)
-        compile_part(event.merge)
+        compile_rows(event.merge)
     for layer in getattr(model, "layers", ()):
         layer.register_forward_pre_hook(_mark_layer)
         if with_forward:
@@ -87,7 +84,13 @@ def compile_part(module: nn.Module) -> None:
     module.forward = torch.compile(module.forward)
 
 
-def _mark_samples(part: nn.Module, args: tuple[Any, ...]) -> None:
+def compile_rows(module: nn.Module) -> None:
+    """`compile_part` for a module of tensors whose first size varies from batch to batch."""
+    module.register_forward_pre_hook(_mark_rows)
+    compile_part(module)
+
+
+def _mark_rows(module: nn.Module, args: tuple[Any, ...]) -> None:
     for tensor in args:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
 

@@ -32,6 +32,7 @@ class KernelConfig:
         norm: gemworks.jagged's norms with their residuals, or torch's with the additions beside them.
         fused_qk: QK-norm and RoPE inside the ops of self-attention and softmax pooling, which take their projection as
             one tensor and return its gradient as one; otherwise op by op before them.
+        fused_pffn_norm: the norm after GDPA, its residual and what is added after it inside GDPA's kernel.
         stream: dtype of the tokens between the layers: autocast's own, or float32, as norms under autocast leave it.
         rope_tables: dtype of the rotations' cosines and sines; float16 errs by 2^-11 of 1, less than a bf16 query does.
         share_schedule: tile schedules are built once per batch; otherwise every op builds its own.
@@ -49,6 +50,7 @@ class KernelConfig:
     pffn: PffnKernel = "gemworks"
     norm: NormKernel = "gemworks"
     fused_qk: bool = True
+    fused_pffn_norm: bool = False
     stream: Literal["autocast", "float32"] = "autocast"
     rope_tables: Literal["float32", "float16"] = "float32"
     share_schedule: bool = True
@@ -72,6 +74,11 @@ class KernelConfig:
             raise ConfigError(
                 f"kernels.pffn: got {self.pffn!r}, expected 'matmul', as kernels.layout is 'padded'; GDPA takes packed "
                 f"sequences"
+            )
+        if self.fused_pffn_norm and self.pffn != "gemworks":
+            raise ConfigError(
+                f"kernels.fused_pffn_norm: got True with kernels.pffn {self.pffn!r}, expected 'gemworks'; it is GDPA's "
+                f"kernel that does it"
             )
         if self.linears_min_features < 1:
             raise ConfigError(

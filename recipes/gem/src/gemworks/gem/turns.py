@@ -21,6 +21,7 @@ class Turns:
         folder: of this meeting; empty at first.
         number: of processes that meet.
         patience_s: how long to wait for the others; then go on without them.
+        order: how many turns come before this one's.
 
     >>> import tempfile
     >>> turns = Turns(Path(tempfile.mkdtemp()), number=1)
@@ -30,8 +31,8 @@ class Turns:
     ...     pass
     """
 
-    def __init__(self, folder: Path, number: int, *, patience_s: float = 120.0) -> None:
-        self.folder, self.number, self.patience_s = folder, number, patience_s
+    def __init__(self, folder: Path, number: int, *, patience_s: float = 120.0, order: int = 0) -> None:
+        self.folder, self.number, self.patience_s, self.order = folder, number, patience_s, order
         folder.mkdir(parents=True, exist_ok=True)
 
     def arrive(self) -> None:
@@ -41,17 +42,22 @@ class Turns:
     def wait(self) -> int:
         """Waits until all are ready; returns how many are."""
         self.arrive()
+        return self._wait_for("ready", self.number)
+
+    def _wait_for(self, kind: str, number: int) -> int:
         deadline = time.monotonic() + self.patience_s
-        while (ready := len(list(self.folder.glob("ready.*")))) < self.number and time.monotonic() < deadline:
+        while (found := len(list(self.folder.glob(f"{kind}.*")))) < number and time.monotonic() < deadline:
             time.sleep(0.05)
-        return ready
+        return found
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Alone among the processes that meet here."""
+        """Alone among the processes that meet here, and after those of a lower order."""
+        self._wait_for("done", self.order)
         with (self.folder / "turn").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             try:
                 yield
             finally:
+                (self.folder / f"done.{os.getpid()}").touch()
                 fcntl.flock(file, fcntl.LOCK_UN)

@@ -26,10 +26,10 @@ from gemworks.jagged.bench.peers import PEERS, Contender, Maker, from_file, ours
 from gemworks.jagged.bench.timing import Clock, Time, measure_ceilings, time_in_turn
 
 SUITES = ("attention", "blocks", "norms")
-# FlexAttention compiles for every shape, others tune at every length: targets are measured beside all of them.
+# What a peer costs before it runs: FlexAttention compiles for every shape, others tune at every length, cuDNN plans for
+# every padded batch. Targets are measured beside all of them; what else is promised a row, beside what starts at once.
 SLOW_TO_COMPILE = ("FlexAttention",)
-SWEEP_PRIORITY = 2
-SWEEP_PEERS = ("torch varlen_attn", "flash-attn-4", "padded SDPA")
+QUICK_PEERS = ("torch varlen_attn", "flash-attn-4", "HSTU Triton")
 
 
 def closures(x: Inputs, contender: Contender) -> dict[str, Callable[[], object]]:
@@ -141,12 +141,13 @@ class Run:
 
     def _set_up(self, name: str, make: Maker, x: Inputs, refusals: dict[str, str]) -> dict[str, Callable[[], object]]:
         args = self.args
-        priority = 0 if args.smoke or args.all_peers else x.case.priority
-        if name in SLOW_TO_COMPILE and priority > 0:
+        everything = args.smoke or args.all_peers
+        main = x.case.priority == 0
+        if name in SLOW_TO_COMPILE and not (everything or (main and x.case.kind == "self" and not x.case.window)):
             refusals[name] = "left out: it compiles for every shape; --all-peers measures it here too"
             return {}
-        if priority >= SWEEP_PRIORITY and not name.startswith(report.OURS) and name not in SWEEP_PEERS:
-            refusals[name] = "left out: it tunes at every length; --all-peers measures it here too"
+        if not (everything or main or name.startswith(report.OURS) or name in QUICK_PEERS):
+            refusals[name] = "left out: it tunes or plans for every shape; --all-peers measures it here too"
             return {}
         began = self.guard.state.seconds
         self.guard.enter(name)
@@ -261,10 +262,12 @@ def main(argv: list[str] | None = None, *, restarts: bool = False) -> int:
         for label, make in memory_bound_subjects(args, device, dtype)
         if args.only in label
     ]
+    late = [(label, step) for label, step in memory_bound if label.rsplit(" ", 1)[0] in norms.LATE]
     steps: list[tuple[str, Callable[[], int]]] = [
         *((label, step) for label, step, priority in attention if priority == 0),
-        *memory_bound,
+        *(step for step in memory_bound if step not in late),
         *((label, step) for label, step, priority in attention if priority > 0),
+        *late,
     ]
     shard, num_shards = map(int, args.shard.split("/"))
     steps = steps[shard::num_shards]

@@ -104,14 +104,12 @@ CASES: tuple[Case, ...] = (
     *(Case(op, "self", 256, n, priority=2) for n in (256, 512) for op in BOTH),
     *(Case(op, "self", 64, 4096, "full", priority=2) for op in BOTH),
     *(Case(op, "self", 1152, 2000, "mean70", priority=2) for op in BOTH),
-    *(
-        Case(op, "self", batch, n, law, width, priority=3)
-        for law, width, batch, n in itertools.product(SWEEP_LAWS, (128, 64), (256, 1152), (256, 1024, 4096))
-        for op in BOTH
-    ),
-    *(
-        Case("gdpa", "pffn", batch, 1024, law, width, rows, priority=3)
-        for law, width, batch, rows in itertools.product(SWEEP_LAWS, (128, 64), (256, 1152), (128, 256))
+    *itertools.chain.from_iterable(
+        (
+            *(Case(op, "self", batch, n, law, width, priority=3) for n in (1024, 256, 4096) for op in BOTH),
+            *(Case("gdpa", "pffn", batch, 1024, law, width, rows, priority=3) for rows in (256, 128)),
+        )
+        for width, batch, law in itertools.product((128, 64), (256, 1152), SWEEP_LAWS)
     ),
 )
 SMOKE: tuple[Case, ...] = (

@@ -62,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         help="with --compile: compile all choices of `budgets` at once before it; only: and do nothing else",
     )
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="of `budgets`")
+    parser.add_argument("--limit-s", type=float, default=120.0, help="seconds that a suite of `pair` may take")
     parser.add_argument("--batch", type=int, default=StackSize.batch)
     parser.add_argument("--depth", type=int, default=StackSize.depth)
     args = parser.parse_args(argv)
@@ -96,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
                     rows.add("link", setting=name, gbps=link.bytes_per_s / 1e9, ms=link.latency_s * 1e3)
             return rows
 
-        rows = pair.run(make_rows, suites, args.smoke)
+        rows = pair.run(make_rows, suites, args.smoke, args.limit_s)
         if not int(os.environ.get("RANK", "0")):
             rows.write(out)
             _plot(out)

@@ -28,7 +28,6 @@ from gemworks.netmem.budget import (
     OFFLOAD,
     QUANTISE,
     QUANTISE_FUSED,
-    QUANTISE_OFFLOAD,
     RECOMPUTE,
     Plan,
     StepProfile,
@@ -42,6 +41,8 @@ from gemworks.netmem.solver import least_feasible, solve
 
 # values of one global partitioner budget, and so the memory budgets at which it is compared
 GLOBAL = (0.8, 0.6, 0.4, 0.2, 0.0)
+# those of them that give both kinds of region something else than their neighbours
+NOT_ALIKE = (0.8, 0.2, 0.0)
 # what regions may choose beyond these
 FINER = (0.9, 0.5)
 FUSED = (1.0, 0.8, 0.2)
@@ -75,7 +76,7 @@ class Study:
         self.model, self.batch = make_stack(size, s.device)
         self.compiled = s.compile
         self.compile_kwargs: dict[str, object] | None = {} if s.compile else None
-        self.arena_bytes = s.gib(8) if not s.smoke else 64 << 20
+        self.arena_bytes = s.gib(4) if not s.smoke else 64 << 20
         self.engine = OffloadEngine(
             PinnedArena(self.arena_bytes, pin=s.device.type == "cuda"),
             device=s.device,
@@ -245,13 +246,14 @@ def budgets(s: Setup, size: StackSize, parts: Sequence[str] = PARTS) -> None:
     partitioned = _recomputes(GLOBAL) if s.compile else ["recompute_cheap", RECOMPUTE]
     finer = _recomputes(FINER) if s.compile else []
     fused = _fused() if s.compile else []
-    coded = [QUANTISE, QUANTISE_OFFLOAD] if "quantise" in parts else []
+    coded = [QUANTISE] if "quantise" in parts else []
+    lossless = [*finer, *(partitioned if "curve" in parts or not s.compile else _recomputes(NOT_ALIKE))]
     try:
-        step = _profile(study, [KEEP, *partitioned, *finer, OFFLOAD, *coded, *fused])
+        step = _profile(study, [KEEP, *lossless, OFFLOAD, *coded, *fused])
         coded += fused
     except _FAILURES:
         traceback.print_exc()
-        step = _profile(study, [KEEP, *partitioned, *finer, OFFLOAD, *coded])
+        step = _profile(study, [KEEP, *lossless, OFFLOAD, *coded])
     kinds = StepProfile(step.regions[:2])
     _log("profiled\n" + table(kinds))
     _price_rows(study, kinds)
@@ -316,7 +318,7 @@ def _offload_rows(study: Study, step: StepProfile, keep: Plan) -> None:
     num = len(step.regions)
     activations = max(1.0, keep.peak_bytes - step.base_bytes)
     predicted, measured = [(0.0, 0.0)], [(0.0, 0.0)]
-    for n in range(1, min(num, 4) + 1):  # beyond it compute does little but wait
+    for n in range(1, min(num, 2) + 1):  # beyond it compute does little but wait
         plan = evaluate(step, [OFFLOAD] * n + [KEEP] * (num - n))
         if plan.moved_bytes > study.arena_bytes:
             break
@@ -356,7 +358,7 @@ def _quantise_rows(study: Study, step: StepProfile, coded: Sequence[str]) -> Non
     """Quantised saved activations in every region: memory, time, error of the gradients."""
     expected = _gradients(study, dict(_everywhere(step, KEEP).choices))
     held = sum(r.option(KEEP).held_bytes for r in step.regions)
-    for choice in [c for c in coded if c != QUANTISE_OFFLOAD]:
+    for choice in coded:
         plan = _everywhere(step, choice)
         got = _gradients(study, dict(plan.choices))
         sqnr_db = _sqnr_db(got, expected)

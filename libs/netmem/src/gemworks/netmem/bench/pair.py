@@ -7,9 +7,11 @@ Times are between events on the device, every rank runs the same calls, rank 0 r
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import functools
 import os
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -302,9 +304,6 @@ def pair_quantized(rows: Rows, device: torch.device, smoke: bool) -> None:
 
 def pair_fsdp(rows: Rows, device: torch.device, smoke: bool) -> None:
     """An FSDP2 stack of GEM layers under NCCL, NCCL with few CTAs, and copy engines."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
     size = SMOKE if smoke else WIDE
     world_group = dist.group.WORLD
     assert world_group is not None
@@ -314,17 +313,37 @@ def pair_fsdp(rows: Rows, device: torch.device, smoke: bool) -> None:
     if few is not None:
         impls[f"nccl {FEW_CTAS} CTAs"] = few
     impls |= {"copy-engine gather": world_group, "copy-engine gather and reduce": world_group}
-    losses: dict[str, float] = {}
-    gradients: dict[str, torch.Tensor] = {}
-    steps: dict[str, Callable[[], torch.Tensor]] = {}
-    texts: dict[str, str] = {}
+    stack = _Stacks(rows, device, size, smoke)
     for impl, group in impls.items():
         if impl.startswith("copy") and problem is not None:
             rows.add("fsdp_stack", shape=size.label, impl=impl, setting=f"not run: {problem}")
-            continue
-        rows.note(f"{impl}: making the model")
-        model, batch = make_stack(size, device)
-        mesh = DeviceMesh.from_group(group, device.type)
+        elif not impl.endswith("reduce"):
+            stack.make(impl, group)
+    stack.time()
+    if problem is None:
+        # by itself, so that the others have their rows if it fails
+        stack.make("copy-engine gather and reduce", world_group)
+        stack.time([_native(device), "copy-engine gather and reduce"])
+
+
+class _Stacks:
+    """The same stack under several ways to communicate."""
+
+    def __init__(self, rows: Rows, device: torch.device, size: StackSize, smoke: bool) -> None:
+        self.rows, self.device, self.size, self.smoke = rows, device, size, smoke
+        self.steps: dict[str, Callable[[], torch.Tensor]] = {}
+        self.texts: dict[str, str] = {}
+        self.loss: float | None = None
+        self.gradients: torch.Tensor | None = None
+
+    def make(self, impl: str, group: dist.ProcessGroup) -> None:
+        """Build the stack, compare loss and gradients with those of the first one, trace a step."""
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        self.rows.note(f"{impl}: making the model")
+        model, batch = make_stack(self.size, self.device)
+        mesh = DeviceMesh.from_group(group, self.device.type)
         for part in model.parts:
             fully_shard(part, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -332,47 +351,52 @@ def pair_fsdp(rows: Rows, device: torch.device, smoke: bool) -> None:
             copy_engine_all_gather(model, group)
         if impl.endswith("reduce"):
             copy_engine_reduce_scatter(model, group)
-        steps[impl] = step = functools.partial(_step, model, batch)
-        losses[impl] = step().item()
-        assert len(set(losses.values())) == 1, losses
-        gradients[impl] = _own_gradients(model)
-        off = (gradients[impl] - gradients[_native(device)]).norm() / gradients[_native(device)].norm()
+        self.steps[impl] = step = functools.partial(_step, model, batch)
+        self.rows.note(f"{impl}: first step")
+        loss, gradients = step().item(), _own_gradients(model)
+        if self.loss is None or self.gradients is None:
+            self.loss, self.gradients = loss, gradients
+        off = ((gradients - self.gradients).norm() / self.gradients.norm()).item()
+        self.rows.note(f"{impl}: loss {loss:.6g}, gradients differ by {off:.2g}; tracing")
+        assert loss == self.loss, f"{impl}: loss {loss} instead of {self.loss}"
         assert off <= 1e-2, f"{impl}: gradients differ by {off:.2g}"
-        rows.note(f"{impl}: gradients differ by {off:.2g}; tracing")
         # where the trace says what took SMs, and for how long
-        trace = _trace_of(step, device)
+        trace = _trace_of(step, self.device)
         report = overlap_report(trace).devices[0]
         check = verify_copy_engines(trace)
         share = "" if report.sm_share is None else f"SM share of communication {report.sm_share:.4f}, "
-        texts[impl] = (
-            f"{share}CTAs {_ctas(trace)}, exposed {report.exposed_us:.0f} us, "
-            f"{check.peer_copies} peer copies, FSDP copies {check.fsdp_copy_us:.0f} us"
-            if device.type == "cuda"
-            else ""
-        )
-    del gradients
-    rows.note("timing")
-    # interleaved, so that clocks and neighbours treat all alike
-    repeats, times = (3 if smoke else 11), {impl: [] for impl in steps}
-    for _ in range(repeats):
-        for impl, step in steps.items():
-            dist.barrier()
-            times[impl].append(timed_ms(step, device, 1)[0] if smoke else _once_ms(step, device))
-    first = sorted(times[_native(device)])[repeats // 2]
-    for impl, found in times.items():
-        found.sort()
-        rows.add(
-            "fsdp_stack",
-            shape=size.label,
-            impl=impl if not impl.startswith("copy") else f"gemworks {impl}",
-            setting=texts[impl],
-            ms=found[repeats // 2],
-            ms_p20=found[round(0.2 * (repeats - 1))],
-            ms_p80=found[round(0.8 * (repeats - 1))],
-            best_peer=_native(device),
-            ratio_to_best_peer=first / found[repeats // 2],
-            dtype="bf16" if device.type == "cuda" else "float32",
-        )
+        if self.device.type == "cuda":
+            self.texts[impl] = (
+                f"{share}CTAs {_ctas(trace)}, exposed {report.exposed_us:.0f} us, "
+                f"{check.peer_copies} peer copies, FSDP copies {check.fsdp_copy_us:.0f} us"
+            )
+
+    def time(self, impls: Sequence[str] = ()) -> None:
+        """Times of those, or of all: interleaved, so that clocks and neighbours treat all alike."""
+        impls = impls or list(self.steps)
+        self.rows.note(f"timing {', '.join(impls)}")
+        repeats, times = (3 if self.smoke else 11), {impl: [] for impl in impls}
+        for _ in range(repeats):
+            for impl, found in times.items():
+                dist.barrier()
+                step = self.steps[impl]
+                found.append(timed_ms(step, self.device, 1)[0] if self.smoke else _once_ms(step, self.device))
+        native = _native(self.device)
+        first = sorted(times[native])[repeats // 2]
+        for impl, found in times.items():
+            found.sort()
+            self.rows.add(
+                "fsdp_stack",
+                shape=self.size.label,
+                impl=impl if not impl.startswith("copy") else f"gemworks {impl}",
+                setting=self.texts.get(impl, ""),
+                ms=found[repeats // 2],
+                ms_p20=found[round(0.2 * (repeats - 1))],
+                ms_p80=found[round(0.8 * (repeats - 1))],
+                best_peer=native,
+                ratio_to_best_peer=first / found[repeats // 2],
+                dtype="bf16" if self.device.type == "cuda" else "float32",
+            )
 
 
 def _step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -398,8 +422,12 @@ def _once_ms(step: Callable[[], Any], device: torch.device) -> float:
     return begin.elapsed_time(end)
 
 
-def run(make_rows: Callable[[torch.device, int], Rows], suites: Sequence[str], smoke: bool) -> Rows:
-    """Run the suites on all ranks; every rank has rows, those of rank 0 count."""
+def run(
+    make_rows: Callable[[torch.device, int], Rows], suites: Sequence[str], smoke: bool, limit_s: float = 120
+) -> Rows:
+    """Run the suites on all ranks; every rank has rows, those of rank 0 count. A suite that takes longer than the limit
+    ends the process, after the stacks of all its threads.
+    """
     on_gpu = torch.cuda.is_available() and not smoke
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -412,7 +440,13 @@ def run(make_rows: Callable[[torch.device, int], Rows], suites: Sequence[str], s
         rows = make_rows(device, dist.get_world_size())
         dist.barrier()
         for suite in suites:
+            # a rank that fails leaves the others in a barrier: say where everybody is, and end
+            faulthandler.dump_traceback_later(limit_s, exit=True)
             globals()[suite](rows, device, smoke)
+            faulthandler.cancel_dump_traceback_later()
         return rows
+    except BaseException:
+        traceback.print_exc()  # first: to leave the group may take as long as the others wait in a barrier
+        raise
     finally:
         dist.destroy_process_group()

@@ -23,7 +23,7 @@ from gemworks.gem.device import resolve_device
 from gemworks.gem.ladder import rows
 from gemworks.gem.ladder.page import write_page
 from gemworks.gem.ladder.settings import FULL_STACK, RUNGS, WITHOUT, build
-from gemworks.gem.ladder.step import StepCost, TrainingRow, free, read_batches, run_steps
+from gemworks.gem.ladder.step import StepCost, TrainingRow, compile_small, free, read_batches, run_steps
 from gemworks.gem.layers.__main__ import measure
 from gemworks.gem.layers.report import COLUMNS as LAYER_COLUMNS
 from gemworks.gem.layers.report import Measured, Row, Total, append_csv, common_columns, rows_of, total_of
@@ -144,53 +144,54 @@ class Ladder:
         return left
 
     def climb(self, bases: Sequence[GemConfig], deadline: float) -> None:
-        """Every pending row, warmed up and measured in turn; stops before a row that would begin after the deadline."""
+        """Measures every pending row; stops before a row that would begin after the deadline."""
         pending = self.pending(bases)
         for number, (plan, case) in enumerate(pending, 1):
             print(f"[{number}/{len(pending)}] {plan.name}, {case.attention} attention", flush=True)
             if time.monotonic() > deadline:
                 print(f"budget is over before {plan.name} ({case.attention}); start the same command again")
                 return
-            self._write(plan, case, self._warm(plan))
+            self._measure(plan, case)
             free(self.device)
 
     def climb_in_turn(self, bases: Sequence[GemConfig], turns: Turns) -> None:
-        """Every pending row: all warmed up beside other processes, then all measured without them."""
-        warm: list[tuple[Planned, rows.Case, TrainingRow | str]] = []
+        """Every pending row: all compiled beside other processes, then all measured without them."""
+        pending = self.pending(bases)
+        torch._dynamo.config.recompile_limit = 8 * max(len(pending), 1)
         try:
-            warm = [(plan, case, self._warm(plan)) for plan, case in self.pending(bases)]
+            for plan, _ in pending:
+                self._compile(plan)
         finally:
             turns.arrive()
         turns.wait()
         with turns.turn():
-            for plan, case, row in warm:
-                self._write(plan, case, row)
+            for plan, case in pending:
+                self._measure(plan, case)
+                free(self.device, compiled=False)
 
-    def _warm(self, plan: Planned) -> TrainingRow | str:
-        """The row's training with its first steps done, or why it cannot be."""
+    def _compile(self, plan: Planned) -> None:
+        """What fails here fails again, or does not, when the row is measured; then it is noted."""
         if plan.refusal:
-            return plan.refusal
+            return
         try:
-            source, batches = self._data(plan.config, self.args.warmup + self.args.steps)
+            source = self._source = self._source or open_source(plan.config.data)
             small = read_batches(plan.config.with_data(**SMALL), source, 2, pin=False)
-            row = TrainingRow(plan.config, source, batches, self.device, warmup=self.args.warmup, small=small)
-            row.warm_up()
+            compile_small(plan.config, source, small, self.device)
         except REFUSALS as error:
+            print(f"{plan.name}, compiling: {_note(error)}", flush=True)
             free(self.device, compiled=False)
-            return _note(error)
-        return row
 
-    def _write(self, plan: Planned, case: rows.Case, warm: TrainingRow | str) -> None:
+    def _measure(self, plan: Planned, case: rows.Case) -> None:
         """Measures a row and appends it to the CSV; one that cannot run stays in the table, with its reason."""
         cost: StepCost | None = None
         local: Total | None = None
-        note, config = "", plan.config
-        if isinstance(warm, str):
-            note = warm
-        else:
+        note, config = plan.refusal, plan.config
+        if not note:
             try:
-                cost = warm.measure(trace=plan.name in self.args.profile)
-                warm.close()
+                source, batches = self._data(config, self.args.warmup + self.args.steps)
+                row = TrainingRow(config, source, batches, self.device, warmup=self.args.warmup)
+                cost = row.measure(trace=plan.name in self.args.profile)
+                row.close()
                 free(self.device, compiled=False)
                 if note := rows.wrong_answer(self.path, case, self.args.steps, cost):
                     cost, self.num_wrong = None, self.num_wrong + 1
@@ -201,11 +202,11 @@ class Ladder:
         if cost is not None and cost.split is not None:
             self._write_kernels(plan.name, case, cost)
         common = self._mean_length(config)
-        row = rows.make_row(
+        found = rows.make_row(
             plan.name, plan.added, case, config, cost, local, common, steps=self.args.steps, note=note
         )  # fmt: skip
-        rows.append(self.path, row)
-        print(_line(row), flush=True)
+        rows.append(self.path, found)
+        print(_line(found), flush=True)
 
     def _layers(self, name: str, case: rows.Case, config: GemConfig) -> list[Measured]:
         """The sequence layers alone; of a traced row they go to the layers' CSV too."""
@@ -283,6 +284,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--redo", action="store_true", help="measure rows again that the CSV has")
     parser.add_argument("--turns", type=Path, help="folder where processes meet that warm up side by side")
     parser.add_argument("--of", type=int, default=1, help="how many of them")
+    parser.add_argument("--order", type=int, default=0, help="how many of them measure before this one")
     parser.add_argument("--patience-s", type=float, default=120.0, help="how long they wait for each other")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no row after this many seconds")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
@@ -321,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.turns is None:
         ladder.climb(bases, began + args.budget_s)
     else:
-        ladder.climb_in_turn(bases, Turns(args.turns, args.of, patience_s=args.patience_s))
+        ladder.climb_in_turn(bases, Turns(args.turns, args.of, patience_s=args.patience_s, order=args.order))
     print(f"{ladder.path}: {len(rows.done(ladder.path))} rows, {time.monotonic() - began:.0f} s")
     return 1 if ladder.num_wrong else 0
 

@@ -41,14 +41,22 @@ def write_page(page: Path, measured: Path) -> None:
         measured: folder of ladder_h200.csv, leave_one_out_h200.csv, layers_h200.csv and their charts.
     """
     parts = [INTRO]
-    for title, file in (("The ladder", "ladder_h200.csv"), ("Leave one out", "leave_one_out_h200.csv")):
+    for title, file in (
+        ("The ladder", "ladder_h200.csv"),
+        ("Leave one out", "leave_one_out_h200.csv"),
+        ("Two GPUs", "ladder_h200x2.csv"),
+    ):
         rows = read(measured / file)
         parts.append(f"## {title}\n")
         if not rows:
             parts.append(f"Not measured yet: there is no `{file}`.\n")
         for case, group in _cases(rows).items():
-            parts.append(f"### {case}\n\n" + ladder_table(in_order(group)))
-            parts.append(takeaways(in_order(group), chained=file.startswith("ladder")))
+            ordered = in_order(group)
+            parts.append(f"### {case}\n\n" + ladder_table(ordered))
+            parts.append(takeaways(ordered, chained=file == "ladder_h200.csv"))
+            picture = measured / f"{file.removesuffix('.csv')}_{group[0]['attention']}.png"
+            if chart(picture, ordered, case):
+                parts.append(f"![samples/s of each row]({_relative(picture.parent, page)}/{picture.name})\n")
     layers = read(measured / "layers_h200.csv")
     parts.append("## Layer by layer\n")
     if not layers:
@@ -58,10 +66,14 @@ def write_page(page: Path, measured: Path) -> None:
         groups[f"{row['attention']} attention, {row['setting']}, batch {row['batch']}"].append(row)
     for name, group in groups.items():
         parts.append(f"### {name}\n\n" + layer_table(group))
-        chart = f"layers_{group[0]['attention']}_{group[0]['setting']}.png"
-        if (measured / chart).is_file():
-            parts.append(f"![time of each layer]({_relative(measured, page)}/{chart})\n")
-    commands = sorted({row["command"] for row in [*read(measured / "ladder_h200.csv"), *layers] if row["command"]})
+        picture = f"layers_{group[0]['attention']}_{group[0]['setting']}.png"
+        if (measured / picture).is_file():
+            parts.append(f"![time of each layer]({_relative(measured, page)}/{picture})\n")
+    predicted = read(measured / "plan_predictions.csv")
+    parts += ["## Thousands of GPUs, predicted\n", predictions(predicted, read(measured / "simulator_error.csv"))]
+    parts += ["## Long run\n", long_run(read(measured / "long_run_h200.csv"))]
+    rows = [*read(measured / "ladder_h200.csv"), *layers, *(r for r in predicted if _is_ours(r))]
+    commands = sorted({row["command"] for row in rows if row["command"]})
     parts.append("## Commands\n\n```sh\n" + "\n".join(commands or ["python -m gemworks.gem.ladder"]) + "\n```\n")
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join(parts))
@@ -156,3 +168,103 @@ def layer_table(rows: Sequence[Row]) -> str:
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _is_ours(row: Row) -> bool:
+    """Of the layers measured here; the file holds other models' predictions too."""
+    return "ladder.thousands" in row["command"]
+
+
+def predictions(rows: Sequence[Row], errors: Sequence[Row]) -> str:
+    """Tables per size of the cluster: predicted steps, and where the time of the whole plan goes."""
+    ours = [row for row in rows if _is_ours(row)]
+    if not ours:
+        return "Not predicted yet: `plan_predictions.csv` has no row of `python -m gemworks.gem.ladder.thousands`.\n"
+    lines = [
+        "Nothing in this section was measured on more than the GPUs of the tables above: the planner's simulator takes "
+        "the layers measured on one GPU to a published kind of cluster.\n",
+        _simulator_error(errors),
+        "| GPUs | model, plan | step ms | end-to-end MFU | Scaling Ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for row in ours:
+        if row["item"] == "step":
+            name = row["plan"].split(": dense shard")[0]
+            lines.append(
+                f"| {row['gpus']} | {name} | {float(row['ms']):.1f} | {_percent(row['e2e_mfu'])} "
+                f"| {_percent(row['scaling_ratio'])} |"
+            )
+    lines += ["", "Where the step of the whole plan goes (ms):", ""]
+    whole: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    for row in ours:
+        model, _, plan = row["plan"].partition(" attention, ")
+        if plan.startswith("all:"):
+            whole[model, row["gpus"]][row["item"]] = row["ms"]
+    columns = [f"{model}, {gpus}" for model, gpus in whole]
+    lines += ["| item | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for item in dict.fromkeys(item for items in whole.values() for item in items):
+        cells = [f"{float(items[item]):.2f}" if item in items else "" for items in whole.values()]
+        lines.append(f"| {item} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _simulator_error(errors: Sequence[Row]) -> str:
+    sizes = sorted(abs(float(row["error_pct"])) for row in errors if row["split"] == "validate" and row["error_pct"])
+    if not sizes:
+        return "The simulator's error is not measured: there is no `simulator_error.csv`.\n"
+    gpus = " and ".join(sorted({row["num_gpus"] for row in errors}))
+    median = sizes[len(sizes) // 2]
+    return (
+        f"On {gpus} GPUs the same simulator missed steps that it had not been fitted to by {median:.1f} % (median of "
+        f"{len(sizes)}) and {sizes[-1]:.1f} % (worst).\n"
+    )
+
+
+def long_run(rows: Sequence[Row]) -> str:
+    """The run's pieces, its NE at the start and at the end, and how flat its throughput and memory were."""
+    trained = [row for row in rows if row["event"] == "train"]
+    if not trained:
+        return "Not measured yet: there is no `long_run_h200.csv`.\n"
+    pieces: dict[str, float] = {}
+    for row in rows:
+        pieces[row["piece"]] = max(pieces.get(row["piece"], 0.0), float(row["second"]))
+    speeds = sorted(float(row["samples_per_s"]) for row in trained[1:] or trained)
+    memory = [float(row["memory_mib"]) for row in trained if row["memory_mib"]]
+    lines = [
+        f"- {len(pieces)} pieces, {sum(pieces.values()) / 60:.1f} minutes; "
+        f"{sum(row['event'] == 'killed' for row in rows)} kills, each gone on with.",
+        f"- step {trained[0]['step']} to {trained[-1]['step']}: NE {float(trained[0]['ne']):.4f} to "
+        f"{float(trained[-1]['ne']):.4f}.",
+        f"- samples/s: median {speeds[len(speeds) // 2]:.0f}, 10 % {speeds[len(speeds) // 10]:.0f}, "
+        f"90 % {speeds[len(speeds) * 9 // 10]:.0f}.",
+    ]
+    if memory:
+        lines.append(f"- memory in use: {min(memory):.0f} to {max(memory):.0f} MiB.")
+    return "\n".join(lines) + "\n"
+
+
+def chart(path: Path, rows: Sequence[Row], title: str) -> bool:
+    """A bar of samples/s per row, with its step MFU; False without a measured row."""
+    shown = [row for row in rows if row["samples_per_s"]]
+    if not shown:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 0.35 * len(shown) + 1.5))
+    names = [f"{row['row']}, batch {row['batch']}" for row in shown]
+    speeds = [float(row["samples_per_s"]) for row in shown]
+    axes.barh(names, speeds, color=["#a0aec0" if _is_side(row["row"]) else "#2b6cb0" for row in shown])
+    for at, (row, speed) in enumerate(zip(shown, speeds, strict=True)):
+        text = f"  {speed:.0f}" + (f", {_percent(row['step_mfu'])}" if row["step_mfu"] else "")
+        axes.text(speed, at, text, va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(right=1.25 * max(speeds))
+    axes.set_xlabel("samples/s of whole training steps; label: step MFU against 989 TFLOP/s; grey: beside the ladder")
+    axes.set_title(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True

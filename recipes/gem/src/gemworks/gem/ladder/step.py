@@ -103,38 +103,20 @@ class TrainingRow:
         batches: one per step.
         device: where to train.
         warmup: steps of them that are not timed, at least 1.
-        small: batches of a few samples, for steps before all others: they compile what these run, in little memory.
     """
 
     def __init__(
-        self,
-        config: GemConfig,
-        source: Source,
-        batches: Sequence[Batch],
-        device: torch.device,
-        *,
-        warmup: int,
-        small: Sequence[Batch] = (),
+        self, config: GemConfig, source: Source, batches: Sequence[Batch], device: torch.device, *, warmup: int
     ) -> None:
         if not 1 <= warmup < len(batches):
             raise ValueError(
                 f"warmup: got {warmup} of {len(batches)} batches, expected at least 1 and one batch after them"
             )
-        num_steps = len(small) + len(batches)
-        self.config = replace(config, train=replace(config.train, max_steps=num_steps, epochs=1))
+        self.config = replace(config, train=replace(config.train, max_steps=len(batches), epochs=1))
         self.source, self.batches, self.device, self.warmup = source, batches, device, warmup
-        self._num_small = len(small)
         self.trainer = Trainer(self.config, source, device)
-        self.trainer.loader = ReadyBatches([*small, *batches])  # pyright: ignore[reportAttributeAccessIssue]
+        self.trainer.loader = ReadyBatches(batches)  # pyright: ignore[reportAttributeAccessIssue]
         self._steps = self.trainer.steps()
-
-    def warm_up(self) -> None:
-        """The steps on small batches; then gives cached memory back."""
-        for _ in itertools.islice(self._steps, self._num_small):
-            pass
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
 
     def measure(self, *, trace: bool = False) -> StepCost:
         """The timed steps; with `trace` a profiler's view of one more."""
@@ -184,6 +166,17 @@ class TrainingRow:
         )
 
 
+def compile_small(config: GemConfig, source: Source, batches: Sequence[Batch], device: torch.device) -> None:
+    """Compiles what a row runs, by steps of a model of its own on small batches; the code stays for the row's model."""
+    config = replace(config, train=replace(config.train, max_steps=len(batches), epochs=1))
+    trainer = Trainer(config, source, device)
+    trainer.loader = ReadyBatches(batches)  # pyright: ignore[reportAttributeAccessIssue]
+    for _ in trainer.steps():
+        pass
+    del trainer
+    free(device, compiled=False)
+
+
 def run_steps(
     config: GemConfig,
     source: Source,
@@ -194,9 +187,7 @@ def run_steps(
     trace: bool = False,
 ) -> StepCost:
     """Trains on the batches, one step each, from a fresh model; the first `warmup` of them are not timed."""
-    row = TrainingRow(config, source, batches, device, warmup=warmup)
-    row.warm_up()
-    return row.measure(trace=trace)
+    return TrainingRow(config, source, batches, device, warmup=warmup).measure(trace=trace)
 
 
 def free(device: torch.device, *, compiled: bool = True) -> None:

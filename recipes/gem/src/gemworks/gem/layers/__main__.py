@@ -173,6 +173,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--host", type=int, default=0, metavar="N", help="print each layer's N longest host functions")
     parser.add_argument("--turns", type=Path, help="folder where processes meet that warm up side by side")
     parser.add_argument("--of", type=int, default=1, help="how many of them")
+    parser.add_argument("--order", type=int, default=0, help="how many of them measure before this one")
     parser.add_argument("--patience-s", type=float, default=120.0, help="how long they wait for each other")
     parser.add_argument("--redo", action="store_true", help="measure again what the CSV has")
     parser.add_argument("--smoke", action="store_true", help="`tiny`, a small batch, two repeats")
@@ -200,18 +201,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             _measure_case(args, case, prepared, ceilings, device)
             num_wrong += _num_wrong(prepared)
         return 1 if num_wrong else 0
-    turns = Turns(args.turns, args.of, patience_s=args.patience_s)
+    torch._dynamo.config.recompile_limit = 8 * max(len(cases), 1)
+    turns = Turns(args.turns, args.of, patience_s=args.patience_s, order=args.order)
     try:
-        ready = [prepare(case.config, device, seed=args.seed, only=args.only) for case in cases]
-    except BaseException:
+        for case in cases:  # what a small batch compiles serves the batch to measure
+            small = case.config.with_data(batch_size=min(8, case.config.data.batch_size))
+            prepare(small, device, seed=args.seed, only=args.only)
+    finally:
         turns.arrive()
-        raise
     turns.wait()
+    num_wrong = 0
     with turns.turn():
         ceilings = measure_ceilings(Clock(device), device)
-        for case, prepared in zip(cases, ready, strict=True):
+        for case in cases:
+            prepared = prepare(case.config, device, seed=args.seed, only=args.only)
             _measure_case(args, case, prepared, ceilings, device)
-    return 1 if sum(map(_num_wrong, ready)) else 0
+            num_wrong += _num_wrong(prepared)
+    return 1 if num_wrong else 0
 
 
 def _num_wrong(prepared: Sequence[Prepared]) -> int:

@@ -14,7 +14,7 @@ import torch
 from gemworks.gem.config import EventSizes, GemConfig
 from gemworks.gem.efficiency import BWD_FACTOR, FlopCount, count_flops
 from gemworks.gem.flop_costs import PairRule, merged_width
-from gemworks.gem.implement import compile_part, quantise_linears
+from gemworks.gem.implement import compile_part, compile_rows, mark_sizes, quantise_linears
 from gemworks.gem.model.attention import SelfAttention
 from gemworks.gem.model.events import EventTokens, Sequence
 from gemworks.gem.model.head import Head
@@ -122,7 +122,7 @@ def make_parts(
         prefix = f"{event.name}." if len(sizes) > 1 else ""
         merge = EventTokens(event, size, model, config.kernels, device=device)
         if whole:
-            compile_part(merge.merge)
+            compile_rows(merge.merge)
         events, timestamps = _events(len(event.float_names), lengths[event.name], config, device)
         total = events.timestamps_T.shape[0]
         rows = [_leaf(total, model.embedding_dim, device=device, dtype=torch.float32) for _ in event.ids]
@@ -177,7 +177,7 @@ def make_parts(
     for event, size in zip(schema.events, sizes, strict=True):
         ends.append(bare_sequence(lengths[event.name], size, config, device, stream))
     if compiled:
-        compile_part(head.mlp)
+        compile_rows(head.mlp)
     leaves = (x, *(s.s_TD for s in ends), *head.parameters())
     yield Part("head", 1, factor * flops.parts["head"], False, lambda: head(x, ends), leaves)
 
@@ -187,7 +187,7 @@ def _part(
 ) -> Part:  # fmt: skip
     """A dense part, which has one tensor of input or two."""
     if compiled:
-        compile_part(module)
+        compile_rows(module)
     leaves = (*(x for x in inputs if x.requires_grad), *module.parameters())
     return Part(name, count, flops, False, lambda: module(*inputs), leaves)
 
@@ -270,9 +270,11 @@ def _sequence_parts(
         del layer
         if config.kernels.linears != "bf16":
             quantise_linears(module, config.kernels)
+        inputs = (sequence, x_sum) if name == "pffn" else (sequence,)
         if whole:
             compile_part(module)
-        inputs = (sequence, x_sum) if name == "pffn" else (sequence,)
+            mark_sizes(sequence)
+            torch._dynamo.maybe_mark_dynamic(x_sum, 0)
         leaves = (sequence.s_TD, *inputs[1:], *module.parameters())
         core, core_leaves = _core(module, sequence, x_sum, config)
         prefix_of = f"layer{chosen[0]}.{event}.{name}."

@@ -13,9 +13,9 @@ from gemworks.gem.config import Activation, EventSizes, ModelConfig
 from gemworks.gem.kernels import KernelConfig
 from gemworks.gem.model.events import Sequence
 from gemworks.gem.model.layers import TokenMap, linear, normal
-from gemworks.gem.model.norms import layer_norm, sum_rms_norm
+from gemworks.gem.model.norms import RMS_EPS, layer_norm, sum_rms_norm
 from gemworks.gem.model.plain import matmul_pffn
-from gemworks.jagged import gdpa
+from gemworks.jagged import NormEpilogue, gdpa
 from torch import Tensor, nn
 
 
@@ -88,11 +88,23 @@ class Pffn(nn.Module):
         dtype = torch.promote_types(k_BKNH.dtype, v_BKNH.dtype)
         q_TE = layer_norm(s_TE, self.kernels.norm)
         q_TNH = q_TE.to(dtype).unflatten(-1, (self.num_heads, self.head_dim))
+        if self.kernels.fused_pffn_norm:
+            add_TNH = s_TE.unflatten(-1, (self.num_heads, self.head_dim))
+            after = NormEpilogue(residual=q_TNH, add=add_TNH, eps=RMS_EPS)
+            out_TNH = self.attend(q_TNH, k_BKNH.to(dtype), v_BKNH.to(dtype), sequence, after)
+            return out_TNH.flatten(-2).to(s_TE.dtype)
         o_TNH = self.attend(q_TNH, k_BKNH.to(dtype), v_BKNH.to(dtype), sequence)
         return sum_rms_norm(o_TNH.flatten(-2), q_TE, self.kernels.norm, add=s_TE)
 
-    def attend(self, q_TNH: Tensor, k_BKNH: Tensor, v_BKNH: Tensor, sequence: Sequence) -> Tensor:
-        """`act(scale * Q K^T) V` with each sample's K and V: [T, N, H]."""
+    def attend(
+        self,
+        q_TNH: Tensor,
+        k_BKNH: Tensor,
+        v_BKNH: Tensor,
+        sequence: Sequence,
+        after: NormEpilogue | None = None,
+    ) -> Tensor:
+        """`act(scale * Q K^T) V` with each sample's K and V, and GDPA's epilogue: [T, N, H]."""
         if self.kernels.pffn == "matmul":
             return matmul_pffn(
                 q_TNH, k_BKNH, v_BKNH, max_length=sequence.max_length, scale=self.scale, activation=self.activation,
@@ -100,5 +112,5 @@ class Pffn(nn.Module):
             )  # fmt: skip
         return gdpa(
             q_TNH, k_BKNH, v_BKNH, sequence.offsets_S, max_length_q=sequence.max_length, max_length_k=k_BKNH.shape[1],
-            scale=self.scale, activation=self.activation, schedule=sequence.plan.pffn,
+            scale=self.scale, activation=self.activation, epilogue=after, schedule=sequence.plan.pffn,
         )  # fmt: skip
