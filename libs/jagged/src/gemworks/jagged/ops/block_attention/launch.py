@@ -44,7 +44,7 @@ def block_config(
     Forward fits three programs on an SM; with rope alone it needs a cap to.
 
     >>> block_config(64, "backward", dtype=torch.bfloat16, group=1, rope=True, qk_norm=True)
-    BlockConfig(num_warps=4, max_registers=None)
+    BlockConfig(num_warps=4, max_registers=None, gluon=False)
     """
     if block == 128 or (block == 64 and (dtype == torch.float32 or (group > 1 and direction == "backward"))):
         return BlockConfig(8)
@@ -212,20 +212,13 @@ def block_attention_backward(
     )
 
 
-FUSED_PROJECTION_WIDTH = (
-    192  # of x, up to which every program reading the weights again is cheaper than storing q, k, v
-)
-
-
-def fuses_projection(x: Tensor) -> bool:
-    """Whether the forward computes the projections of a block in the program that attends over it."""
-    return x.dtype != torch.float32 and x.shape[1] <= FUSED_PROJECTION_WIDTH
-
-
 def block_attention_projected_forward(
     x: Tensor, weight: Tensor, num_heads: int, head_dim: int, args: BlockArgs, *, out: Tensor | None = None
 ) -> Tensor:
-    """[T, N, H] of x [T, D] and weight [(N + 2 M) H, D] in one kernel; every row is written."""
+    """[T, N, H] of x [T, D] and weight [(N + 2 M) H, D] in one kernel; every row is written.
+
+    Slower than a matrix product and `block_attention_forward` where it was timed (0243), so no op takes it.
+    """
     if out is None:
         out = torch.empty(x.shape[0], num_heads, head_dim, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
