@@ -140,17 +140,13 @@ GROUPS: dict[str, list[Variant]] = {
         ("backward_kv", GluonConfig(64, 2, 1), None),
         ("backward_kv", GluonConfig(32, 4, 1), None),
     ],
-    # Order of the loads and number of signals between loading warp and consumers.
+    # Number of signals between loading warp and consumers.
     "signals": [
         ("forward", PEER, None),
         ("forward", two_groups(128, 2, 1), True),
-        ("forward", replace(two_groups(128, 2, 1), keys_first=True), True),
         ("forward", replace(two_groups(128, 2, 1), one_release=True), True),
-        ("forward", replace(two_groups(128, 2, 1), keys_first=True, one_release=True), True),
-        ("forward", replace(two_groups(128, 2, 2), keys_first=True, one_release=True), True),
         ("forward", three_groups(64, 3, 2), True),
         ("forward", replace(three_groups(64, 3, 2), one_release=True), True),
-        ("forward", replace(three_groups(64, 4, 1), keys_first=True, one_release=True), True),
     ],
     # Shapes with a causal mask or a window.
     "masks": [
@@ -311,8 +307,8 @@ def measure(group: str, shapes: list[str], only: int | None, check: bool) -> Ite
         common |= {"seed": str(x.case.seed), "bwd_factor": str(BWD_FACTOR)}
         for variant in GROUPS[group] if only is None else [GROUPS[group][only]]:
             step, config, fold = variant
-            if x.case.window and (activation != "softmax" or not isinstance(config, TritonConfig)):
-                continue  # the mask costs both alike, and the others have none
+            if group == "window" and activation != "softmax":
+                continue  # the mask costs both alike
             if getattr(config, "resident_keys", False) and x.case.kind != "pffn":
                 continue  # the same kernel as without
             row = common | {"op": "flash_attention" if softmax else "gdpa", "shape": x.case.shape, "head_dim": "128"}

@@ -134,7 +134,7 @@ def compile_gluon(
         kernel, described = kernel_forward_hopper.forward_hopper_kernel, ("q_desc",)
         constants |= {"GROUP_HEADS": 1, "HV": width, "BN": config.block, "QSTAGES": config.resident_stages}
         constants |= {"GROUPS": config.groups, "FOLD": activation == "fast_gelu" and dtype == "bf16"}
-        constants |= {"KEYS_FIRST": config.keys_first, "ONE_RELEASE": config.one_release}
+        constants["ONE_RELEASE"] = config.one_release
         constants |= {"MASKED": masked, "BOTTOM_RIGHT": True}
     else:
         kernel, described = kernel_backward_hopper.backward_hopper_kernel, ("a_desc", "b_desc")

@@ -59,6 +59,7 @@ class TileSchedule:
         Raises:
             ValueError: offsets that are no row partition; a height that can't be read; nothing to take B from.
 
+        >>> import torch
         >>> schedule = TileSchedule.build(torch.tensor([0, 200, 200, 210]), total_q=210, heights="q128")
         >>> sample, row, count = schedule.tiles("q128")
         >>> list(zip(sample.tolist(), row.tolist()))[: int(count[0])]

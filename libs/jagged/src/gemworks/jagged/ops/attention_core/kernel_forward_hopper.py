@@ -98,7 +98,7 @@ def _producer(
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
-    RESIDENT: gl.constexpr, KEYS_FIRST: gl.constexpr, ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr,
+    RESIDENT: gl.constexpr, ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
@@ -127,14 +127,6 @@ def _producer(
             if RESIDENT:  # K and V of this sequence and head may still be there
                 to_load = gl.where(fresh, k_len, 0)
                 fresh = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
-            if KEYS_FIRST:  # their stages are free before the previous tile is done with its queries
-                if begin < to_load:
-                    _load_keys(
-                        k_desc, v_desc, begin, fill, k_smem, v_smem, k_full, k_free, v_full, v_free, H, HV, BN, STAGES,
-                        ONE_RELEASE,
-                    )  # fmt: skip
-                    fill += 1
-                begin += BN
             qs = qi % QSTAGES
             mbarrier.wait(q_free.index(qs), ((qi // QSTAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(qs), GROUPS * 64 * H * 2)
@@ -303,7 +295,7 @@ def forward_hopper_kernel(
     left, right, k_stride_t, k_stride_n, v_stride_t, v_stride_n, out_stride_t, out_stride_n, lse_stride_n,
     ACT: gl.constexpr, HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
-    FOLD: gl.constexpr, RESIDENT: gl.constexpr, KEYS_FIRST: gl.constexpr, ONE_RELEASE: gl.constexpr,
+    FOLD: gl.constexpr, RESIDENT: gl.constexpr, ONE_RELEASE: gl.constexpr,
     MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
@@ -340,8 +332,8 @@ def forward_hopper_kernel(
                 (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
                              left, right, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, KEYS_FIRST,
-                             ONE_RELEASE, MASKED, BOTTOM_RIGHT)),
+                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, ONE_RELEASE,
+                             MASKED, BOTTOM_RIGHT)),
             ],
             [1], [24],
         )  # fmt: skip
@@ -361,8 +353,8 @@ def forward_hopper_kernel(
                 (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
                              left, right, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, KEYS_FIRST,
-                             ONE_RELEASE, MASKED, BOTTOM_RIGHT)),
+                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, ONE_RELEASE,
+                             MASKED, BOTTOM_RIGHT)),
             ],
             [4, 1], [CONSUMER_REGS, 24],
         )  # fmt: skip
@@ -387,8 +379,8 @@ def forward_hopper_kernel(
                 (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
                              left, right, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, KEYS_FIRST,
-                             ONE_RELEASE, MASKED, BOTTOM_RIGHT)),
+                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, ONE_RELEASE,
+                             MASKED, BOTTOM_RIGHT)),
             ],
             [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, 24],
         )  # fmt: skip

@@ -54,7 +54,6 @@ class GluonConfig:
         overlap: start P^T dO before dP is there (backward_kv only).
         resident_keys: keep K and V over neighbouring tiles of a sequence (forward and backward_q; a 4-D k whose rows
             fit into the stages, otherwise ignored).
-        keys_first: load a tile's first keys before its queries (forward).
         one_release: one signal for K of a tile and V of the one before (forward; not with resident keys).
     """
 
@@ -65,7 +64,6 @@ class GluonConfig:
     resident_stages: int = 1
     overlap: bool = False
     resident_keys: bool = False
-    keys_first: bool = False
     one_release: bool = False
 
     @property
@@ -108,9 +106,9 @@ Config = TritonConfig | GluonConfig
 # (step, softmax or activation, class of lengths); 128-wide heads. Narrower heads use the same. The backward's entries
 # serve what FUSED does not.
 GLUON: dict[tuple[Step, str, str], GluonConfig] = {
-    ("forward", "softmax", "long"): GluonConfig(128, 2),
+    ("forward", "softmax", "long"): GluonConfig(128, 2, one_release=True),
     ("forward", "softmax", "short"): GluonConfig(64, 3, groups=3, registers=160, resident_stages=2),
-    ("forward", "activation", "long"): GluonConfig(64, 3, groups=3, registers=160, resident_stages=2),
+    ("forward", "activation", "long"): GluonConfig(64, 3, 3, 160, resident_stages=2, one_release=True),
     ("forward", "activation", "short"): GluonConfig(128, 2, resident_stages=2),
     ("backward_kv", "softmax", "long"): GluonConfig(64, 3, registers=240),
     ("backward_kv", "softmax", "short"): GluonConfig(64, 3, registers=240),

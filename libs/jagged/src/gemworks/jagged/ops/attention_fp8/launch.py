@@ -1,8 +1,7 @@
 """Starts the FP8 kernels; everything is decided from host values. Imported on the first call on a device.
 
 They are off unless the environment variable GEMWORKS_FP8_KERNELS names them ("plain", "gluon", or both with a comma):
-the Gluon kernel ended with an illegal instruction on an H200, for a reason not found yet, and the plain one has not run
-on a GPU.
+the Gluon kernel is slower than bf16 attention on an H200 (docs/decisions/0233), and the plain one has not run on a GPU.
 """
 
 from __future__ import annotations
