@@ -36,13 +36,6 @@ def test_every_kernel_has_its_constants_last():
     from gemworks.jagged.ops.norms import launch as norm_launch
     from gemworks.jagged.ops.rope import launch as rope_launch
 
-<<<<<<< HEAD
-    modules = (launch, block_launch, norm_launch, launch_norm)
-    found = [x for m in modules for x in vars(m).values() if isinstance(x, Quick)]
-    assert len(found) == 5 + 3 + 3 + 1
-    found += [*block_launch._hopper(), launch_norm._hopper()]
-    for kernel in found:
-=======
     for launches in (launch, block_launch, launch_norm, norm_launch, rope_launch):
         found = [x for x in vars(launches).values() if isinstance(x, Quick)]
         assert found, launches.__name__
@@ -51,7 +44,6 @@ def test_every_kernel_has_its_constants_last():
 
 def _check_constants(kernels: list[Quick]) -> None:
     for kernel in kernels:
->>>>>>> main
         constant = [p.is_constexpr for p in kernel.kernel.params]
         assert constant == sorted(constant), kernel.kernel
 
