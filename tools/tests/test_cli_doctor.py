@@ -25,7 +25,7 @@ def test_json_names_versions_devices_and_a_reason_per_op(
     from gemworks import jagged
     from gemworks.netmem import explain_codec
     from gemworks.netmem.codec import BUILTIN
-    from gemworks.precision import explain, support_table
+    from gemworks.precision import explain
     from gemworks.precision.recipe import PRESETS
 
     # the peers are slow to import, and whether they are installed is this machine's business
@@ -42,16 +42,14 @@ def test_json_names_versions_devices_and_a_reason_per_op(
         chosen = jagged.explain(item["op"], dtype=getattr(torch, item["dtype"]), device=item["device"])
         assert (item["backend"], item["reason"]) == (chosen.backend, chosen.reason)
     assert {item["dtype"] for item in rows["precision"]} == set(PRESETS)
-    supported = {(op, kind, kernel) for _, op, kind, kernel in support_table(("cpu",))}
-    for item in rows["precision"]:
-        if item["device"] == "cpu":
-            product_or_cast = item["op"].rsplit(" ", 1)[-1]
-            assert (product_or_cast, item["dtype"], f"{item['backend']}: {item['config']}") in supported
-    mxfp8 = explain(doctor.LINEAR_SHAPE, "mxfp8", "cpu")
-    found = [
-        (i["op"], i["backend"], i["config"]) for i in rows["precision"] if (i["device"], i["dtype"]) == ("cpu", "mxfp8")
-    ]
-    assert found == [(f"linear {name} {c.op}", c.backend, c.kernel) for name, c in mxfp8.choices]
+    for preset in PRESETS:
+        found = [
+            (item["op"], item["backend"], item["config"])
+            for item in rows["precision"]
+            if (item["device"], item["dtype"]) == ("cpu", preset)
+        ]
+        chosen = explain(doctor.LINEAR_SHAPE, preset, "cpu").choices
+        assert found == [(f"linear {name} {c.op}", c.backend, c.kernel) for name, c in chosen]
     codecs = {item["op"]: item for item in findings["ops"] if item["library"] == "netmem" and item["device"] == "cpu"}
     assert codecs["codec mxfp8"]["backend"] == "torch"
     assert f"torch: {codecs['codec mxfp8']['reason']}" == explain_codec("mxfp8", torch.zeros(2))

@@ -23,10 +23,13 @@ from gemworks.jagged.ops.block_attention import kernel_block
 from gemworks.jagged.ops.block_attention.launch import block_config
 from gemworks.jagged.ops.norms import kernel_norm
 from gemworks.jagged.ops.norms.configs import norm_config
+from gemworks.jagged.schedule_op import KERNEL_CONFIG
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+INDICES = ("bounds_q", "bounds_k", "tile_sample", "tile_row", "num_tiles", "end", "end_ptr")
+TENSORS = ("q", "k", "v", "h", "y", "residual", "add", "weight", "bias")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -38,11 +41,13 @@ def compile_kernel(
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name.endswith("_ptr"):
+        elif name in INDICES:
+            signature[name] = "*i32"
+        elif name in TENSORS or name.endswith(("_ptr", "_desc")):
             signature[name] = pointer(name)
         else:
             signature[name] = "fp32" if name in ("eps", "scale", "scale_log2") else "i32"
-        if name.endswith(("_ptr", "_outer", "_inner", "_st", "_sn")):
+        if name in TENSORS or name.endswith(("_ptr", "_outer", "_inner", "_st", "_sn", "_stride_t")):
             attributes[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     kind: Any = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
@@ -151,6 +156,49 @@ def projected_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, An
     return cases
 
 
+def schedule_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], dict[str, Any]]]:
+    from gemworks.jagged._triton import kernel_schedule
+
+    sizes = {name: value for name, value in KERNEL_CONFIG.items() if name != "num_warps"}
+    tiles = {"HEIGHTS": (128, 192, 128), "OF_KEYS": (False, False, True), "Q_PACKED": True, "K_PACKED": False}
+    options = {"num_warps": KERNEL_CONFIG["num_warps"]}
+    return {
+        "schedule tiles": (kernel_schedule.schedule_kernel, lambda _: "*i32", tiles | sizes, options),
+        "schedule blocks": (kernel_schedule.block_schedule_kernel, lambda _: "*i64", {"BLOCK": 64} | sizes, options),
+    }
+
+
+def epilogue_cases(gluon: bool) -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], dict[str, Any]]]:
+    from gemworks.jagged.ops.gdpa import kernel_norm, launch_norm
+
+    parts = dict.fromkeys(("CENTER", "HAS_RESIDUAL", "HAS_ADD", "HAS_WEIGHT", "HAS_BIAS"), True)
+    plain = {
+        "ACT": "fast_gelu", "HEADS": 4, "GROUP": 1, "H": 128, "V": 128, "BH": 128, "BV": 128, "BM": 128, "BN": 64,
+        "PRECISION": "tf32", "BW": 512, "C": launch_norm.NORM_VALUES // 512,
+    }  # fmt: skip
+    options: dict[str, Any] = {"num_warps": 8, "num_stages": 3}
+    cases: dict[str, Any] = {
+        "epilogue triton": (kernel_norm.gdpa_norm_kernel, lambda _: "*bf16", plain | parts, options)
+    }
+    if gluon:
+        from gemworks.jagged.ops.gdpa.kernel_norm_hopper import gdpa_norm_hopper_kernel
+        from triton.experimental.gluon import language as gl
+
+        config = launch_norm.GluonNormConfig()
+        layout: Any = gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16)
+        constants = {
+            "ACT": "fast_gelu", "HEADS": 4, "H": 128, "BN": config.block, "STAGES": config.stages, "FOLD": True,
+            "QSTAGES": config.resident_stages, "GROUPS": config.groups, "NORM": True,
+            "CONSUMER_REGS": config.registers, "FINISHER_REGS": config.norm_registers,
+        }  # fmt: skip
+
+        def pointer(name: str) -> str:
+            return f"tensordesc<bf16[64,128],{layout!r}>" if name.endswith("_desc") else "*bf16"
+
+        cases["epilogue gluon"] = (gdpa_norm_hopper_kernel, pointer, constants | parts, {"num_warps": 4})
+    return cases
+
+
 def gluon_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], dict[str, Any]]]:
     from gemworks.jagged.ops.block_attention import kernel_block_hopper, launch
 
@@ -176,7 +224,10 @@ def gluon_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], 
 def main() -> None:
     architecture, pattern = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
     line: dict[str, Any] = {"architecture": architecture}
-    cases = norm_cases() | block_cases() | projected_cases() | (gluon_cases() if architecture == "sm_90" else {})
+    cases = (
+        norm_cases() | block_cases() | projected_cases() | schedule_cases() | epilogue_cases(architecture == "sm_90")
+    )
+    cases |= gluon_cases() if architecture == "sm_90" else {}
     for name, (kernel, pointer, constants, options) in cases.items():
         if re.search(pattern, name):
             capability = int(architecture.removeprefix("sm_"))

@@ -32,11 +32,18 @@ def test_what_triton_tells_apart_looks_different():
 def test_every_kernel_has_its_constants_last():
     from gemworks.jagged.ops.attention_core import launch
     from gemworks.jagged.ops.block_attention import launch as block_launch
+    from gemworks.jagged.ops.gdpa import launch_norm
     from gemworks.jagged.ops.norms import launch as norm_launch
+    from gemworks.jagged.ops.rope import launch as rope_launch
 
-    found = [x for m in (launch, block_launch, norm_launch) for x in vars(m).values() if isinstance(x, Quick)]
-    assert len(found) >= 5 + 2 + 3
-    for kernel in found:
+    for launches in (launch, block_launch, launch_norm, norm_launch, rope_launch):
+        found = [x for x in vars(launches).values() if isinstance(x, Quick)]
+        assert found, launches.__name__
+        _check_constants(found)
+
+
+def _check_constants(kernels: list[Quick]) -> None:
+    for kernel in kernels:
         constant = [p.is_constexpr for p in kernel.kernel.params]
         assert constant == sorted(constant), kernel.kernel
 

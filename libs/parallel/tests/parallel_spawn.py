@@ -77,9 +77,13 @@ def spawn(
 
     Results must be picklable without tensors' shared memory: return lists, numbers or numpy arrays.
     """
-    # The server imports torch once; every process is a fork of it, before any thread of torch's has started.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torchrec", "gemworks.parallel", "pytest"])
+    if backend == "nccl":
+        # fbgemm's GPU build starts CUDA when it is imported, and CUDA does not survive a fork.
+        context: Any = multiprocessing.get_context("spawn")
+    else:
+        # The server imports torch once; every process is a fork of it, before any thread of torch's has started.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torchrec", "gemworks.parallel", "pytest"])
     queue = context.Queue()
     path = str(Path(sys.modules[function.__module__].__file__ or "").resolve())
     with tempfile.TemporaryDirectory() as folder:

@@ -125,11 +125,10 @@ class Piece:
         self.args, self.number, self.began = args, number, time.monotonic()
         self.path: Path = args.out / "long_run_h200.csv"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._seen = self._num_lines()
-
-    def _num_lines(self) -> int:
-        metrics = self.args.run_dir / "metrics.jsonl"
-        return len(metrics.read_text().splitlines()) if metrics.is_file() else 0
+        self._last_step = 0
+        if self.path.is_file():
+            with self.path.open(newline="") as file:
+                self._last_step = max((int(row["step"]) for row in csv.DictReader(file) if row["step"]), default=0)
 
     def say(self, event: str, pid: int = 0, **more: object) -> None:
         row: dict[str, object] = dict.fromkeys((*COLUMNS,), "")
@@ -147,23 +146,21 @@ class Piece:
         print(" ".join(f"{k}={v}" for k, v in row.items() if v != ""), flush=True)
 
     def take_progress(self, pid: int) -> None:
-        """New lines of the run's own metrics."""
+        """What the run's own metrics have of steps that were not told yet; those done again after a kill are old."""
         metrics = self.args.run_dir / "metrics.jsonl"
-        lines = metrics.read_text().splitlines() if metrics.is_file() else []
-        self._seen = min(self._seen, len(lines))  # a resumed run takes back what came after its checkpoint
-        for line in lines[self._seen :]:
+        for line in metrics.read_text().splitlines() if metrics.is_file() else ():
             row = json.loads(line)
-            if row.get("kind", "train") == "train" and "samples_per_s" in row:
+            if "samples_per_s" in row and int(row["step"]) > self._last_step:
+                self._last_step = int(row["step"])
                 self.say("train", pid, **row)
-        self._seen = len(lines)
 
     def start(self) -> subprocess.Popen[bytes]:
         args = self.args
         new = not (args.run_dir / "config.toml").exists()
         command = [sys.executable, "-W", "ignore", "-m", "gemworks.gem.train", "--run-dir", str(args.run_dir)]
         command += ["--preset", args.preset, "--set", *(SETS if not args.bare else ()), *args.sets] if new else []
-        log = (args.out / "long_run.log").open("ab")
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        with (args.out / "long_run.log").open("ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     def run(self) -> int:
         """Trains for the piece's time; returns 0 if the run can be gone on with or is complete."""

@@ -60,7 +60,8 @@ def executed_flops(config: GemConfig, lengths: dict[str, list[int]], *, backward
         if backward:
             logits.sum().backward()
     # torch counts an attention backward as five products, the recomputed logits among them; MFU counts four.
-    recomputed = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention_backward" in str(op)) // 5
+    counts = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
+    recomputed = sum(n for op, n in counts.items() if "attention" in op and "backward" in op) // 5
     return counter.get_total_flops() - recomputed
 
 

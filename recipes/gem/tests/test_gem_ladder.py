@@ -63,7 +63,8 @@ def test_every_row_adds_one_thing():
         "compiled": {"train.compile"},
         "fast_gelu": {"model.pffn_activation"},
         "fp8_linears": {"kernels.linears"},
-        "batch_x2": {"data.batch_size"},
+        "batch_x2": {"kernels.linears", "data.batch_size"},
+        "bf16_batch_x2": {"data.batch_size"},
         "bbs": {"data.balance_window"},
     }
     for name, keys in sets.items():

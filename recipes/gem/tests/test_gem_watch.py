@@ -25,7 +25,7 @@ def _wait(rank: int, world: int, folder: str, fault: str) -> Any:
         if rank < world - 1:
             if fault in ("none", "slow"):
                 return "left"
-            time.sleep(60)
+            time.sleep(14 if fault == "early" else 60)
         elif fault == "kill":
             (Path(folder) / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -60,14 +60,15 @@ def test_the_reason_of_a_rank_that_failed_reaches_those_that_wait_for_the_device
     assert text == "RankFailure: rank 1 failed: ValueError: data.path: row 7 is bad"
 
 
+@pytest.mark.slow
 def test_a_hanging_rank_is_named_before_the_time_out(tmp_path: Path) -> None:
     outcomes = run_ranks(_wait, 2, str(tmp_path), "stop", timeout_s=100, stopped=(1,))
     (text,) = messages(tmp_path, outcomes[:1])
     assert text.startswith("RankFailure: rank 1 stopped without a word")
 
 
-@pytest.mark.parametrize("fault", ["none", "slow"])
+@pytest.mark.parametrize("fault", ["none", *(pytest.param(f, marks=pytest.mark.slow) for f in ("slow", "early"))])
 def test_a_good_end_ends_nobody(tmp_path: Path, fault: str) -> None:
-    """Also when the ranks leave one after the other."""
+    """Also when the ranks leave one after the other, and one long after the other's heart has stopped."""
     outcomes = run_ranks(_wait, 2, str(tmp_path), fault, timeout_s=100)
     assert [outcome.value for outcome in outcomes] == ["left", "left"]

@@ -124,14 +124,17 @@ def print_findings(findings: dict[str, Any]) -> None:
         named = reasons.setdefault(f"{backend}: {item['reason']}", [])
         if item["op"] not in named:
             named.append(item["op"])
-    for key, names in dtypes.items():
-        ops.add_row(*key, ", ".join(names))
+    devices: dict[tuple[str, str, str], list[str]] = {}  # equal GPUs take one line
+    for (op, device, backend), names in dtypes.items():
+        devices.setdefault((op, backend, ", ".join(names)), []).append(device)
+    for (op, backend, names), places in devices.items():
+        ops.add_row(op, ", ".join(places), backend, names)
     console.print(ops)
     _print_paragraphs("why", [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()])
     _print_paragraphs(
         "for faster backends",
         [
-            f"{', '.join(item['ops'])}: {item['do'] or 'nothing to install'}. {item['why']}"
+            f"{', '.join(item['ops'])}: {item['do'] or 'nothing to install'} ({item['why']})"
             for item in findings["advice"]
         ]
         or ["nothing: every op has the best backend that it can have here"],

@@ -36,7 +36,12 @@ class _TorchSymmetricMemory:
     def empty(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         import torch.distributed._symmetric_memory as symm_mem
 
-        return symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
+        buffer = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
+        # Torch 2.11 zeroes the whole allocation, signals included, by a memset on the default stream that nobody waits
+        # for (pytorch/pytorch#192308). A peer may signal its first barrier right after the rendezvous: if that comes
+        # before the memset, the signal is lost and the barrier never ends.
+        torch.cuda.default_stream(device).synchronize()
+        return buffer
 
     def rendezvous(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> SymmetricHandle:
         import torch.distributed._symmetric_memory as symm_mem

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from gemworks.precision import norm
 from gemworks.precision.activation import activation_cast
 from gemworks.precision.attention import head_plane
 from gemworks.precision.backends import PrecisionCostWarning, device_spec
@@ -94,6 +95,9 @@ def bench_norms(bench: Bench) -> None:
                 return cast_both(nn.functional.rms_norm(x + r, w.shape, w, 1e-6), s)
 
             time_bytes(bench, "norm_cast", (m, k), kind.value, "gemworks", fused, num_bytes)
+            norm.ONE_GRID = True
+            time_bytes(bench, "norm_cast", (m, k), kind.value, "gemworks_one_grid", fused, num_bytes)
+            norm.ONE_GRID = False
             time_bytes(bench, "norm_cast", (m, k), kind.value, "unfused", parts, num_bytes)
 
 
@@ -149,7 +153,7 @@ def tune(bench: Bench, out: Path, which: str, warm: bool) -> None:
     compiles the kernels on a small matrix and times nothing: run that for several words at once, and the timing run
     finds its kernels compiled.
     """
-    from gemworks.precision import activation, norm, tiles, triton_casts
+    from gemworks.precision import activation, tiles, triton_casts
     from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, TileConfig
 
     results: dict[str, list[tuple[float, str]]] = {}

@@ -108,18 +108,19 @@ class Bench:
 
     def time_host(self, run: Callable[[], object]) -> tuple[float, float, float]:
         """How long a call keeps the host busy: 20 calls at a time, whose kernels are short and fit the queue."""
-        for _ in range(10):
+        rounds, calls = (15, 20) if self.device.type == "cuda" else (3, 1)
+        for _ in range(calls):
             run()
         times = []
-        for _ in range(15):
+        for _ in range(rounds):
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             start = time.perf_counter()
-            for _ in range(20):
+            for _ in range(calls):
                 run()
-            times.append(1e3 * (time.perf_counter() - start) / 20)
+            times.append(1e3 * (time.perf_counter() - start) / calls)
         times.sort()
-        return statistics.median(times), times[3], times[12]
+        return statistics.median(times), times[len(times) // 5], times[4 * len(times) // 5]
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Normal data of the run's seed."""

@@ -1,7 +1,8 @@
 # Triton's language is typed by its own compiler, not by Python's: pyright is quiet in this file.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportAssignmentType=false, reportOptionalMemberAccess=false
-"""Residual + norm + cast of bf16: the sum and each row's statistics, then tiles of the sum while it is in cache.
+"""Residual + norm + cast of bf16: the sum and each row's statistics, then tiles of the sum; as two kernels, or as one
+grid that reads the sum back from cache.
 
 Tiles are held as in `kernel_words`: a tuple of eight rows modulo 8, each two int32 `[R8, C4]` of bf16 pairs.
 """
@@ -248,6 +249,106 @@ def apply_tile(
     )
 
 
+@triton.jit
+def norm_sum_kernel(
+    x_ptr,
+    residual_ptr,
+    sum_ptr,
+    mean_ptr,
+    rstd_ptr,
+    num_rows,
+    num_columns,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """The first of two passes: a program a share of rows."""
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    sum_rows(
+        x_ptr,
+        residual_ptr,
+        sum_ptr,
+        mean_ptr,
+        rstd_ptr,
+        first_row,
+        num_rows,
+        num_columns,
+        eps,
+        HAS_RESIDUAL,
+        SUBTRACT_MEAN,
+        ROWS,
+        WIDTH,
+        HARDWARE,
+    )
+
+
+@triton.jit(do_not_specialize=["num_column_tiles"])  # else widths of 16 tiles are another kernel
+def norm_apply_kernel(
+    sum_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    codes_ptr,
+    scales_ptr,
+    wide_ptr,
+    codes_t_ptr,
+    scales_t_ptr,
+    wide_t_ptr,
+    inexact_ptr,
+    num_rows,
+    num_columns,
+    num_column_tiles,
+    HAS_BIAS: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
+    WRITE_Y: tl.constexpr,
+    DIRECTIONS: tl.constexpr,
+    R8: tl.constexpr,
+    C: tl.constexpr,
+    B: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MODE: tl.constexpr,
+    REGROUP: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """The second of two passes: a program a tile of the sum."""
+    tile = tl.program_id(0)
+    apply_tile(
+        sum_ptr,
+        weight_ptr,
+        bias_ptr,
+        y_ptr,
+        mean_ptr,
+        rstd_ptr,
+        codes_ptr,
+        scales_ptr,
+        wide_ptr,
+        codes_t_ptr,
+        scales_t_ptr,
+        wide_t_ptr,
+        inexact_ptr,
+        (tile // num_column_tiles).to(tl.int64) * (R8 * 8),
+        (tile % num_column_tiles) * C,
+        num_rows,
+        num_columns,
+        HAS_BIAS,
+        SUBTRACT_MEAN,
+        WRITE_Y,
+        DIRECTIONS,
+        R8,
+        C,
+        B,
+        FORMAT,
+        MODE,
+        REGROUP,
+        HARDWARE,
+    )
+
+
 # Else widths of 16 tiles and every length of a turn are other kernels.
 @triton.jit(do_not_specialize=["num_column_tiles", "blocks_per_turn"])
 def norm_cast_kernel(
@@ -278,6 +379,7 @@ def norm_cast_kernel(
     WRITE_Y: tl.constexpr,
     DIRECTIONS: tl.constexpr,
     ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
     WIDTH: tl.constexpr,
     R8: tl.constexpr,
     C: tl.constexpr,
@@ -288,45 +390,47 @@ def norm_cast_kernel(
     HARDWARE: tl.constexpr,
 ):
     """Two kinds of programs in one grid, so that the sum is read back from cache and one kind computes while the other
-    waits for memory: ROWS rows of the sum with their statistics, and tiles of R8 * 8 rows of it, normalised and
-    quantised.
+    waits for memory: STEPS times ROWS rows of the sum with their statistics, and tiles of R8 * 8 rows of it, normalised
+    and quantised.
 
     A turn holds the sums of `blocks_per_turn` blocks of rows, evenly mixed with the tiles of the turn before. Programs
     start in the order of their number, so what a tile waits for (`ready_ptr`, int32 zeros, counts a block's finished
     sums) has started before it.
     """
     R: tl.constexpr = R8 * 8
-    sums = blocks_per_turn * (R // ROWS)
+    SHARE: tl.constexpr = ROWS * STEPS
+    sums = blocks_per_turn * (R // SHARE)
     tiles = blocks_per_turn * num_column_tiles
     turn = tl.program_id(0) // (sums + tiles)
     i = tl.program_id(0) % (sums + tiles)
     tile = i * tiles // (sums + tiles)
     if (i + 1) * tiles // (sums + tiles) == tile:
-        first_row = turn.to(tl.int64) * (blocks_per_turn * R) + (i - tile) * ROWS
+        first_row = turn.to(tl.int64) * (blocks_per_turn * R) + (i - tile) * SHARE
         if first_row < num_rows:
-            sum_rows(
-                x_ptr,
-                residual_ptr,
-                sum_ptr,
-                mean_ptr,
-                rstd_ptr,
-                first_row,
-                num_rows,
-                num_columns,
-                eps,
-                HAS_RESIDUAL,
-                SUBTRACT_MEAN,
-                ROWS,
-                WIDTH,
-                HARDWARE,
-            )
+            for step in range(STEPS):
+                sum_rows(
+                    x_ptr,
+                    residual_ptr,
+                    sum_ptr,
+                    mean_ptr,
+                    rstd_ptr,
+                    first_row + step * ROWS,
+                    num_rows,
+                    num_columns,
+                    eps,
+                    HAS_RESIDUAL,
+                    SUBTRACT_MEAN,
+                    ROWS,
+                    WIDTH,
+                    HARDWARE,
+                )
             tl.debug_barrier()
             tl.atomic_add(ready_ptr + first_row // R, 1, sem="release")
     else:
         block = (turn - 1) * blocks_per_turn + tile // num_column_tiles
         first_row = block.to(tl.int64) * R
         if (turn > 0) & (first_row < num_rows):
-            awaited = (tl.minimum(num_rows - first_row, R) + ROWS - 1) // ROWS
+            awaited = (tl.minimum(num_rows - first_row, R) + SHARE - 1) // SHARE
             seen = tl.atomic_add(ready_ptr + block, 0, sem="acquire")
             while seen < awaited:
                 seen = tl.atomic_add(ready_ptr + block, 0, sem="acquire")

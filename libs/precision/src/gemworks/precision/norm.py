@@ -64,7 +64,7 @@ def norm_cast(
     return_y: bool = False,
     backend: str = "auto",
 ) -> NormCast:
-    """Residual addition, norm and cast, one kernel on a GPU.
+    """Residual addition, norm and cast: two kernels on a GPU, the first of which writes the sum.
 
     Args:
         x: `[M, K]`.
@@ -193,6 +193,12 @@ def _norm_general(
     return planes, inexact
 
 
+# One grid of sums and tiles instead of two kernels: off, as no GPU has run it yet (decision 0252).
+ONE_GRID = False
+# Steps of a program of the sum in one grid: what it costs to say that a share is finished is paid once for all of them.
+NORM_STEPS = 4
+
+
 @lru_cache(maxsize=256)
 def _norm_setup(
     config: TileConfig,
@@ -217,6 +223,7 @@ def _norm_setup(
         SUBTRACT_MEAN=subtract,
         WRITE_Y=write_y,
         ROWS=rows,
+        STEPS=min(NORM_STEPS, config.rows // rows),
         WIDTH=width,
     )
 
@@ -235,8 +242,8 @@ def _norm_tiles(
     eps: float,
     columns: bool,
 ) -> tuple[tuple[MXTensor, MXTensor], Tensor]:
-    """Contiguous bf16 in one kernel that reads the sum back from cache."""
-    from gemworks.precision.kernel_norm_tile import norm_cast_kernel
+    """Contiguous bf16: the sum with each row's statistics, then tiles of the sum."""
+    from gemworks.precision.kernel_norm_tile import norm_apply_kernel, norm_cast_kernel, norm_sum_kernel
     from gemworks.precision.launch import launch
     from gemworks.precision.triton_casts import planes_of, tile_planes
 
@@ -246,35 +253,29 @@ def _norm_tiles(
     flags = (residual is not None, bias is not None, norm == "layer", y is not None)
     setup = _norm_setup(config, spec, directions, num_columns, *flags)
     written = tile_planes(x, spec, spec.block, directions)
-    _, column_tiles = setup.grid(num_rows, num_columns)
-    row_blocks = -(-num_rows // setup.config.rows)
-    blocks_per_turn = min(row_blocks, norm_turn(setup.config.rows, num_columns))
-    sums = blocks_per_turn * (setup.config.rows // int(setup.constants["ROWS"]))
-    programs = (-(-row_blocks // blocks_per_turn) + 1) * (sums + blocks_per_turn * column_tiles)
-    total = hidden.view(torch.int32)
-    launch(
-        norm_cast_kernel,
-        (programs, 1, 1),
-        (
-            x.view(torch.int32),
-            residual.view(torch.int32) if residual is not None else total,
-            total,
-            weight,
-            bias if bias is not None else weight,
-            y.view(torch.int32) if y is not None else total,
-            mean,
-            rstd,
-            torch.zeros(row_blocks, dtype=torch.int32, device=x.device),
-            *written.arguments(directions),
-            num_rows,
-            num_columns,
-            column_tiles,
-            blocks_per_turn,
-            eps,
-        ),
-        setup.constants,
-        setup.options,
-    )
+    grid, column_tiles = setup.grid(num_rows, num_columns)
+    constants, total = setup.constants, hidden.view(torch.int32)
+    added = (x.view(torch.int32), residual.view(torch.int32) if residual is not None else total, total)
+    affine = (weight, bias if bias is not None else weight, y.view(torch.int32) if y is not None else total)
+    sizes = (num_rows, num_columns)
+    if ONE_GRID:
+        row_blocks = -(-num_rows // config.rows)
+        turn = min(row_blocks, norm_turn(config.rows, num_columns))
+        sums = turn * (config.rows // int(constants["ROWS"] * constants["STEPS"]))
+        programs = (-(-row_blocks // turn) + 1) * (sums + turn * column_tiles)
+        ready = torch.zeros(row_blocks, dtype=torch.int32, device=x.device)
+        planes = written.arguments(directions)
+        arguments = (*added, *affine, mean, rstd, ready, *planes, *sizes, column_tiles, turn, eps)
+        launch(norm_cast_kernel, (programs, 1, 1), arguments, constants, setup.options)
+    else:
+        rows = int(constants["ROWS"])
+        names = ("HAS_RESIDUAL", "SUBTRACT_MEAN", "ROWS", "WIDTH", "HARDWARE")
+        first = {name: constants[name] for name in names}
+        options = {"num_warps": config.num_warps}
+        launch(norm_sum_kernel, (-(-num_rows // rows), 1, 1), (*added, mean, rstd, *sizes, eps), first, options)
+        second = {n: v for n, v in constants.items() if n not in ("HAS_RESIDUAL", "ROWS", "STEPS", "WIDTH")}
+        arguments = (total, *affine, mean, rstd, *written.arguments(directions), *sizes, column_tiles)
+        launch(norm_apply_kernel, grid, arguments, second, setup.options)
     return planes_of(x, spec, spec.block, written, directions), written.inexact
 
 

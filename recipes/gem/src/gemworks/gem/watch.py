@@ -60,6 +60,7 @@ class Watch:
         self._next, self._before = (rank + 1) % world_size, (rank - 1) % world_size
         self._silent, self._grace, self._blame, self._end = silent_seconds, grace_seconds, blame, end or end_process
         self._ended = threading.Event()
+        self._next_left = threading.Event()
         self._store_in_use = threading.Lock()  # a store serves one call at a time
         self._threads = [
             threading.Thread(target=run, name=f"gemworks-watch-{run.__name__}", daemon=True)
@@ -89,6 +90,7 @@ class Watch:
             work = dist.irecv(torch.zeros(1), self._next, group=self._group)
             assert work is not None
             work.wait(FOREVER)
+            self._next_left.set()
         except RuntimeError:
             if not self._ended.is_set():
                 self._tell(self._blame(self._next))
@@ -110,7 +112,7 @@ class Watch:
                 break
             if now != beats:
                 beats, heard = now, time.monotonic()
-            elif time.monotonic() - heard > self._silent:
+            elif time.monotonic() - heard > self._silent and not self._next_left.is_set():
                 self._tell(self._blame(self._next))
         if text and not self._ended.wait(self._grace):
             self._end(RankFailure(text, ()))

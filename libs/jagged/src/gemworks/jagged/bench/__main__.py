@@ -262,7 +262,11 @@ def main(argv: list[str] | None = None, *, restarts: bool = False) -> int:
         for label, make in memory_bound_subjects(args, device, dtype)
         if args.only in label
     ]
-    late = [(label, step) for label, step in memory_bound if label.rsplit(" ", 1)[0] in norms.LATE]
+    late = [
+        (label, step)
+        for label, step in memory_bound
+        if label.rsplit(" ", 1)[0] in norms.LATE or label.endswith(blocks.LATE)
+    ]
     steps: list[tuple[str, Callable[[], int]]] = [
         *((label, step) for label, step, priority in attention if priority == 0),
         *(step for step in memory_bound if step not in late),

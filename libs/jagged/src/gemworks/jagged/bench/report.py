@@ -161,7 +161,10 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def plots(path: Path, rows: Sequence[Row]) -> str:
-    """Bars of every case that is no part of the sweep, and the sweep as lines beside it. Returns what was done."""
+    """Bars of every case that is no part of the sweep, and the sweep as lines beside it. Returns what was done.
+
+    Of a case that was measured by several runs, the first row counts.
+    """
     try:
         import matplotlib as mpl  # pyright: ignore[reportMissingImports]
 
@@ -174,7 +177,7 @@ def plots(path: Path, rows: Sequence[Row]) -> str:
     few = [r for r in measured if id(r) not in swept or (r["law"], r["head_dim"], r["shape"][:5]) == FIRST_OF_SWEEP]
     _bars(plt, path, few)
     done = [str(path)]
-    if len({m[2] for m in swept.values()}) > 1:
+    if len({m[2] for m in swept.values()}) > 2:
         done.append(str(path.with_suffix(".sweep.png")))
         _lines(plt, Path(done[-1]), [(r, swept[id(r)]) for r in measured if id(r) in swept])
     return f"plots: {', '.join(done)}"
@@ -189,7 +192,11 @@ def _bars(plt: Any, path: Path, rows: Sequence[Row]) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(14, 2 + 0.5 * len(labels)), layout="constrained", sharey=True)
     for axis, direction in zip(axes, ("fwd", "bwd"), strict=True):
         for i, name in enumerate(names):
-            found = {label_of(r): float(r["tflops"]) for r in rows if (r["impl"], r["direction"]) == (name, direction)}
+            found = {
+                label_of(r): float(r["tflops"])
+                for r in reversed(rows)
+                if (r["impl"], r["direction"]) == (name, direction)
+            }
             at = [j + (i - len(names) / 2) * 0.85 / len(names) for j in range(len(labels))]
             axis.barh(at, [found.get(label, 0.0) for label in labels], 0.85 / len(names), label=name)
         axis.set_yticks(range(len(labels)), labels, fontsize=7)
@@ -218,7 +225,7 @@ def _lines(plt: Any, path: Path, rows: Sequence[tuple[Row, re.Match[str]]]) -> N
                 for direction, style in (("fwd", "-o"), ("bwd", "--o")):
                     here = {
                         int(m[2]): float(r["tflops"])
-                        for n, r, m in lines
+                        for n, r, m in reversed(lines)
                         if (n, r["law"], r["direction"], r["head_dim"], m[1])
                         == (name, law, direction, str(width), str(batch))
                     }

@@ -10,6 +10,7 @@ from pathlib import Path
 from gemworks.gem.ladder.settings import RUNGS
 
 Row = dict[str, str]
+TARGETS = {"block": "0.40", "full": "0.42"}  # Local MFU of the sequence layers of `large`
 INTRO = """# The MFU ladder
 
 Written by `python -m gemworks.gem.ladder --page` from the CSVs beside it: no figure here was typed. Every row is a
@@ -54,6 +55,8 @@ def write_page(page: Path, measured: Path) -> None:
             ordered = in_order(group)
             parts.append(f"### {case}\n\n" + ladder_table(ordered))
             parts.append(takeaways(ordered, chained=file == "ladder_h200.csv"))
+            if file == "ladder_h200.csv":
+                parts.append(not_measured(ordered))
             picture = measured / f"{file.removesuffix('.csv')}_{group[0]['attention']}.png"
             if chart(picture, ordered, case):
                 parts.append(f"![samples/s of each row]({_relative(picture.parent, page)}/{picture.name})\n")
@@ -61,6 +64,8 @@ def write_page(page: Path, measured: Path) -> None:
     parts.append("## Layer by layer\n")
     if not layers:
         parts.append("Not measured yet: there is no `layers_h200.csv`.\n")
+    else:
+        parts.append(sequence_layers(layers))
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in layers:
         groups[f"{row['attention']} attention, {row['setting']}, batch {row['batch']}"].append(row)
@@ -102,6 +107,11 @@ def _is_side(name: str) -> bool:
     return any(rung.name == name and rung.side for rung in RUNGS)
 
 
+def _added(row: Row) -> str:
+    """In today's words, where the ladder still has the row."""
+    return next((rung.added for rung in RUNGS if rung.name == row["row"]), row["added"])
+
+
 def in_order(rows: Sequence[Row]) -> list[Row]:
     """The rows as the ladder has them, whatever the order in which they were measured; the last measurement counts."""
     names = [rung.name for rung in RUNGS]
@@ -119,7 +129,7 @@ def ladder_table(rows: Sequence[Row]) -> str:
     for row in rows:
         name = f"+ {row['row']}" if _is_side(row["row"]) else row["row"]
         cells = [
-            name, row["added"], row["batch"], row["samples_per_s"], _percent(row["local_mfu"]),
+            name, _added(row), row["batch"], row["samples_per_s"], _percent(row["local_mfu"]),
             _percent(row["step_mfu"]), _percent(row["mixed_mfu"]), row["step_ms"], row["peak_gib"],
             _percent(row["padding"]), _percent(row["recompute"]), row["ne"],
         ]  # fmt: skip
@@ -153,6 +163,34 @@ def takeaways(rows: Sequence[Row], *, chained: bool = True) -> str:
         ratio = float(base["samples_per_s"]) / float(first["samples_per_s"])
         said.append(f"- `{base['row']}` over `{first['row']}`: x{ratio:.2f} samples/s.")
     return "\n".join(said) + "\n"
+
+
+def not_measured(rows: Sequence[Row]) -> str:
+    """The rows that a table lacks, and those that cannot be measured yet, with the reason."""
+    have = {row["row"] for row in rows}
+    missing = [rung.name for rung in RUNGS if rung.name not in have and not rung.refusal]
+    lines = [f"Rows that this table lacks: {', '.join(missing)}."] if missing else []
+    lines += [f"- `{rung.name}`: {rung.refusal}." for rung in RUNGS if rung.refusal]
+    return "\n".join(lines) + "\n"
+
+
+def sequence_layers(rows: Sequence[Row]) -> str:
+    """Local MFU of all sequence layers together, beside the target and what this run's rates allow."""
+    lines = [
+        "All sequence layers of a run together: their Local MFU, the target, and the Local MFU if every layer took the "
+        "least time that the copy and product rates of the same run allow. Which layers a run has is in its table.\n",
+        "| attention | setting | batch | Local MFU | target | least time's | share of it | commit |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["layer"] == "sequence layers":
+            least = row["note"].rpartition(" ")[2]
+            lines.append(
+                f"| {row['attention']} | {row['setting']} | {row['batch']} | {_percent(row['local_mfu'])} "
+                f"| {_percent(TARGETS.get(row['attention'], ''))} | {_percent(least)} "
+                f"| {_percent(row['roofline_fraction'])} | {row['commit']} |"
+            )
+    return "\n".join(lines) + "\n"
 
 
 def layer_table(rows: Sequence[Row]) -> str:
@@ -212,10 +250,10 @@ def _simulator_error(errors: Sequence[Row]) -> str:
     sizes = sorted(abs(float(row["error_pct"])) for row in errors if row["split"] == "validate" and row["error_pct"])
     if not sizes:
         return "The simulator's error is not measured: there is no `simulator_error.csv`.\n"
-    gpus = " and ".join(sorted({row["num_gpus"] for row in errors}))
+    gpus = ", ".join(sorted({row["num_gpus"] for row in errors}, key=int))
     median = sizes[len(sizes) // 2]
     return (
-        f"On {gpus} GPUs the same simulator missed steps that it had not been fitted to by {median:.1f} % (median of "
+        f"On {gpus} GPU(s) the same simulator missed steps that it had not been fitted to by {median:.1f} % (median of "
         f"{len(sizes)}) and {sizes[-1]:.1f} % (worst).\n"
     )
 

@@ -65,6 +65,7 @@ BASELINE = chain(
     ),
     train(compile=False),
 )  # fmt: skip
+FP8 = kernels(linears="fp8_block128")
 NOT_YET = "not measured: "
 
 RUNGS: tuple[Rung, ...] = (
@@ -88,9 +89,15 @@ RUNGS: tuple[Rung, ...] = (
     Rung("compiled_qk", "QK-norm and RoPE by the compiler", kernels(fused_qk=False), side=True),
     Rung("fast_gelu", "GELU as a polynomial", model(pffn_activation="fast_gelu")),
     Rung("pffn_epilogue", "norm and residuals inside GDPA's kernel", kernels(fused_pffn_norm=True), side=True),
-    Rung("fp8_linears", "FP8 linears, 1x128 and 128x128 scales", kernels(linears="fp8_block128")),
-    Rung("fp8_hadamard", "Hadamard transform before weight gradients", kernels(linears_hadamard=True), side=True),
-    Rung("fp8_stochastic", "stochastic rounding of gradients", kernels(linears_stochastic=True), side=True),
+    Rung("fp8_linears", "FP8 linears, 1x128 and 128x128 scales", FP8, side=True),
+    Rung(
+        "fp8_hadamard", "FP8 linears, Hadamard transform before weight gradients",
+        chain(FP8, kernels(linears_hadamard=True)), side=True,
+    ),
+    Rung(
+        "fp8_stochastic", "FP8 linears, stochastic rounding of gradients",
+        chain(FP8, kernels(linears_stochastic=True)), side=True,
+    ),
     Rung(
         "fp8_attention", "FP8 attention", lambda config: config,
         refusal=NOT_YET + "the recipe's attention hands its kernels no FP8 codes",
@@ -98,7 +105,8 @@ RUNGS: tuple[Rung, ...] = (
     Rung("activations_quantised", "activations kept in MXFP8", kernels(activations="quantise"), side=True),
     Rung("activations_offloaded", "activations moved to the host", kernels(activations="offload"), side=True),
     Rung("recompute", "activations recomputed", kernels(activations="recompute"), side=True),
-    Rung("batch_x2", "twice the batch", batch_times(2)),
+    Rung("batch_x2", "FP8 linears and twice the batch", chain(FP8, batch_times(2)), side=True),
+    Rung("bf16_batch_x2", "twice the batch", batch_times(2)),
     Rung(
         "state_stash", "optimizer and table state parked between uses", lambda config: config,
         refusal=NOT_YET + "the trainer has no hook around the optimizer's step for netmem.StateStash",

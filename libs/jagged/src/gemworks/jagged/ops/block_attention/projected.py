@@ -104,11 +104,6 @@ def _forward(
 ) -> Tensor:
     """[T, N, H], contiguous."""
     args = BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps)
-    if unprojected.has_kernel_for(x, head_dim):
-        from gemworks.jagged.ops.block_attention import launch
-
-        if launch.fuses_projection(x):
-            return launch.block_attention_projected_forward(x, weight, num_heads, head_dim, args)
     return unprojected.forward(*split_heads(_project(x, weight, head_dim), num_heads), args)
 
 
