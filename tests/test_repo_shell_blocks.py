@@ -81,6 +81,9 @@ def test_command_is_understood(line: str) -> None:
         assert {word for word in words[1:] if "=" not in word} <= set(targets)
     elif words[0].startswith(".ci/"):
         assert (ROOT / words[0]).is_file()
+    elif words[0] == "torchrun":
+        at = words.index("-m")
+        check_module(words[at + 1], words[at + 2 :])
     elif words[0].endswith("python"):
         if words[1] == "-m" and words[2].startswith("gemworks."):
             check_module(words[2], words[3:])

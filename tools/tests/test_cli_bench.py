@@ -122,7 +122,8 @@ def test_wrong_arguments_of_the_program(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "docs/measured").glob("*_h200*.csv")), ids=str)
 def test_committed_measurements_can_be_compared_with(path: Path) -> None:
     with path.open() as file:
-        if "ms" not in (csv.DictReader(file).fieldnames or ()):
+        columns = set(csv.DictReader(file).fieldnames or ())
+        if "ms" not in columns or not columns & {"op", "layer", "row"}:
             pytest.skip("a table of another kind")
     rows = read_rows(path)
     found = compare(rows, rows)
