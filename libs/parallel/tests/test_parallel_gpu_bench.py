@@ -63,3 +63,11 @@ def test_every_step_of_the_gpu_section_runs() -> None:
     assert ops.count("gpu exposed all_gather") == 2 + 2 + 4
     assert all(set(r) <= set(BENCH_COLUMNS) for r in rows)
     assert all(r["num_gpus"] == 1 for r in rows if r["op"].endswith("alone"))
+
+
+@pytest.mark.parametrize("wrong", [1.1, float("nan")])
+def test_a_wrong_answer_is_not_timed(wrong: float) -> None:
+    right = torch.ones(4)
+    gpu_bench.check_close("experts", 1.01 * right, right)
+    with pytest.raises(RuntimeError, match=r"experts: relative error .* not timed"):
+        gpu_bench.check_close("experts", wrong * right, right)

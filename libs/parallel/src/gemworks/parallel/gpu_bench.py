@@ -104,6 +104,23 @@ def _cuda_ms(run: Callable[[], object], repeats: int = 12) -> dict[str, float]:
     }
 
 
+def check_close(what: str, got: Tensor, expected: Tensor, tolerance: float = 0.02) -> None:
+    """Refuse to time what is wrong.
+
+    Args:
+        what: names the case.
+        got: what the distributed form gives.
+        expected: what one process gives, same shape.
+        tolerance: of the norm of the difference over the norm of `expected`; bf16 products summed in another order.
+
+    Raises:
+        RuntimeError: beyond the tolerance, or not finite.
+    """
+    error = float((got.float() - expected.float()).norm() / expected.float().norm())
+    if not error <= tolerance:
+        raise RuntimeError(f"{what}: relative error {error:.3g} against one process, at most {tolerance:g}; not timed")
+
+
 def _row(op: str, shape: str, setting: str, t: dict[str, float], flops: float, base_ms: float | None) -> dict[str, Any]:
     return {
         "op": op,
@@ -142,6 +159,7 @@ def fsdp_rows(
         torch.manual_seed(0)
         shape = f"{n} blocks {tokens}x{width}"
         x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
+        torch.manual_seed(0)  # as of the sharded ones below
         alone = on_device(lambda: Stack(n, width), device, torch.bfloat16)
 
         def step(model: nn.Module, x: Tensor = x) -> None:
@@ -149,6 +167,8 @@ def fsdp_rows(
             model.zero_grad(set_to_none=True)
 
         base = _cuda_ms(lambda m=alone: step(m))
+        with torch.no_grad():
+            expected = alone(x)
         flops = 3 * 2 * tokens * 8 * width * width * n
         rows.append(_row("gpu step alone", shape, "1 GPU", base, flops, None))
         del alone
@@ -161,6 +181,8 @@ def fsdp_rows(
             policy = FsdpPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, prefetch=prefetch)
             apply_fsdp(model, meshes, [f"blocks.{i}" for i in range(n)], policy)
             setting = f"FSDP, prefetch {'on' if prefetch else 'off'}"
+            with torch.no_grad():
+                check_close(f"{shape}, {setting}", model(x), expected)
             got = _cuda_ms(lambda m=model: step(m))
             rows.append(_row("gpu step fsdp", shape, setting, got, flops, base["ms"]))
             rows += _exposed_rows(shape, setting, lambda m=model: step(m))
@@ -191,6 +213,8 @@ def expert_rows(world: int, device: torch.device, *, tokens: int = 8192, width: 
         beside = side(x)
         (experts.finish(experts.run(sent)) + beside).float().pow(2).mean().backward()
 
+    with torch.no_grad():
+        check_close(shape, spread(x, counts), local(x, counts))
     flops = 3 * 2 * tokens * 8 * width * width * (world + 1)
     base = _cuda_ms(lambda: apart(local))
     rows = [_row("gpu experts alone", shape, "1 GPU", base, flops, None)]
@@ -252,6 +276,9 @@ def table_rows(
             init=lambda t, rows: torch.full((len(rows), t.dim), 0.01),
             device=device,
         )
+        with torch.no_grad():
+            bags = emb(batch)["f0"]
+        check_close(f"{shape}, {name}", bags, torch.full_like(bags, 0.01 * per_bag), 1e-5)
         got = _cuda_ms(lambda e=emb, o=overlap: step(e, o))
         # There is no one-GPU step with the same tables: what is exposed is the trace's.
         found.append({**_row("gpu step tables", shape, name, got, flops, 0.0), "exposed_ms": ""})

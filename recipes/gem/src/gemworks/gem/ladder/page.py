@@ -300,7 +300,9 @@ def chart(path: Path, rows: Sequence[Row], title: str) -> bool:
         axes.text(speed, at, text, va="center", fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(right=1.25 * max(speeds))
-    axes.set_xlabel("samples/s of whole training steps; label: step MFU against 989 TFLOP/s; grey: beside the ladder")
+    axes.set_xlabel(
+        "samples/s of whole training steps\nlabel: step MFU against 989 TFLOP/s; grey: measured beside the ladder"
+    )
     axes.set_title(title)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
