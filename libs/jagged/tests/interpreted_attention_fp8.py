@@ -49,5 +49,4 @@ def test_equals_the_definition(activation, square, v_codes, mask, heads_k):
 def test_factors():
     scales = torch.randint(0, 256, (70, 3), dtype=torch.uint8)
     ours = launch.factors(scales)
-    assert ours.stride(0) % 4 == 0
     assert torch.equal(ours.t().nan_to_num(-1), scale_values(scales).nan_to_num(-1))
