@@ -174,8 +174,8 @@ TRITON: dict[tuple[Step, str, int, int], TritonConfig] = {
 # widths up to 128.
 BIASED: dict[Step, TritonConfig] = {
     "forward": TritonConfig(64, 32, 4, 2),
-    "backward_kv": TritonConfig(32, 64, 4, 2),
-    "backward_q": TritonConfig(128, 64, 8, 2),
+    "backward_kv": TritonConfig(64, 64, 8, 2),
+    "backward_q": TritonConfig(128, 32, 8, 2),
 }
 
 
@@ -271,7 +271,7 @@ def triton_config(step: Step, shape: Shape) -> TritonConfig:
 def bias_config(shape: Shape) -> TritonConfig:
     """Of the kernel that sums the gradients of a bias; its tiles of query rows are walked over."""
     small = shape.dtype.itemsize == 2 and max(shape.head_dim, shape.value_dim) <= 128
-    return TritonConfig(64, 32, 4, 1) if small else TritonConfig(16, 16, 4, 1)
+    return TritonConfig(64, 32, 8, 1) if small else TritonConfig(16, 16, 4, 1)
 
 
 def choose(step: Step, shape: Shape, architecture: str) -> Config | None:
