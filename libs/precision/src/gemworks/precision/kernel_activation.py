@@ -83,7 +83,7 @@ def activation_tile_kernel(
     left_rows = real_rows - first_row
     half = (num_columns // 16) * 8
     offset = first_row * half
-    xs = load_tile(x_ptr + offset, half, left_rows, first_column, num_columns, R8, C, True, RAGGED, "evict_first")
+    xs = load_tile(x_ptr + offset, half, left_rows, first_column, num_columns, R8, C, True, RAGGED, True)
     ys = ()
     for i in tl.static_range(8):
         v = ()

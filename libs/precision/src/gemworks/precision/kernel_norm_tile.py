@@ -161,7 +161,7 @@ def apply_tile(
     octet = tl.arange(0, R8) * 8
     half = (num_columns // 16) * 8
     offset = first_row * half
-    hs = load_tile(sum_ptr + offset, half, left_rows, first_column, num_columns, R8, C, True, RAGGED, "evict_first")
+    hs = load_tile(sum_ptr + offset, half, left_rows, first_column, num_columns, R8, C, True, RAGGED, True)
     means = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     if SUBTRACT_MEAN:
         means = ()

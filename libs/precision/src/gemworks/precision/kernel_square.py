@@ -120,7 +120,7 @@ def cast_squares_kernel(
     first_row = row_tile.to(tl.int64) * 128
     first_column = column_tile * 128
     base = x_ptr + first_row * stride_row
-    xs = load_tile(base, stride_row, real_rows - first_row, first_column, num_columns, R8, C, True, RAGGED)
+    xs = load_tile(base, stride_row, real_rows - first_row, first_column, num_columns, R8, C, True, RAGGED, False)
     m = tl.maximum(largest_halves(xs, 0, HARDWARE), 0)
     n = tl.maximum(largest_halves(xs, 1, HARDWARE), 0)
     amax = tl.max(tl.maximum(tl.maximum(m & 0xFFFF, m >> 16), tl.maximum(n & 0xFFFF, n >> 16)))

@@ -117,13 +117,14 @@ def load_tile(
     C: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
-    POLICY: tl.constexpr = "",
+    LAST_USE: tl.constexpr,
 ):
     """Rows 0 to 7 modulo 8, each a tuple of its columns modulo 4, zero outside; `x_ptr` is at the tile's first row.
 
     PACKED: x as int32 `[M, K / 2]`, stride_row in int32. Without RAGGED, rows are a multiple of 16, and one mask serves
-    all eight loads.
+    all eight loads. LAST_USE: nobody reads x again soon.
     """
+    policy: tl.constexpr = "evict_first" if LAST_USE else ""
     octet = tl.arange(0, R8)
     left_octets = (left_rows // 16) * 2
     xs = ()
@@ -139,8 +140,8 @@ def load_tile(
         mask = inside
         if RAGGED:
             mask = (octet * 8 + i < left_rows)[:, None] & real
-        x = tl.load(x_ptr + i * stride_row + at, mask=mask, other=0, eviction_policy=POLICY)
-        if PACKED:
+        x = tl.load(x_ptr + i * stride_row + at, mask=mask, other=0, eviction_policy=policy)
+        if PACKED:  # noqa: SIM108
             xs = xs + (tl.split(tl.reshape(x, [R8, C // 4, 2])),)  # noqa: RUF005
         else:
             xs = xs + (quads(x.to(tl.float32), R8, C),)  # noqa: RUF005
@@ -191,7 +192,7 @@ def cast_tile_kernel(
     first_row = (tile // num_column_tiles).to(tl.int64) * (R8 * 8)
     first_column = (tile % num_column_tiles) * C
     base = x_ptr + first_row * stride_row
-    xs = load_tile(base, stride_row, real_rows - first_row, first_column, num_columns, R8, C, PACKED, RAGGED)
+    xs = load_tile(base, stride_row, real_rows - first_row, first_column, num_columns, R8, C, PACKED, RAGGED, False)
     store_tile(
         xs,
         first_row,
