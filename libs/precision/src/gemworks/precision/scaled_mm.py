@@ -85,7 +85,7 @@ class Operands:
     def multiply(self, out: Tensor) -> None:
         """`left @ right^T` into `out`."""
         swizzle = SWIZZLED if self.recipe_a is ROWS32 else PLAIN
-        torch._scaled_mm_v2(
+        torch._scaled_mm_v2(  # pyright: ignore[reportPrivateImportUsage]
             self.left,
             self.right.t(),
             [self.scale_a],
