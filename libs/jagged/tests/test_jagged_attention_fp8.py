@@ -139,8 +139,8 @@ def test_tiles_equal_attention_of_the_values():
 
 
 def test_key_order_is_what_a_thread_holds():
-    """PTX ISA, wgmma: of the first product a thread c of four has columns 8 n + 2 c + {0, 1}; the second one takes from it
-    positions 32 s + 4 c + {0..3} and 32 s + 16 + 4 c + {0..3}."""
+    """PTX ISA, wgmma: of the first product a thread c of four has columns 8 n + 2 c + {0, 1}; the second one takes from
+    it positions 32 s + 4 c + {0..3} and 32 s + 16 + 4 c + {0..3}."""
     for c in range(4):
         held = sorted(8 * n + 2 * c + i for n in range(16) for i in range(2))
         given = [32 * s + 16 * g + 4 * c + i for s in range(4) for g in range(2) for i in range(4)]

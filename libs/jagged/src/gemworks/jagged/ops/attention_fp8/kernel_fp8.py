@@ -1,6 +1,7 @@
 """Forward of FP8 attention in plain Triton: codes are multiplied out in registers, exactly, in front of each product.
 
-For rows and squares of scales, masks, every architecture. E4M3 times a power of two is exact in bf16, so this is the arithmetic of the codes in bf16 products.
+For rows and squares of scales, masks, every architecture. E4M3 times a power of two is exact in bf16, so this is the
+arithmetic of the codes in bf16 products.
 
 Letters: M query rows of a tile, n key rows of a tile, H and V head widths; R rows and W columns that share a scale.
 """

@@ -106,11 +106,12 @@ def triton_forward(p: Problem, sq: Tensor, sk: Tensor, sv: Tensor | None, out: T
 
 
 def hopper_forward(
-    p: Problem, scales: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, config: HopperConfig = HOPPER
+    p: Problem, scales: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, config: HopperConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """(output [T, N, H] in `dtype`, log-sum-exp [N, T]) of tiles: `p.v` is [C, M, H, 128], see tiles.py."""
     from gemworks.jagged.ops.attention_core.launch_hopper import _num_programs
 
+    config = HOPPER if config is None else config
     (total, heads, width), heads_k = p.q.shape, p.k.shape[1]
     out = torch.empty(total, heads, width, dtype=dtype, device=p.q.device)
     lse = torch.empty(heads, total, dtype=torch.float32, device=p.q.device)

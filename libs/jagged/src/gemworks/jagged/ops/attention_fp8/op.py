@@ -18,7 +18,7 @@ from gemworks.jagged.dispatch import architecture_of, warn_once
 from gemworks.jagged.ops.attention_core.op import UNBOUNDED, Call, _problem, attention_backward, attention_forward
 from gemworks.jagged.ops.attention_core.reference import SOFTMAX, forward_reference
 from gemworks.jagged.ops.attention_fp8.reference import dequantize_rows, scale_block
-from gemworks.jagged.ops.attention_fp8.tiles import TILE, check_tiles, dequantize_tiles
+from gemworks.jagged.ops.attention_fp8.tiles import check_tiles, dequantize_tiles
 from gemworks.jagged.ops.gdpa.activations import ACTIVATIONS, Activation
 from gemworks.jagged.schedule import TileSchedule
 from torch import Tensor
