@@ -1,5 +1,6 @@
 """Tiles of q, k, v: one scale for 128 rows of a sample and head, v transposed; what is in them, and where."""
 
+import itertools
 import math
 
 import pytest
@@ -25,7 +26,7 @@ def test_a_tile_is_what_its_rows_alone_would_be(transposed):
     tiles = head_tiles(x, offsets, transposed=transposed)
     assert tiles.scales.shape == (num_tiles(len(x), len(LENGTHS)), 2)
     bounds = [*offsets.tolist(), len(x)]
-    for b, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for b, (begin, end) in enumerate(itertools.pairwise(bounds)):
         for j, first in enumerate(range(begin, end, TILE)):
             rows = x[first : min(first + TILE, end)]
             tile = begin // TILE + b + j
