@@ -40,6 +40,15 @@ def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
     return node
 
 
+def _encode_in(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    """`encode` in the operators that it is made of for the compiler."""
+    cast = torch.ops.prims.convert_element_type.default
+    wide = _call(graph, cast, x, torch.float32)
+    bounded = _call(graph, torch.ops.aten.clamp_min.default, wide, -E5M2_MAX)
+    bounded = _call(graph, torch.ops.aten.clamp_max.default, bounded, E5M2_MAX)
+    return _call(graph, cast, bounded, torch.float8_e5m2)
+
+
 def _codable(x: Any) -> bool:
     # float32 beside 16-bit activations is a statistic of a norm or of attention
     if not isinstance(x, torch.Tensor) or x.dtype not in (torch.bfloat16, torch.float16):
@@ -91,8 +100,7 @@ def code_saved(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: i
             continue
         dtype = saved.meta["val"].dtype
         with forward.graph.inserting_before(output):
-            bounded = _call(forward.graph, torch.ops.aten.clamp.default, saved, -E5M2_MAX, E5M2_MAX)
-            codes = _call(forward.graph, torch.ops.prims.convert_element_type.default, bounded, torch.float8_e5m2)
+            codes = _encode_in(forward.graph, saved)
         outputs[at] = codes
         users = list(arriving.users)
         arriving.meta["val"] = codes.meta["val"]
