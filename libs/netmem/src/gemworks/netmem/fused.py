@@ -138,8 +138,8 @@ class CodingPartitioner(CustomPartitionerFn):
 def _eager(graph: fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
     """As torch's backend "aot_eager_decomp_partition": the graphs that the compiler would get, run by eager kernels."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
-    from torch._inductor.compile_fx import select_decomp_table
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._inductor.decomposition import select_decomp_table
 
     return aot_autograd(
         fw_compiler=lambda gm, _: make_boxed_func(gm.forward),
