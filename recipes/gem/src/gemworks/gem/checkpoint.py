@@ -313,7 +313,8 @@ def _rank_key(rank: int) -> str:
 
 def _read(state: dict[str, Any], path: Path, ranks: Ranks) -> None:
     ranks.on_first(lambda: files.verify(path))
-    own = {name: tuple(t.shape) for name, t in state["model"].items() if isinstance(t, Tensor)}
+    shapes = {name: tuple(t.shape) for name, t in state["model"].items() if isinstance(t, Tensor)}
+    own = {name: shape for found in ranks.gather(shapes) for name, shape in found.items()}
     metadata = read_metadata(path)
     lines = differences(tensor_shapes(metadata, "model."), own)
     if lines:
@@ -358,7 +359,8 @@ def _local(value: Any) -> list[Tensor]:
 
 def _refuse_non_finite(model_state: dict[str, Any], step: int, ranks: Ranks) -> None:
     own = [n for n, value in model_state.items() if not all(bool(torch.isfinite(x).all()) for x in _local(value))]
-    names = sorted({name for found in ranks.gather(own) for name in found}, key=list(model_state).index)
+    place = {name: i for i, name in enumerate(model_state)}  # a rank has not the experts of others
+    names = sorted({n for found in ranks.gather(own) for n in found}, key=lambda n: (place.get(n, len(place)), n))
     if names:
         raise NonFiniteError(
             f"no checkpoint is written at step {step}: {', '.join(names[:MAX_TENSORS_IN_A_MESSAGE])} "
