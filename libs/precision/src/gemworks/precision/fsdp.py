@@ -131,6 +131,11 @@ class FP8GatherWeight(_Wrapper):
     def __init__(self, tensor: Tensor, meta: PlaneMeta, requires_grad: bool = False) -> None:
         self._tensor, self._meta = tensor, meta
 
+    @property
+    def stored(self) -> Tensor:
+        """The weight itself, sharing its memory: what a checkpoint holds, which must not need this class."""
+        return self._tensor
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"FP8GatherWeight({self._tensor!r}, {self._meta.form})"
 

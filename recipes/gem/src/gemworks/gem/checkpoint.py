@@ -285,7 +285,17 @@ def differences(
 def _model_state(model: nn.Module) -> dict[str, Any]:
     """Its tensors; of a sharded table the pieces held here. They share memory with the model's own."""
     state = model.state_dict()
-    return {name: table_pieces(t) if isinstance(t, ShardedTensor) else t for name, t in state.items()}
+    return {name: table_pieces(t) if isinstance(t, ShardedTensor) else _as_stored(t) for name, t in state.items()}
+
+
+def _as_stored(value: Any) -> Any:
+    """A weight that is gathered in FP8 is wrapped for it; a checkpoint holds what is inside."""
+    if isinstance(value, DTensor) and (inner := getattr(value.to_local(), "stored", None)) is not None:
+        shape, stride = value.shape, value.stride()
+        return DTensor.from_local(
+            inner, value.device_mesh, value.placements, run_check=False, shape=shape, stride=stride
+        )
+    return value
 
 
 def table_pieces(table: ShardedTensor) -> Tensor:

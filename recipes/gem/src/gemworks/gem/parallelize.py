@@ -213,9 +213,15 @@ def _gather_in_fp8(model: Gem, plan: ParallelPlan, *, spread: bool) -> None:
     def of_experts(name: str, layer: MXLinear) -> bool:
         return spread and ".interaction.experts." in name
 
-    gather_in_fp8(model, plan.dense.shard, lambda name, layer: not of_experts(name, layer))
+    made = gather_in_fp8(model, plan.dense.shard, lambda name, layer: not of_experts(name, layer))
     if plan.experts is not None and plan.experts.expert_shard > 1:
-        gather_in_fp8(model, plan.experts.expert_shard, of_experts)
+        made += gather_in_fp8(model, plan.experts.expert_shard, of_experts)
+    if all(decision.form == "bf16" for decision in made):
+        reasons = sorted({decision.reason for decision in made}) or ["kernels.linears quantises none that is sharded"]
+        raise ValueError(
+            f"parallel.gather: got 'fp8', but no weight can be gathered so ({'; '.join(reasons)}); set "
+            "parallel.gather=bfloat16, or wider layers"
+        )
     for layer in model.modules():
         if isinstance(layer, MXLinear) and isinstance(layer.weight.data, FP8GatherWeight):
             # a weight that exists as codes and scales only is nothing for the compiler's tracing

@@ -49,81 +49,13 @@ class ShardedCollection(nn.Module):
     ) -> None:
         super().__init__()
         self.pooled = isinstance(collection, EmbeddingBagCollection)
-        tables, features = from_torchrec(
-            collection.embedding_bag_configs()
-            if isinstance(collection, EmbeddingBagCollection)
-            else collection.embedding_configs()
-        )
+        configs = getattr(collection, "embedding_bag_configs" if self.pooled else "embedding_configs")()
+        tables, features = from_torchrec(configs)
         self.kind = "embedding_bags" if self.pooled else "embeddings"
-        whole = {t.name: collection.get_submodule(f"{self.kind}.{t.name}").weight.detach() for t in tables}
+        whole = {name: weight.detach() for name, weight in collection.named_parameters()}
 
         def init(table: TableSpec, rows: range) -> Tensor:
-            weight = whole[table.name]
-            assert isinstance(weight, Tensor)
-            return weight[rows.start : rows.stop]
-
-        self.optimizer = RowWiseAdagrad(lr=lr, eps=ADAGRAD_EPS)
-        self.tables = FullyShardedEmbeddings(tables, features, meshes, self.optimizer, init=init, device=device)
-
-    def forward(self, ids: KeyedJaggedTensor) -> Any:
-        """Sums [B, W] per feature, with `to_dict`; or rows [T, W] per feature as torchrec's `JaggedTensor`s."""
-        found = self.tables(ids)
-        if self.pooled:
-            return _Pooled(found)
-        return {key: JaggedTensor(rows_TW, lengths=ids[key].lengths()) for key, rows_TW in found.items()}
-
-    def pieces(self, kind: str) -> dict[str, Tensor]:
-        """`TablePieces` by `<kind of collection>.<table>.weight`: of "weight" [N, W], or of "state" [N]."""
-        stored = self.tables.checkpoint()
-        return {f"{self.kind}.{name}.weight": stored[f"{name}.{kind}"] for name in self.tables.tables}
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        for name, pieces in self.pieces("weight").items():
-            destination[prefix + name] = pieces
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        for name, own in self.pieces("weight").items():
-            given = state_dict.get(prefix + name)
-            if given is None:
-                missing_keys.append(prefix + name)
-                continue
-            assert isinstance(own, TablePieces)
-            for place, (first, rows) in enumerate(own.pieces):
-                source = given.pieces[place][1] if isinstance(given, TablePieces) else given[first : first + len(rows)]
-                if source.data_ptr() != rows.data_ptr():
-                    rows.copy_(source)
-
-
-class FullyShardedTables:
-    """The optimizers of sharded collections, inside backward."""
-
-    def __init__(
-        self,
-        collection: EmbeddingBagCollection | EmbeddingCollection,
-        meshes: Meshes,
-        lr: float,
-        device: torch.device,
-    ) -> None:
-        super().__init__()
-        self.pooled = isinstance(collection, EmbeddingBagCollection)
-        configs: Any = collection.embedding_bag_configs if self.pooled else collection.embedding_configs
-        tables, features = from_torchrec(configs())
-        self.kind = "embedding_bags" if self.pooled else "embeddings"
-        whole = {t.name: collection.get_submodule(f"{self.kind}.{t.name}").weight.detach() for t in tables}
-
-        def init(table: TableSpec, rows: range) -> Tensor:
-            weight = whole[table.name]
-            assert isinstance(weight, Tensor)
-            return weight[rows.start : rows.stop]
+            return whole[f"{self.kind}.{table.name}.weight"][rows.start : rows.stop]
 
         self.optimizer = RowWiseAdagrad(lr=lr, eps=ADAGRAD_EPS)
         self.tables = FullyShardedEmbeddings(tables, features, meshes, self.optimizer, init=init, device=device)
