@@ -119,8 +119,7 @@ class Optimizers:
         self._dense = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in sparse}
         matrices = [p for p in self._dense.values() if p.ndim >= 2]
         vectors = [p for p in self._dense.values() if p.ndim < 2]
-        # One kernel reads and writes everything once; torch's other way runs a dozen over all parameters.
-        fused = all(p.device.type == "cuda" for p in self._dense.values())
+        fused = self._fused = _takes_fused(list(self._dense.values()))
         self.dense = AdamW(
             [
                 {"params": matrices, "weight_decay": config.weight_decay},
@@ -165,9 +164,25 @@ class Optimizers:
         norm = nn.utils.clip_grad_norm_(list(self._dense.values()), self.config.clip_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def step_dense(self) -> None:
-        """Updates the dense part."""
+    def step_dense(self, skip: Tensor | None = None) -> None:
+        """Updates the dense part.
+
+        Args:
+            skip: bool scalar on the device: True leaves everything as it is. Only where `skips_on_device`; the host
+                then need not know before the next step is on its way.
+        """
+        if skip is None:
+            self.dense.step()
+            return
+        fused: Any = self.dense  # torch's fused optimizers read this attribute, as GradScaler sets it
+        fused.found_inf = skip.float()
         self.dense.step()
+        del fused.found_inf
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether `step_dense` takes `skip`: the fused optimizer of whole parameters."""
+        return self._fused and not any(isinstance(p, DTensor) for p in self._dense.values())
 
     def learning_rates(self) -> tuple[float, float]:
         """Dense and sparse learning rate of the step begun last."""
@@ -193,6 +208,11 @@ class Optimizers:
                         rows.copy_(given_rows)
                 elif given is not own:
                     own.copy_(given)
+
+
+def _takes_fused(parameters: Sequence[nn.Parameter]) -> bool:
+    """One kernel reads and writes everything once; torch's other way runs a dozen over all parameters."""
+    return all(p.device.type == "cuda" for p in parameters)
 
 
 def _in_backward(parameter: nn.Parameter) -> list[Optimizer]:
