@@ -136,17 +136,14 @@ def test_training_takes_the_same_path(accumulate: int):
         config = load_config(
             "tiny",
             sets=[
-                "data.batch_size=16", "data.num_samples=136", f"train.accumulate={accumulate}",
+                "data.batch_size=16", "data.num_samples=104", f"train.accumulate={accumulate}",
                 f"train.cuda_graphs={str(graphs).lower()}",
             ],
         )  # fmt: skip
         source = open_source(config.data)
         trainer = Trainer(config, source, CPU)
         trainer.loader = ReadyBatches(read_batches(config, source, 7, pin=False))  # pyright: ignore[reportAttributeAccessIssue]
-        found = []
-        for _ in trainer.steps():
-            found.append(trainer.take_row().loss)
-        losses[graphs] = found
+        losses[graphs] = [trainer.take_row().loss for _ in trainer.steps()]
         assert (trainer._graphs is not None and trainer._graphs.num_graphs > 0) == graphs
     assert len(losses[True]) > 2
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)
@@ -168,7 +165,7 @@ def test_a_host_that_looks_one_step_late_sees_the_same(monkeypatch: pytest.Monke
     seen = {}
     for fused in (False, True):
         monkeypatch.setattr("gemworks.gem.optim._takes_fused", lambda parameters, fused=fused: fused)
-        config = load_config("tiny", sets=["data.batch_size=16", "data.num_samples=136"])
+        config = load_config("tiny", sets=["data.batch_size=16", "train.max_steps=7"])
         source = open_source(config.data)
         trainer = Trainer(config, source, CPU)
         batches = read_batches(config, source, 7, pin=False)

@@ -14,7 +14,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from gemworks.gem.config import GemConfig
@@ -108,7 +108,7 @@ class GraphedStep:
         self.rows, self.num_padding = bucket_rows(config), num_padding_samples(config)
         self.parameters = [p for p in model.dense_parameters() if p.requires_grad]
         self._buckets: dict[Key, _Bucket] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # of their memory
         self._eager_bytes = 0  # what a bucket's first run took beside the graphs
 
     @property

@@ -66,7 +66,8 @@ class Gem(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits [B, K] in float32, one column per task of the schema."""
-        return self.from_embeddings(*self.embeddings(batch), batch)
+        embeddings_BnW, event_rows = self.embeddings(batch)
+        return self.from_embeddings(embeddings_BnW, event_rows, batch)
 
     def from_embeddings(self, embeddings_BnW: Tensor, event_rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """The dense part of `forward`: what follows the tables.
