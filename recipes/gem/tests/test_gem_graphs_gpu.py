@@ -2,6 +2,11 @@
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("torchrec")
+
 from gemworks.gem.config import GemConfig
 from gemworks.gem.data import open_source
 from gemworks.gem.ladder.step import ReadyBatches, TrainingRow, read_batches
@@ -76,7 +81,7 @@ def test_a_step_by_graphs_does_not_wait_for_the_device():
     graphs(batch, 1.0)[2]()
     torch.cuda.synchronize()
     embeddings = trainer.model.embeddings(batch)
-    trainer.model.embeddings.forward = lambda _: embeddings  # torchrec's own lookups are not ours to promise
+    trainer.model.embeddings.forward = lambda batch: embeddings  # torchrec's own lookups are not ours to promise
     torch.cuda.set_sync_debug_mode("error")
     try:
         _, loss, _ = graphs(batch, 1.0)

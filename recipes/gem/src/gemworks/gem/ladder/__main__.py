@@ -161,6 +161,8 @@ class Ladder:
         try:
             for plan, _ in pending:
                 self._compile(plan)
+            for plan, _ in pending[:1]:  # made before the turn: the rows of one batch size learn from the same
+                self._data(plan.config, self.args.warmup + self.args.steps)
         finally:
             turns.arrive()
         turns.wait()
