@@ -467,6 +467,12 @@ class GemConfig:
             self.data.num_event_types,
             f"model.num_event_types = {self.model.num_event_types}; set both",
         )
+        _check(
+            self.kernels.experts == "separate" or self.model.expert_layers == 1,
+            "model.expert_layers",
+            self.model.expert_layers,
+            "1 with kernels.experts='batched': deeper experts have inputs of their own",
+        )
         if self.train.cuda_graphs:
             self._check_cuda_graphs()
 
