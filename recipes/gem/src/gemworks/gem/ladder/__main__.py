@@ -161,6 +161,8 @@ class Ladder:
         try:
             for plan, _ in pending:
                 self._compile(plan)
+            for plan, _ in pending:  # batches are made before the turn
+                self._data(plan.config, self.args.warmup + self.args.steps)
         finally:
             turns.arrive()
         turns.wait()
@@ -228,7 +230,9 @@ class Ladder:
         source = self._source = self._source or open_source(config.data)
         key = config.data
         if key not in self._batches:
-            self._batches = {key: read_batches(config, source, steps, pin=self.device.type == "cuda")}
+            if self.args.turns is None:  # row by row: the rows of one batch size learn from the same
+                self._batches.clear()
+            self._batches[key] = read_batches(config, source, steps, pin=self.device.type == "cuda")
         return source, self._batches[key]
 
     def _mean_length(self, config: GemConfig) -> Row:

@@ -20,7 +20,7 @@ from gemworks.gem.efficiency import LengthHistogram
 from gemworks.gem.ladder.settings import SETTINGS
 from gemworks.gem.layers import report
 from gemworks.gem.layers.parts import Part, make_parts
-from gemworks.gem.layers.timing import Bound, call_of, host_functions, host_ms, split_call, time_call
+from gemworks.gem.layers.timing import Bound, call_of, host_functions, host_ms, replayed, split_call, time_call
 from gemworks.gem.presets import load_config
 from gemworks.gem.turns import Turns
 from gemworks.jagged.bench.timing import Ceilings, Clock, measure_ceilings
@@ -74,6 +74,8 @@ def prepare(
             is_finite = all(x is None or bool(x.isfinite().all()) for x in run())
             for _ in range(calls - 1):
                 run()
+            if config.train.cuda_graphs and device.type == "cuda":
+                run = replayed(run)
         except (RuntimeError, NotImplementedError) as error:
             prepared.append(
                 Prepared(part, None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}")
