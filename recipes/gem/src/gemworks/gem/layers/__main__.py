@@ -34,6 +34,7 @@ def draw_lengths(config: GemConfig, seed: int) -> torch.Tensor:
     return values[torch.multinomial(shares, config.data.batch_size, replacement=True, generator=generator)]
 
 
+SMALL_BATCH = 128  # of calls that only compile: how a sum is cut into parts follows from the sizes seen first
 WRONG_ANSWER = "WrongAnswer: its output or a gradient is not finite"
 
 
@@ -207,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     turns = Turns(args.turns, args.of, patience_s=args.patience_s, order=args.order)
     try:
         for case in cases:  # what a small batch compiles serves the batch to measure
-            small = case.config.with_data(batch_size=min(8, case.config.data.batch_size))
+            small = case.config.with_data(batch_size=min(SMALL_BATCH, case.config.data.batch_size))
             prepare(small, device, seed=args.seed, only=args.only)
     finally:
         turns.arrive()

@@ -79,8 +79,7 @@ class MixtureOfExperts(nn.Module):
 
     def _batched(self, x_BnD: Tensor) -> Tensor:
         """The same, each product of all experts at once; their weights are stacked in the dtype of the products."""
-        layers = [layer for expert in self.experts for layer in expert]  # one per expert
-        assert all(isinstance(layer, WukongLayer) for layer in layers)
+        layers = [m for m in self.experts.modules() if isinstance(m, WukongLayer)]  # one per expert
         num_samples, num_tokens, dim = x_BnD.shape
         num_experts, dtype = len(layers), product_dtype(x_BnD)
         x_BnD = x_BnD.to(dtype)
