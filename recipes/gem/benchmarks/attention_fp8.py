@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def projected() -> Tensor:
         parts = torch.nn.functional.linear(x, w).unflatten(1, (3 * heads, width)).split(heads, 1)
-        return flash_attention(*parts, offsets, **options)
+        return flash_attention(parts[0], parts[1], parts[2], offsets, **options)
 
     def projected_fp8() -> Tensor:
         return fp8(project_head_tiles(x, w, offsets, width, heads))
