@@ -141,8 +141,7 @@ class Optimizers:
                 {"params": [p for p in part if p.ndim >= 2], "weight_decay": config.weight_decay},
                 {"params": [p for p in part if p.ndim < 2], "weight_decay": 0.0},
             ]
-        # One kernel reads and writes everything once; torch's other way runs a dozen over all parameters.
-        fused = all(p.device.type == "cuda" for p in self._dense.values())
+        fused = self._fused = _takes_fused(list(self._dense.values()))
         self.dense = AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=fused)
         # A checkpoint is read into existing tensors, so they exist from the start, also for a parameter without a
         # gradient. RowWiseAdagrad makes its own at once.
@@ -193,9 +192,25 @@ class Optimizers:
             torch._foreach_mul_(local, factor)  # pyright: ignore[reportPrivateImportUsage]  # torch's own clipping uses it
         return total
 
-    def step_dense(self) -> None:
-        """Updates the dense part."""
+    def step_dense(self, skip: Tensor | None = None) -> None:
+        """Updates the dense part.
+
+        Args:
+            skip: bool scalar on the device: True leaves everything as it is. Only where `skips_on_device`; the host
+                then need not know before the next step is on its way.
+        """
+        if skip is None:
+            self.dense.step()
+            return
+        fused: Any = self.dense  # torch's fused optimizers read this attribute, as GradScaler sets it
+        fused.found_inf = skip.float()
         self.dense.step()
+        del fused.found_inf
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether `step_dense` takes `skip`: the fused optimizer of whole parameters."""
+        return self._fused and not any(isinstance(p, DTensor) for p in self._dense.values())
 
     def learning_rates(self) -> tuple[float, float]:
         """Dense and sparse learning rate of the step begun last."""
@@ -230,6 +245,11 @@ def _parts(named: dict[str, nn.Parameter], experts: frozenset[str]) -> list[list
         mesh = p.device_mesh if isinstance(p, DTensor) else None
         parts.setdefault((name in experts, mesh), []).append(p)
     return [parts[key] for key in sorted(parts, key=lambda key: key[0])]
+
+
+def _takes_fused(parameters: Sequence[nn.Parameter]) -> bool:
+    """One kernel reads and writes everything once; torch's other way runs a dozen over all parameters."""
+    return all(p.device.type == "cuda" for p in parameters)
 
 
 def _in_backward(parameter: nn.Parameter) -> list[Optimizer]:
