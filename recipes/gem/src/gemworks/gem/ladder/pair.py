@@ -77,6 +77,7 @@ RUNGS = (
     PairRung("fsdp", "dense part by FSDP2, gathered in bf16; tables by torchrec", spread(gather="bfloat16")),
     PairRung("fsdp_float32", "fsdp, but weights gathered as they are stored", spread(gather="stored")),
     PairRung("fsdp_kept", "fsdp, gathered weights kept for backward", spread(gather="bfloat16", keep_gib=16.0)),
+    PairRung("replicated", "weights whole on each GPU, gradients averaged when backward ends", spread(shard=1)),
     PairRung("experts", "fsdp, experts spread over the ranks (EP 2)", spread(gather="bfloat16", experts=2)),
     PairRung(
         "sharded_tables", "fsdp, rows of tables over both ranks",
