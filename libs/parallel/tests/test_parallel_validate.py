@@ -48,8 +48,7 @@ def test_rows_of_both_splits_and_a_file_that_the_simulator_quotes(tmp_path) -> N
     for _ in range(2):  # the second time replaces its own rows and keeps the others
         write_errors(path, rows, {"gpu": "cpu"})
     text = with_validation(SimulationConfig(), path.read_text()).validation
-    assert "over 4 measured steps" in text
-    assert "(cpu)" in text
+    assert "over 4 measured steps (2 x cpu)" in text
 
 
 @pytest.mark.dist
