@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from gemworks.gem.kernels import KernelConfig
+from gemworks.gem.parallel_config import ParallelConfig
 from gemworks.gem.typed_config import ConfigError, build, to_mapping, to_toml
 
 AttentionKind = Literal["block", "window", "full"]
@@ -459,8 +460,27 @@ class GemConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
+        _check(
+            self.model.num_experts % self.parallel.experts == 0,
+            "parallel.experts",
+            self.parallel.experts,
+            f"a divisor of model.num_experts = {self.model.num_experts}: every rank computes equally many",
+        )
+        _check(
+            self.parallel.gather == "stored" or self.train.dtype == "bfloat16",
+            "parallel.gather",
+            self.parallel.gather,
+            f"'stored', as train.dtype is {self.train.dtype!r}; or set train.dtype=bfloat16 too",
+        )
+        _check(
+            self.parallel.gather != "fp8" or self.kernels.linears != "bf16",
+            "parallel.gather",
+            self.parallel.gather,
+            "'stored' or 'bfloat16', as kernels.linears is 'bf16'; or set kernels.linears=fp8_block128 too",
+        )
         _check(
             self.data.source != "synthetic" or self.data.num_event_types == self.model.num_event_types,
             "data.num_event_types",
@@ -472,6 +492,12 @@ class GemConfig:
             "model.expert_layers",
             self.model.expert_layers,
             "1 with kernels.experts='batched': deeper experts have inputs of their own",
+        )
+        _check(
+            self.kernels.experts == "separate" or self.parallel.experts == 1,
+            "parallel.experts",
+            self.parallel.experts,
+            "1 with kernels.experts='batched': a rank computes the experts that it holds one after another",
         )
         if self.train.cuda_graphs:
             self._check_cuda_graphs()
@@ -523,3 +549,7 @@ class GemConfig:
     def with_kernels(self, **changes: Any) -> GemConfig:
         """This configuration with other kernels, checked again."""
         return replace(self, kernels=replace(self.kernels, **changes))
+
+    def with_parallel(self, **changes: Any) -> GemConfig:
+        """This configuration spread otherwise, checked again."""
+        return replace(self, parallel=replace(self.parallel, **changes))

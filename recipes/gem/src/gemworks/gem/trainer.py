@@ -123,11 +123,11 @@ class Trainer:
             )
         self.num_dense_parameters = sum(p.numel() for p in self.model.dense_parameters())
         self.num_table_parameters = sum(p.numel() for p in self.model.sparse_parameters())
-        tables = None
+        spread = None
         if not self.ranks.alone:
             from gemworks.gem.parallelize import parallelize  # seconds to import, and one process has no use for it
 
-            tables = parallelize(self.model, config.optimizer, self.ranks, device)
+            spread = parallelize(self.model, config, self.ranks, device)
             self.model.embeddings.min_samples = config.data.batch_size // self.ranks.world_size  # one size on all ranks
             # one seed made equal models; from here on each rank draws its own dropout
             torch.manual_seed(rank_seed(config.train.seed, self.ranks.rank))
@@ -143,7 +143,7 @@ class Trainer:
         self.total_steps = self.steps_per_epoch * config.train.epochs
         if config.train.max_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_steps)
-        self.optimizers = Optimizers(self.model, config.optimizer, self.total_steps, tables)
+        self.optimizers = Optimizers(self.model, config.optimizer, self.total_steps, spread)
         self.step = 0
         self.total = StepClock()
         self.num_skipped = 0

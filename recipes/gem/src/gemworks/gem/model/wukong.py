@@ -44,6 +44,8 @@ class WukongLayer(nn.Module):
 class MixtureOfExperts(nn.Module):
     """`sum_m gate_m expert_m(X)` with learned scalar gates, [B, n, D] to itself: every expert sees every sample.
 
+    `forward(x)` is `finish(run(start(x)))`: what puts the experts elsewhere can have tokens under way between them.
+
     Attributes:
         experts: the experts, each a module from [B, n, D] to [B, n, D].
         gates_M: their gates, 1 / M at first, so that the sum keeps the scale of one expert.
@@ -59,6 +61,15 @@ class MixtureOfExperts(nn.Module):
         self.gates_M = nn.Parameter(
             torch.full((config.model.num_experts,), 1.0 / config.model.num_experts, device=device)
         )
+
+    def start(self, x_BnD: Tensor) -> Tensor:
+        return x_BnD
+
+    def run(self, x_BnD: Tensor) -> Tensor:
+        return self(x_BnD)
+
+    def finish(self, x_BnD: Tensor) -> Tensor:
+        return x_BnD
 
     def forward(self, x_BnD: Tensor) -> Tensor:
         if self.batched:
