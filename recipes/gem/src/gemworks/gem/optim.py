@@ -238,11 +238,6 @@ class Optimizers:
                     own.copy_(given)
 
 
-def _takes_fused(parameters: Sequence[nn.Parameter]) -> bool:
-    """One kernel reads and writes everything once; torch's other way runs a dozen over all parameters."""
-    return all(p.device.type == "cuda" for p in parameters)
-
-
 def _parts(named: dict[str, nn.Parameter], experts: frozenset[str]) -> list[list[nn.Parameter]]:
     """Parameters by where they are sharded, those of `experts` last."""
     parts: dict[tuple[bool, Any], list[nn.Parameter]] = {}
@@ -250,6 +245,11 @@ def _parts(named: dict[str, nn.Parameter], experts: frozenset[str]) -> list[list
         mesh = p.device_mesh if isinstance(p, DTensor) else None
         parts.setdefault((name in experts, mesh), []).append(p)
     return [parts[key] for key in sorted(parts, key=lambda key: key[0])]
+
+
+def _takes_fused(parameters: Sequence[nn.Parameter]) -> bool:
+    """One kernel reads and writes everything once; torch's other way runs a dozen over all parameters."""
+    return all(p.device.type == "cuda" for p in parameters)
 
 
 def _in_backward(parameter: nn.Parameter) -> list[Optimizer]:

@@ -211,7 +211,7 @@ def warm_compiler(size: StackSize, parts: Sequence[str] = PARTS, timeout_s: floa
     What they compile ends up in the compiler's cache on disk; one after the other it would take minutes.
     """
     budgets = (*FINER, *GLOBAL) if "curve" in parts else FINER
-    choices = [KEEP, *dict.fromkeys(_recomputes(budgets)), *_fused()]
+    choices = [KEEP, *sorted(set(_recomputes(budgets))), *_fused()]
     code = (
         "import sys, torch\n"
         "from gemworks.netmem.bench.stack import StackSize, make_stack\n"
@@ -265,7 +265,8 @@ def budgets(s: Setup, size: StackSize, parts: Sequence[str] = PARTS) -> None:
     finer = _recomputes(FINER) if s.compile else []
     fused = _fused() if s.compile else []
     coded = [QUANTISE] if "quantise" in parts else []
-    lossless = list(dict.fromkeys([*finer, *(partitioned if "curve" in parts or not s.compile else [])]))
+    compared = partitioned if "curve" in parts or not s.compile else []
+    lossless = [*finer, *(c for c in compared if c not in finer)]
     try:
         step = _profile(study, [KEEP, *lossless, OFFLOAD, *coded, *fused])
     except _FAILURES:

@@ -126,9 +126,9 @@ def _unpack(p, BN: gl.constexpr, P_LAYOUT: gl.constexpr):
 def _consumer(
     GROUP: gl.constexpr, sq_ptr, sk_ptr, sv_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
     scale, out_stride_t, out_stride_n, lse_stride_n,
-    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, turn,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    QSTAGES: gl.constexpr, APART: gl.constexpr, AHEAD: gl.constexpr, DTYPE: gl.constexpr,
+    QSTAGES: gl.constexpr, APART: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     HEADS_K: gl.constexpr = HEADS // GROUP_HEADS
     pid = gl.program_id(0)
@@ -167,7 +167,11 @@ def _consumer(
                 v_byte = gl.load(sv_at).to(gl.int32)
                 s0 = fill % STAGES
                 mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
+                if TURNS:
+                    mbarrier.wait(turn.index(GROUP), (fill & 1) ^ (1 - GROUP))
                 scores = warpgroup_mma(q, k_smem.index(s0).permute((1, 0)), zero, use_acc=False, is_async=True)
+                if TURNS:
+                    mbarrier.arrive(turn.index(1 - GROUP), count=1)
                 scores = warpgroup_mma_wait(0, [scores])
                 mbarrier.arrive(k_free.index(s0), count=1)
                 if k_len < BN:
@@ -188,6 +192,8 @@ def _consumer(
                     k_byte = gl.load(sk_at + at).to(gl.int32)
                     v_byte = gl.load(sv_at + at).to(gl.int32)
                     mbarrier.wait(k_full.index(s1), phase1)
+                    if TURNS:  # one group's products run under the other's exponentials
+                        mbarrier.wait(turn.index(GROUP), ((fill + 1) & 1) ^ (1 - GROUP))
                     upcoming = warpgroup_mma(q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
                     v_now = v_smem.index(fill % STAGES).permute((1, 0))
                     if AHEAD:
@@ -195,6 +201,8 @@ def _consumer(
                             acc = warpgroup_mma(_unpack(p, BN, P_LAYOUT), v_now, nought, use_acc=False, is_async=True)
                         else:
                             acc = warpgroup_mma(_unpack(p, BN, P_LAYOUT), v_now, o, is_async=True)
+                        if TURNS:
+                            mbarrier.arrive(turn.index(1 - GROUP), count=1)
                         scores = warpgroup_mma_wait(1, [upcoming])
                     else:
                         scores = warpgroup_mma_wait(0, [upcoming])
@@ -236,6 +244,9 @@ def _consumer(
                 for _j in range(trips):  # nothing to do in this half: hand the stages on
                     s0 = fill % STAGES
                     mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
+                    if TURNS:
+                        mbarrier.wait(turn.index(GROUP), (fill & 1) ^ (1 - GROUP))
+                        mbarrier.arrive(turn.index(1 - GROUP), count=1)
                     mbarrier.arrive(k_free.index(s0), count=1)
                     mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
                     mbarrier.arrive(v_free.index(s0), count=1)
@@ -263,7 +274,8 @@ def fp8_hopper_kernel(
     q_desc, k_desc, v_desc, sq_ptr, sk_ptr, sv_ptr, out_ptr, lse_ptr,
     bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale, out_stride_t, out_stride_n, lse_stride_n,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    QSTAGES: gl.constexpr, APART: gl.constexpr, AHEAD: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    QSTAGES: gl.constexpr, APART: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     CODE: gl.constexpr = q_desc.dtype
@@ -277,6 +289,9 @@ def fp8_hopper_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    for s in gl.static_range(2):
+        mbarrier.init(turn.index(s), count=1)
     for s in gl.static_range(QSTAGES):
         mbarrier.init(q_full.index(s), count=1)
         mbarrier.init(q_free.index(s), count=2)
@@ -291,12 +306,12 @@ def fp8_hopper_kernel(
         [
             (_consumer, (G(0), sq_ptr, sk_ptr, sv_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row,
                          total, scale, out_stride_t, out_stride_n, lse_stride_n,
-                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                         HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES, APART, AHEAD, DTYPE)),
+                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, turn,
+                         HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES, APART, AHEAD, TURNS, DTYPE)),
             (_consumer, (G(1), sq_ptr, sk_ptr, sv_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row,
                          total, scale, out_stride_t, out_stride_n, lse_stride_n,
-                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                         HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES, APART, AHEAD, DTYPE)),
+                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, turn,
+                         HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES, APART, AHEAD, TURNS, DTYPE)),
             (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
                          q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                          HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES)),

@@ -39,6 +39,7 @@ class HopperConfig:
         registers: per thread of a consumer.
         apart: each step's product is added in registers, not by the matrix unit, whose sums keep fewer bits.
         ahead: the next step's scores are computed under this step's second product.
+        turns: the groups start their products in turn (with `ahead`).
     """
 
     block: int = 128
@@ -47,6 +48,7 @@ class HopperConfig:
     registers: int = 240
     apart: bool = False
     ahead: bool = True
+    turns: bool = False
 
 
 HOPPER = HopperConfig()
@@ -126,8 +128,8 @@ def hopper_forward(
         *scales, out, lse, bounds[0], bounds[3], sample, row, count, p.rule.scale,
         out.stride(0), out.stride(1), lse.stride(0),
         HEADS=heads, GROUP_HEADS=heads // heads_k, H=width, BN=config.block, STAGES=config.stages,
-        QSTAGES=config.query_stages, APART=config.apart, AHEAD=config.ahead, CONSUMER_REGS=config.registers,
-        num_warps=4,
+        QSTAGES=config.query_stages, APART=config.apart, AHEAD=config.ahead, TURNS=config.turns,
+        CONSUMER_REGS=config.registers, num_warps=4,
     )  # fmt: skip
     return out, lse
 
