@@ -499,6 +499,12 @@ class GemConfig:
             self.model.expert_layers,
             "1 with kernels.experts='batched': deeper experts have inputs of their own",
         )
+        _check(
+            self.kernels.experts == "separate" or self.parallel.experts == 1,
+            "parallel.experts",
+            self.parallel.experts,
+            "1 with kernels.experts='batched': a rank computes the experts that it holds one after another",
+        )
         if self.train.cuda_graphs:
             self._check_cuda_graphs()
 

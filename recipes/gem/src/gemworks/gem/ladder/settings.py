@@ -89,7 +89,9 @@ RUNGS: tuple[Rung, ...] = (
     Rung("compiled_norms", "norms and what is beside them by the compiler", kernels(norm="torch")),
     Rung("compiled_qk", "QK-norm and RoPE by the compiler", kernels(fused_qk=False), side=True),
     Rung("fast_gelu", "GELU as a polynomial", model(pffn_activation="fast_gelu")),
-    Rung("batched_experts", "each product of the experts for all of them at once", kernels(experts="batched")),
+    Rung(
+        "batched_experts", "each product of the experts for all of them at once", kernels(experts="batched"), side=True
+    ),
     Rung("cuda_graphs", "CUDA graphs of forward and backward, a graph per bucket of rows", train(cuda_graphs=True)),
     Rung("pffn_epilogue", "norm and residuals inside GDPA's kernel", kernels(fused_pffn_norm=True), side=True),
     Rung("fp8_linears", "FP8 linears, 1x128 and 128x128 scales", FP8, side=True),
@@ -151,7 +153,6 @@ WITHOUT: Mapping[str, Change] = {
     "fp16 rotations": kernels(rope_tables="float32"),
     "torch.compile": train(compile=False),
     "fast GELU": model(pffn_activation="gelu"),
-    "batched experts": kernels(experts="separate"),
     "CUDA graphs": train(cuda_graphs=False),
 }
 
