@@ -13,13 +13,12 @@ RESIDENT keeps K and V in shared memory over neighbouring tiles of one sequence 
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
-from gemworks.jagged._triton.hopper_common import fold, is_last_of_run, pick, tile_of, weigh
+from gemworks.jagged._triton.hopper_common import fold, is_last_of_run, load_rows, pick, tile_of, weigh
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -74,7 +73,7 @@ def _base(peak, MASKED: gl.constexpr):
 
 @gluon.jit
 def _load_keys(
-    k_desc, v_desc, j, fill, k_smem, v_smem, k_full, k_free, v_full, v_free,
+    k_desc, v_desc, k_begin, k_len, j, head, fill, k_smem, v_smem, k_full, k_free, v_full, v_free,
     H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, ONE_RELEASE: gl.constexpr,
 ):  # fmt: skip
     """ONE_RELEASE: the consumers' n-th signal says that K of the n-th tile and V of the one before are done with."""
@@ -82,19 +81,18 @@ def _load_keys(
     phase = ((fill // STAGES) & 1) ^ 1
     mbarrier.wait(k_free.index(s), phase)
     mbarrier.expect(k_full.index(s), BN * H * 2)
-    tma.async_copy_global_to_shared(k_desc, [j, 0], k_full.index(s), k_smem.index(s))
+    load_rows(k_desc, k_begin, k_len, j, head, k_full.index(s), k_smem.index(s))
     if ONE_RELEASE:
         mbarrier.wait(k_free.index((fill + 1) % STAGES), (((fill + 1) // STAGES) & 1) ^ 1)
     else:
         mbarrier.wait(v_free.index(s), phase)
     mbarrier.expect(v_full.index(s), BN * HV * 2)
-    tma.async_copy_global_to_shared(v_desc, [j, 0], v_full.index(s), v_smem.index(s))
+    load_rows(v_desc, k_begin, k_len, j, head, v_full.index(s), v_smem.index(s))
 
 
 @gluon.jit
 def _producer(
-    q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
-    k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+    q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
@@ -114,16 +112,7 @@ def _producer(
             _shift, begin, to_load = _span(
                 row, q_end - q_begin, k_len, left, right, MASKED, BOTTOM_RIGHT, GROUPS * 64, BN
             )
-            head_k = head // GROUP_HEADS
-            q_row = row if SHARED else q_begin + row
-            k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head_k.to(gl.int64) * k_stride_n
-            v_base = v_ptr + k_begin.to(gl.int64) * v_stride_t + head_k.to(gl.int64) * v_stride_n
-            k_desc = tma.make_tensor_descriptor(
-                k_base, [gl.maximum(k_len, 1), H], [k_stride_t, 1], [BN, H], k_smem.layout
-            )
-            v_desc = tma.make_tensor_descriptor(
-                v_base, [gl.maximum(k_len, 1), HV], [v_stride_t, 1], [BN, HV], v_smem.layout
-            )
+            q_from = 0 if SHARED else q_begin
             if RESIDENT:  # K and V of this sequence and head may still be there
                 to_load = gl.where(fresh, k_len, 0)
                 fresh = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
@@ -131,13 +120,13 @@ def _producer(
             mbarrier.wait(q_free.index(qs), ((qi // QSTAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(qs), GROUPS * 64 * H * 2)
             for g in gl.static_range(GROUPS):
-                tma.async_copy_global_to_shared(
-                    q_desc, [q_row + g * 64, head * H], q_full.index(qs), q_smem.index(GROUPS * qs + g)
+                load_rows(
+                    q_desc, q_from, q_end - q_begin, row + g * 64, head, q_full.index(qs), q_smem.index(GROUPS * qs + g)
                 )
             qi += 1
             for j in range(begin, to_load, BN):
                 _load_keys(
-                    k_desc, v_desc, j, fill, k_smem, v_smem, k_full, k_free, v_full, v_free, H, HV, BN, STAGES,
+                    k_desc, v_desc, k_begin, k_len, j, head, fill, k_smem, v_smem, k_full, k_free, v_full, v_free, H, HV, BN, STAGES,
                     ONE_RELEASE,
                 )  # fmt: skip
                 fill += 1
@@ -291,18 +280,19 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["lse_stride_n", "left", "right"])  # other in every batch, or of every window
 def forward_hopper_kernel(
-    q_desc, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale,
-    left, right, k_stride_t, k_stride_n, v_stride_t, v_stride_n, out_stride_t, out_stride_n, lse_stride_n,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale,
+    left, right, out_stride_t, out_stride_n, lse_stride_n,
     ACT: gl.constexpr, HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
     FOLD: gl.constexpr, RESIDENT: gl.constexpr, ONE_RELEASE: gl.constexpr,
     MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
+    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, H], DTYPE)
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, H], DTYPE)
     V_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, HV], DTYPE)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * QSTAGES, 64, H], q_desc.layout)
+    q_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * QSTAGES, 64, H], Q_LAYOUT)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, H], K_LAYOUT)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, HV], V_LAYOUT)
     q_full = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
@@ -329,8 +319,7 @@ def forward_hopper_kernel(
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT)),
-                (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
-                             left, right, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+                (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT)),
@@ -350,8 +339,7 @@ def forward_hopper_kernel(
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT)),
-                (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
-                             left, right, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+                (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT)),
@@ -376,8 +364,7 @@ def forward_hopper_kernel(
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT)),
-                (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
-                             left, right, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+                (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT)),

@@ -24,6 +24,7 @@ from triton.runtime import _allocation
 
 # Scales between which every folded coefficient is a normal float32; others are multiplied score by score.
 FOLD_RANGE = (1e-3, 1e3)
+_MANY = 0x7FFF0000
 # Triton's kernels are not callables to a type checker.
 forward_hopper_kernel: Any = quick(_forward)
 backward_hopper_kernel: Any = quick(_backward)
@@ -69,6 +70,25 @@ def _layout(width: int, dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for([64, width], _GL_DTYPES[dtype])
 
 
+@lru_cache(maxsize=64)
+def _ragged_layout(rows: int, width: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, 1, width], _GL_DTYPES[dtype])
+
+
+def ragged(x: Tensor, rows: int) -> TensorDescriptor:
+    """Of streamable `x` [T, N, H], for boxes of `rows` rows of one head that end where their sequence ends.
+
+    One descriptor for all sequences. A box is cut off at the end of a dimension, and rows end at 2^30: for L rows at b,
+    row r is at 2^30 - L + r of that dimension, b + L in one of the same stride, and 2^30 in one of stride 2^34 - s. The
+    sum is (b + r) s + 2^64 elements, and addresses wrap (as in `triton.tools.ragged_tma`).
+    """
+    if x.shape[0] == 0:  # nothing will be loaded, but a descriptor wants an address
+        x = x.new_empty(1, *x.shape[1:])
+    _total, heads, width = x.shape
+    shape, strides = [_MANY, _MANY, 1 << 30, heads, width], [(1 << 34) - x.stride(0), x.stride(0), *x.stride()]
+    return TensorDescriptor(x, shape, strides, [1, 1, rows, 1, width], _ragged_layout(rows, width, x.dtype))
+
+
 def _descriptor(x: Tensor) -> TensorDescriptor:
     """Of aligned `x` [T, N, H], for boxes of 64 rows of one head."""
     total, heads, width = x.shape
@@ -91,21 +111,19 @@ def keeps_keys(p: Problem, config: GluonConfig) -> bool:
 
 def forward(p: Problem, out: Tensor, lse: Tensor, config: GluonConfig, *, fold: bool | None = None) -> None:
     sample, row, count = p.tiles(config.height("forward"))
-    q, k, v, bounds = aligned(p.q), streamable(p.k), streamable(p.v), p.schedule.bounds
+    q, k, v, bounds = streamable(p.q), streamable(p.k), streamable(p.v), p.schedule.bounds
     if fold is None:
         fold = folds(p.rule.activation, p.rule.scale, q.dtype)
     keep, masked = keeps_keys(p, config), not p.rule.mask.is_full
-    with _device_allocator(q.device):
-        forward_hopper_kernel[_grid(q, config)](
-            _descriptor(q), k, v, out, lse, bounds[0], bounds[3], sample, row, count, *limits(p.rule),
-            k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1), lse.stride(0),
-            ACT=p.rule.activation, HEADS=q.shape[1], GROUP_HEADS=q.shape[1] // k.shape[1], H=q.shape[2], HV=v.shape[2],
-            BN=config.block, STAGES=config.stages, QSTAGES=config.resident_stages, GROUPS=config.groups,
-            SHARED=p.rule.shared_query, FOLD=fold, RESIDENT=keep,
-            ONE_RELEASE=config.one_release and not keep,
-            MASKED=masked, BOTTOM_RIGHT=p.rule.mask.align == "bottom_right",
-            CONSUMER_REGS=config.registers, num_warps=4, maxnreg=config.max_registers,
-        )  # fmt: skip
+    forward_hopper_kernel[_grid(q, config)](
+        ragged(q, 64), ragged(k, config.block), ragged(v, config.block), out, lse, bounds[0], bounds[3],
+        sample, row, count, *limits(p.rule), out.stride(0), out.stride(1), lse.stride(0),
+        ACT=p.rule.activation, HEADS=q.shape[1], GROUP_HEADS=q.shape[1] // k.shape[1], H=q.shape[2], HV=v.shape[2],
+        BN=config.block, STAGES=config.stages, QSTAGES=config.resident_stages, GROUPS=config.groups,
+        SHARED=p.rule.shared_query, FOLD=fold, RESIDENT=keep, ONE_RELEASE=config.one_release and not keep,
+        MASKED=masked, BOTTOM_RIGHT=p.rule.mask.align == "bottom_right",
+        CONSUMER_REGS=config.registers, num_warps=4, maxnreg=config.max_registers,
+    )  # fmt: skip
 
 
 def backward_kv(
@@ -154,15 +172,14 @@ def backward_fused(
     mask = {"MASKED": not p.rule.mask.is_full, "BOTTOM_RIGHT": p.rule.mask.align == "bottom_right"}
     in_one_tile = p.rows_k is not None and p.rows_k <= 128
     scratch = torch.empty(1 if in_one_tile else num_tiles * 64 * width, dtype=torch.float32, device=q.device)
-    with _device_allocator(q.device):
-        backward_fused_hopper_kernel[(_num_programs(q.device.index or 0),)](
-            q, k, v, d_out, dq, dk, dv, scratch, turn[4:], turn, lse, delta,
-            bounds[2], bounds[1], sample, row, count, tiles_per_unit, num_sequences, *limits(p.rule),
-            *(s for x in (q, k, v, d_out, dq, dk, dv) for s in (x.stride(0), x.stride(1))), lse.stride(0),
-            ACT=p.rule.activation, HEADS=heads, H=width, STAGES=config.stages, KSTAGES=config.key_stages,
-            SHARED=shared, EARLY=config.early, AHEAD=config.ahead, **mask,
-            CONSUMER_REGS=config.registers, num_warps=4,
-        )  # fmt: skip
+    backward_fused_hopper_kernel[(_num_programs(q.device.index or 0),)](
+        *(ragged(x, 64) for x in (q, k, v, d_out)), dq, dk, dv, scratch, turn[4:], turn, lse, delta,
+        bounds[2], bounds[1], sample, row, count, tiles_per_unit, num_sequences, *limits(p.rule),
+        *(s for x in (dq, dk, dv) for s in (x.stride(0), x.stride(1))), lse.stride(0),
+        ACT=p.rule.activation, HEADS=heads, H=width, STAGES=config.stages, KSTAGES=config.key_stages,
+        SHARED=shared, EARLY=config.early, AHEAD=config.ahead, **mask,
+        CONSUMER_REGS=config.registers, num_warps=4,
+    )  # fmt: skip
     q_sample, q_row, q_count = p.tiles("q128")
     zero_queries_without_keys_kernel[(q_sample.shape[0],)](
         dq, bounds[0], bounds[3], q_sample, q_row, q_count, *limits(p.rule)[1:], dq.stride(0),
