@@ -146,7 +146,7 @@ def compile_gluon(
         constants |= {"GROUP_HEADS": 1, "HV": width, "BN": config.block, "QSTAGES": config.resident_stages}
         constants |= {"GROUPS": config.groups, "FOLD": activation == "fast_gelu" and dtype == "bf16"}
         constants["ONE_RELEASE"] = config.one_release
-        constants |= {"MASKED": masked, "BOTTOM_RIGHT": True}
+        constants |= {"MASKED": masked, "BOTTOM_RIGHT": True, "CHAINED": config.chained}
     else:
         kernel, described = kernel_backward_hopper.backward_hopper_kernel, {"a_desc": 64, "b_desc": 64}
         overlap = True if step == "backward_q" else config.overlap

@@ -121,7 +121,7 @@ def forward(p: Problem, out: Tensor, lse: Tensor, config: GluonConfig, *, fold: 
         ACT=p.rule.activation, HEADS=q.shape[1], GROUP_HEADS=q.shape[1] // k.shape[1], H=q.shape[2], HV=v.shape[2],
         BN=config.block, STAGES=config.stages, QSTAGES=config.resident_stages, GROUPS=config.groups,
         SHARED=p.rule.shared_query, FOLD=fold, RESIDENT=keep, ONE_RELEASE=config.one_release and not keep,
-        MASKED=masked, BOTTOM_RIGHT=p.rule.mask.align == "bottom_right",
+        MASKED=masked, BOTTOM_RIGHT=p.rule.mask.align == "bottom_right", CHAINED=config.chained and not masked,
         CONSUMER_REGS=config.registers, num_warps=4, maxnreg=config.max_registers,
     )  # fmt: skip
 

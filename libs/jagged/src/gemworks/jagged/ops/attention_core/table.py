@@ -55,6 +55,7 @@ class GluonConfig:
         resident_keys: keep K and V over neighbouring tiles of a sequence (forward and backward_q; a 4-D k whose rows
             fit into the stages, otherwise ignored).
         one_release: one signal for K of a tile and V of the one before (forward; not with resident keys).
+        chained: the last step of a tile computes the first scores of the next one (forward; resident_stages 2).
     """
 
     block: int
@@ -65,6 +66,7 @@ class GluonConfig:
     overlap: bool = False
     resident_keys: bool = False
     one_release: bool = False
+    chained: bool = False
 
     @property
     def programs(self) -> int:
