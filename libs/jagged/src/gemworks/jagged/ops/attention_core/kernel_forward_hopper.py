@@ -126,8 +126,8 @@ def _producer(
             qi += 1
             for j in range(begin, to_load, BN):
                 _load_keys(
-                    k_desc, v_desc, k_begin, k_len, j, head, fill, k_smem, v_smem, k_full, k_free, v_full, v_free, H, HV, BN, STAGES,
-                    ONE_RELEASE,
+                    k_desc, v_desc, k_begin, k_len, j, head // GROUP_HEADS, fill, k_smem, v_smem,
+                    k_full, k_free, v_full, v_free, H, HV, BN, STAGES, ONE_RELEASE,
                 )  # fmt: skip
                 fill += 1
 
