@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -66,9 +67,10 @@ def compare_with_float64(args: tuple[Any, ...]) -> None:
         assert error <= 1.2e-2, f"{name}: {error:.2e}"
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kind", ["self", "cross"])
-@pytest.mark.parametrize("activation", ["softmax", "fast_gelu", "silu"])
+CALLS = [*itertools.product(("softmax", "fast_gelu"), ("self", "cross"), MASKS), ("silu", "self", "causal")]
+
+
+@pytest.mark.parametrize(("activation", "kind", "mask"), CALLS)
 def test_masks(activation: str, kind: str, mask: str) -> None:
     compare_with_float64(arguments(kind, activation, mask, (LENGTHS, LENGTHS_K)))
 
