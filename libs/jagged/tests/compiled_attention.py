@@ -148,7 +148,8 @@ def compile_gluon(
         constants["ONE_RELEASE"] = config.one_release
         constants |= {"MASKED": masked, "BOTTOM_RIGHT": True, "CHAINED": config.chained}
     else:
-        kernel, described = kernel_backward_hopper.backward_hopper_kernel, {"a_desc": 64, "b_desc": 64}
+        kernel = kernel_backward_hopper.backward_hopper_kernel
+        described = {"a_desc": 64, "b_desc": 64, "c_desc": config.block, "d_desc": config.block}
         overlap = True if step == "backward_q" else config.overlap
         constants |= {
             "KV": step == "backward_kv",
@@ -160,8 +161,7 @@ def compile_gluon(
     constants |= options
     signature, constexprs, attributes = arguments(kernel, constants, dtype)
     for name, rows in described.items():
-        shape = (1, 1, rows, 1, width) if step == "forward" else (rows, width)
-        describe(kernel, name, shape, dtype, signature, attributes)
+        describe(kernel, name, (1, 1, rows, 1, width), dtype, signature, attributes)
     source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
     compiled = triton.compile(
         source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": config.max_registers}

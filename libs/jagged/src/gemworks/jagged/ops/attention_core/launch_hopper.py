@@ -13,10 +13,10 @@ from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core.kernel_backward import zero_queries_without_keys_kernel as _zero
 from gemworks.jagged.ops.attention_core.kernel_backward_fused_hopper import backward_fused_hopper_kernel as _fused
-from gemworks.jagged.ops.attention_core.kernel_backward_hopper import backward_hopper_kernel as _backward
+from gemworks.jagged.ops.attention_core.kernel_backward_hopper import backward_hopper_kernel as _pair
 from gemworks.jagged.ops.attention_core.kernel_forward_hopper import forward_hopper_kernel as _forward
 from gemworks.jagged.ops.attention_core.launch import Problem, limits
-from gemworks.jagged.ops.attention_core.table import FusedConfig, GluonConfig
+from gemworks.jagged.ops.attention_core.table import FusedConfig, GluonConfig, Step
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -27,9 +27,10 @@ FOLD_RANGE = (1e-3, 1e3)
 _MANY = 0x7FFF0000
 # Triton's kernels are not callables to a type checker.
 forward_hopper_kernel: Any = quick(_forward)
-backward_hopper_kernel: Any = quick(_backward)
+backward_hopper_kernel: Any = quick(_pair)
 backward_fused_hopper_kernel: Any = quick(_fused)
 zero_queries_without_keys_kernel: Any = quick(_zero)
+Pair = tuple[Tensor, Tensor]
 _GL_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -129,32 +130,30 @@ def forward(p: Problem, out: Tensor, lse: Tensor, config: GluonConfig, *, fold: 
 def backward_kv(
     p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, config: GluonConfig
 ) -> None:
-    sample, row, count = p.tiles(config.height("backward_kv"))
-    k, v, q, d_out, bounds = aligned(p.k), aligned(p.v), streamable(p.q), streamable(d_out), p.schedule.bounds
-    with _device_allocator(q.device):
-        backward_hopper_kernel[_grid(q, config)](
-            _descriptor(k), _descriptor(v), q, d_out, dv, dk, lse, delta, bounds[2], bounds[1], sample, row, count,
-            p.rule.scale, q.stride(0), q.stride(1), d_out.stride(0), d_out.stride(1), dv.stride(0), dv.stride(1),
-            dk.stride(0), dk.stride(1), lse.stride(0),
-            KV=True, OVERLAP=config.overlap, ACT=p.rule.activation, HEADS=k.shape[1], H=q.shape[2], BC=config.block,
-            STAGES=config.stages, SHARED=p.rule.shared_query, RSTAGES=config.resident_stages, RESIDENT=False,
-            GROUPS=config.groups, CONSUMER_REGS=config.registers, num_warps=4, maxnreg=config.max_registers,
-        )  # fmt: skip
+    bounds = p.schedule.bounds
+    _backward(p, "backward_kv", (p.k, p.v), (p.q, d_out), lse, delta, (bounds[2], bounds[1]), (dv, dk), config)
 
 
 def backward_q(p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, config: GluonConfig) -> None:
-    sample, row, count = p.tiles(config.height("backward_q"))
-    q, d_out, k, v, bounds = aligned(p.q), aligned(d_out), streamable(p.k), streamable(p.v), p.schedule.bounds
-    with _device_allocator(q.device):
-        backward_hopper_kernel[_grid(q, config)](
-            _descriptor(q), _descriptor(d_out), k, v, dq, dq, lse, delta, bounds[0], bounds[3], sample, row, count,
-            p.rule.scale, k.stride(0), k.stride(1), v.stride(0), v.stride(1), dq.stride(0), dq.stride(1),
-            dq.stride(0), dq.stride(1), lse.stride(0),
-            KV=False, OVERLAP=True, ACT=p.rule.activation, HEADS=q.shape[1], H=q.shape[2], BC=config.block,
-            STAGES=config.stages, SHARED=p.rule.shared_query, RSTAGES=config.resident_stages,
-            RESIDENT=keeps_keys(p, config), GROUPS=config.groups, CONSUMER_REGS=config.registers,
-            num_warps=4, maxnreg=config.max_registers,
-        )  # fmt: skip
+    bounds = p.schedule.bounds
+    _backward(p, "backward_q", (p.q, d_out), (p.k, p.v), lse, delta, (bounds[0], bounds[3]), (dq, dq), config)
+
+
+def _backward(
+    p: Problem, step: Step, resident: Pair, streamed: Pair, lse: Tensor, delta: Tensor, bounds: Pair, results: Pair,
+    config: GluonConfig,
+) -> None:  # fmt: skip
+    sample, row, count = p.tiles(config.height(step))
+    a, b, c, d = (streamable(x) for x in (*resident, *streamed))
+    is_kv = step == "backward_kv"
+    backward_hopper_kernel[_grid(a, config)](
+        ragged(a, 64), ragged(b, 64), ragged(c, config.block), ragged(d, config.block), *results, lse, delta, *bounds,
+        sample, row, count, p.rule.scale, *(s for x in results for s in (x.stride(0), x.stride(1))), lse.stride(0),
+        KV=is_kv, OVERLAP=config.overlap or not is_kv, ACT=p.rule.activation, HEADS=a.shape[1], H=a.shape[2],
+        BC=config.block, STAGES=config.stages, SHARED=p.rule.shared_query, RSTAGES=config.resident_stages,
+        RESIDENT=not is_kv and keeps_keys(p, config), GROUPS=config.groups, CONSUMER_REGS=config.registers,
+        num_warps=4, maxnreg=config.max_registers,
+    )  # fmt: skip
 
 
 def backward_fused(
