@@ -54,25 +54,15 @@ def _grid(x: Tensor, config: GluonConfig) -> tuple[int]:
     return (_num_programs(x.device.index or 0) * config.programs,)
 
 
-def aligned(x: Tensor) -> Tensor:
-    """`x` [T, N, H] as TMA can read it: heads side by side, rows on 16-byte boundaries; copied only if it is not."""
-    ok = x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return x if ok or x.shape[0] == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
 def streamable(x: Tensor) -> Tensor:
     """`x` [T, N, H] with rows and heads on 16-byte boundaries; copied only if it is not."""
-    ok = x.stride(2) == 1 and x.stride(1) % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    rows, heads, columns = x.stride()
+    ok = columns == 1 and heads % 8 == 0 and rows % 8 == 0 and min(heads, rows) > 0 and x.data_ptr() % 16 == 0
     return x if ok or x.shape[0] == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 @lru_cache(maxsize=64)
-def _layout(width: int, dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([64, width], _GL_DTYPES[dtype])
-
-
-@lru_cache(maxsize=64)
-def _ragged_layout(rows: int, width: int, dtype: torch.dtype) -> Any:
+def _layout(rows: int, width: int, dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, 1, width], _GL_DTYPES[dtype])
 
 
@@ -87,15 +77,7 @@ def ragged(x: Tensor, rows: int) -> TensorDescriptor:
         x = x.new_empty(1, *x.shape[1:])
     _total, heads, width = x.shape
     shape, strides = [_MANY, _MANY, 1 << 30, heads, width], [(1 << 34) - x.stride(0), x.stride(0), *x.stride()]
-    return TensorDescriptor(x, shape, strides, [1, 1, rows, 1, width], _ragged_layout(rows, width, x.dtype))
-
-
-def _descriptor(x: Tensor) -> TensorDescriptor:
-    """Of aligned `x` [T, N, H], for boxes of 64 rows of one head."""
-    total, heads, width = x.shape
-    layout = _layout(width, x.dtype)
-    flat = x.as_strided((total, heads * width), (x.stride(0), 1))
-    return TensorDescriptor(flat, [total, heads * width], [x.stride(0), 1], [64, width], layout)
+    return TensorDescriptor(x, shape, strides, [1, 1, rows, 1, width], _layout(rows, width, x.dtype))
 
 
 def folds(activation: str, scale: float, dtype: torch.dtype) -> bool:
