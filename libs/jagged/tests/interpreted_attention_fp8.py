@@ -8,7 +8,7 @@ from gemworks.jagged._packing import Side, make_plan
 from gemworks.jagged.ops.attention_core.launch import Problem
 from gemworks.jagged.ops.attention_core.reference import Rule, forward_reference
 from gemworks.jagged.ops.attention_fp8 import launch
-from gemworks.jagged.ops.attention_fp8.reference import dequantize_rows, scale_values
+from gemworks.jagged.ops.attention_fp8.reference import dequantize_rows
 
 OFFSETS = torch.tensor([0, 37, 37, 38, 70])
 FULL = Mask()
@@ -44,9 +44,3 @@ def test_equals_the_definition(activation, square, v_codes, mask, heads_k):
     out, lse = launch.forward(problem, sq, sk, sv if v_codes else None, torch.float32)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, lse_expected, rtol=1e-4, atol=1e-5)
-
-
-def test_factors():
-    scales = torch.randint(0, 256, (70, 3), dtype=torch.uint8)
-    ours = launch.factors(scales)
-    assert torch.equal(ours.t().nan_to_num(-1), scale_values(scales).nan_to_num(-1))

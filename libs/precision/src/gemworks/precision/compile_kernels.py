@@ -34,7 +34,7 @@ def tile_variants() -> Iterator[Variant]:
     from gemworks.precision.kernel_tile import cast_tile_kernel
     from gemworks.precision.tiles import fused_tile_config, norm_sum_tile, tile_config
 
-    base = {"FORMAT": FORMATS["e4m3"], "MODE": MODES["rceil"], "HARDWARE": True}
+    base = {"FORMAT": FORMATS["e4m3"], "MODE": MODES["rceil"], "RAGGED": False, "HARDWARE": True}
     pairs = dict.fromkeys(("x_ptr", "residual_ptr", "sum_ptr", "y_ptr", "codes_ptr"), "*i32")
     pointers = {**pairs, "codes_t_ptr": "*i64", "inexact_ptr": "*i64", "scales_ptr": "*u8", "scales_t_ptr": "*u8"}
     pointers |= {"wide_ptr": "*fp32", "wide_t_ptr": "*fp32"}
