@@ -162,7 +162,7 @@ def num_pieces(rows: int, columns: int, contraction: int, processors: int) -> in
     together = processors * 10 // 11
     if tiles > together:
         return 1
-    allowed = [n for n in (1, 2, 4, 8) if contraction % (n * 512) == 0 and contraction // n >= 16384 or n == 1]
+    allowed = [n for n in (1, 2, 4, 8) if (contraction % (n * 512) == 0 and contraction // n >= 16384) or n == 1]
     return min(allowed, key=lambda n: (-(-n * tiles // together) / n, n))
 
 
