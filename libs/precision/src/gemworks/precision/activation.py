@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from gemworks.precision.backends import choose
 from gemworks.precision.casts import CastSpec, cast, cast_both, device_of
-from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.mxtensor import MXTensor, padded_rows
 from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, fused_tile_config
 from torch import Tensor, nn
 
@@ -95,7 +95,8 @@ def _activation_tiles(x: Tensor, spec: CastSpec, activation: str, columns: bool,
     directions = ALONG_ROWS | ALONG_COLUMNS if columns else ALONG_ROWS
     written = tile_planes(x, spec, spec.block, directions)
     config = fused_tile_config(spec.block, spec.regroups, directions)
-    setup = tile_setup(config, spec, spec.block, directions, ACTIVATION=CODES[activation], WRITE_Y=return_y)
+    constants = {"ACTIVATION": CODES[activation], "WRITE_Y": return_y, "RAGGED": num_rows % 16 != 0}
+    setup = tile_setup(config, spec, spec.block, directions, **constants)
     grid, column_tiles = setup.grid(num_rows, num_columns)
     launch(
         activation_tile_kernel,
@@ -104,9 +105,10 @@ def _activation_tiles(x: Tensor, spec: CastSpec, activation: str, columns: bool,
             x.view(torch.int32),
             y.view(torch.int32),
             *written.arguments(directions),
-            num_rows,
+            padded_rows(num_rows),
             num_columns,
             column_tiles,
+            num_rows,
         ),
         setup.constants,
         setup.options,

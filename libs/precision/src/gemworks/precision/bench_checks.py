@@ -31,7 +31,7 @@ from gemworks.precision.probe import sqnr_db
 from gemworks.precision.projection import project_heads
 from gemworks.precision.recipe import GemmKind, recipe
 from gemworks.precision.rng import Stochastic
-from gemworks.precision.scaled_mm import square_scales, wide_scales
+from gemworks.precision.scaled_mm import num_pieces, num_processors, operands, square_scales, wide_scales
 from gemworks.precision.scales import ScaleMode
 from torch import Tensor
 
@@ -97,9 +97,9 @@ def _check_runs(device: torch.device, runs: list[Run]) -> None:
 
 
 def check_tile_casts(device: torch.device) -> None:
-    """Sizes in multiples of 16, which go through the tile kernel; regrouping under every scale mode and on data that
+    """Features in multiples of 16, which go through the tile kernel; regrouping under every scale mode and on data that
     loses few codes, many, and none."""
-    shapes = ((144, 272), (256, 1024))
+    shapes = ((144, 272), (256, 1024), (261, 1024))
     _check_runs(device, [(shape, torch.bfloat16, kind, None) for shape in shapes for kind in KINDS])
     _check_runs(device, [((48, 80), d, GemmKind.MXFP8, None) for d in (torch.float32, torch.float16)])
     generator = torch.Generator().manual_seed(9)
@@ -124,7 +124,7 @@ def check_tile_casts(device: torch.device) -> None:
 def check_squares(device: torch.device) -> None:
     """Squares stored both ways, with the fp32 scales that products take."""
     spec = CastSpec(GemmKind.FP8_BLOCK128)
-    for shape in ((144, 272), (1024, 640)):
+    for shape in ((144, 272), (1024, 640), (1001, 640)):
         x = _data(*shape, device)
         ours, expected = cast_squares(x, spec), cast_squares(x, spec, "reference")
         for name in ("rows", "columns", "transposed"):
@@ -134,7 +134,10 @@ def check_squares(device: torch.device) -> None:
                 wide, made = plane.wide, square_scales(other, plane.scales.shape[1])
             else:
                 plane, other = (plane, other) if plane.dim == 1 else (plane.t(), other.t())
-                wide, made = plane.wide, wide_scales(other, plane.shape[0], plane.scales.shape[1])
+                wide, made = plane.wide, wide_scales(other, plane.tensors[0].shape[0], plane.scales.shape[1])
+            if wide is not None:
+                real = plane.shape[0]  # behind them one writes ones, the other the scale of zeros
+                wide, made = (w if plane.dim is None else w[:real] for w in (wide, made))
             if wide is None and device.type == "cpu":
                 continue  # the reference keeps the bytes alone
             if (
@@ -354,6 +357,25 @@ def check_exact_products(device: torch.device) -> None:
                 raise AssertionError(f"{kind.value} {name}: off by {worst:.3g} where the product is exact")
 
 
+def check_pieces(device: torch.device) -> None:
+    """A weight gradient that is split over its contraction against the same in one piece; equal bits twice."""
+    m, k, n = (65536, 256, 384) if device.type == "cuda" else (512, 256, 384)
+    generator = torch.Generator(device).manual_seed(5)
+    x, dy = (torch.randn(m, c, device=device, generator=generator).bfloat16() for c in (k, n))
+    spec = CastSpec(GemmKind.FP8_BLOCK128)
+    columns, squares = cast_squares(dy, spec).columns.t(), cast_squares(x, spec).transposed
+    if device.type != "cuda" or num_pieces(n, k, m, num_processors(device)) == 1:
+        return
+    split, again = (gemm(columns, squares, spec.kind, torch.float32) for _ in range(2))
+    single = torch.empty_like(split)
+    operands(columns, squares).multiply(single)
+    if not torch.equal(split, again):
+        raise AssertionError("pieces: two runs differ")
+    noise = sqnr_db(single.double(), split)
+    if not noise >= 60:
+        raise AssertionError(f"pieces: {noise:.1f} dB from one piece, expected 60")
+
+
 def check_linear(device: torch.device) -> None:
     """SQNR of y, dx, dw against float64 products of the unquantised operands."""
     m, k, n = 515, 1024, 512
@@ -413,6 +435,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     "projection": check_projection,
     "gemm": check_products,
     "gemm:exact": check_exact_products,
+    "gemm:pieces": check_pieces,
     "linear": check_linear,
     "cast:large": check_large,
 }

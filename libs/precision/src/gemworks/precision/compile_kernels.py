@@ -34,7 +34,7 @@ def tile_variants() -> Iterator[Variant]:
     from gemworks.precision.kernel_tile import cast_tile_kernel
     from gemworks.precision.tiles import fused_tile_config, norm_sum_tile, tile_config
 
-    base = {"FORMAT": FORMATS["e4m3"], "MODE": MODES["rceil"], "HARDWARE": True}
+    base = {"FORMAT": FORMATS["e4m3"], "MODE": MODES["rceil"], "RAGGED": False, "HARDWARE": True}
     pairs = dict.fromkeys(("x_ptr", "residual_ptr", "sum_ptr", "y_ptr", "codes_ptr"), "*i32")
     pointers = {**pairs, "codes_t_ptr": "*i64", "inexact_ptr": "*i64", "scales_ptr": "*u8", "scales_t_ptr": "*u8"}
     pointers |= {"wide_ptr": "*fp32", "wide_t_ptr": "*fp32"}
@@ -90,11 +90,11 @@ def variants() -> Iterator[Variant]:
 
 def head_tile_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str, Any], int]]:
     """Tiles of q, k and v, out of memory and out of their projection."""
-    from gemworks.precision.head_tiles import GROUP, MIN_BYTE
+    from gemworks.precision.head_tiles import GROUP, MIN_BYTE, SEARCH
     from gemworks.precision.kernel_common import FORMATS, MODES
     from gemworks.precision.kernel_head_tile import head_tile_kernel, project_tile_kernel
 
-    base = {"HEADS": 4, "H": 128, "SEARCH": 8, "MIN_BYTE": MIN_BYTE, "FORMAT": FORMATS["e4m3"]}
+    base = {"HEADS": 4, "H": 128, "SEARCH": SEARCH, "MIN_BYTE": MIN_BYTE, "FORMAT": FORMATS["e4m3"]}
     base |= {"MODE": MODES["rceil"], "HARDWARE": True}
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr"), "*bf16") | {"offsets_ptr": "*i64"}
     pointers |= dict.fromkeys(

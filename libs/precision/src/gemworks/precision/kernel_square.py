@@ -84,7 +84,7 @@ def store_line(value, ptr, start, first, num_lines, LENGTH: tl.constexpr):
     tl.store(ptr + start + first + line, tl.broadcast_to(value, [LENGTH]), mask=line < num_lines - first)
 
 
-@triton.jit(do_not_specialize=["num_column_tiles", "num_padded"])
+@triton.jit(do_not_specialize=["num_column_tiles", "num_padded", "real_rows"])
 def cast_squares_kernel(
     x_ptr,
     codes_ptr,
@@ -100,11 +100,14 @@ def cast_squares_kernel(
     stride_row,
     num_column_tiles,
     num_padded,
+    real_rows,
+    RAGGED: tl.constexpr,
     FORMAT: tl.constexpr,
     MODE: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """x: bf16 `[M, K]` as int32, sizes multiples of 16. Codes as int32 `[M, K / 4]`, transposed as int64 `[K, M / 8]`.
+    """x: bf16 `[real_rows, K]` as int32. Codes as int32 `[M, K / 4]`, transposed as int64 `[K, M / 8]`; K is a multiple
+    of 16, M (num_rows) of 128, zero behind the real rows.
 
     The scale of a square, as bytes and as fp32, three times: for each row `[K / 128, M]`, for each column
     `[M / 128, K]`, and once in `[K / 128, M / 128]` (fp32 rows padded to `num_padded`), as its three readers take it.
@@ -116,8 +119,8 @@ def cast_squares_kernel(
     column_tile = tile % num_column_tiles
     first_row = row_tile.to(tl.int64) * 128
     first_column = column_tile * 128
-    left_rows = num_rows - first_row
-    xs = load_tile(x_ptr + first_row * stride_row, stride_row, left_rows, first_column, num_columns, R8, C, True)
+    base = x_ptr + first_row * stride_row
+    xs = load_tile(base, stride_row, real_rows - first_row, first_column, num_columns, R8, C, True, RAGGED, False)
     m = tl.maximum(largest_halves(xs, 0, HARDWARE), 0)
     n = tl.maximum(largest_halves(xs, 1, HARDWARE), 0)
     amax = tl.max(tl.maximum(tl.maximum(m & 0xFFFF, m >> 16), tl.maximum(n & 0xFFFF, n >> 16)))
@@ -126,7 +129,7 @@ def cast_squares_kernel(
     octet = tl.arange(0, R8)
     num_quads = (num_columns // 16) * 4
     num_octets = (num_rows // 16) * 2
-    left_octets = (left_rows // 16) * 2
+    left_octets = num_octets - first_row // 8
     quad = first_column // 4 + tl.arange(0, C // 4)
     inside = (octet < left_octets)[:, None] & (quad < num_quads)[None, :]
     at = (octet * 8 * num_quads)[:, None] + quad[None, :]

@@ -48,7 +48,8 @@ def store_tile(
 
     codes as int32 `[M, K / 4]`, transposed codes as int64 `[K, M / 8]`. Scales lie block by block, so that a tile
     writes whole lines: `[K / width, M]` and `[M / width, K]`, as bytes and, where blocks are 128 wide, also as the fp32
-    that cuBLAS takes. M and K are multiples of 16; offsets inside a tile fit 32 bits (the launcher checks).
+    that cuBLAS takes. K is a multiple of 16, M (num_rows) of 128: products read no more than was written, whatever the
+    number of rows that are real. Offsets inside a tile fit 32 bits (the launcher checks).
     """
     WIDTH: tl.constexpr = 128 if REGROUP else B
     C4: tl.constexpr = C // 4
@@ -107,33 +108,59 @@ def store_scales(byte, scales_ptr, wide_ptr, first_group, first, num_groups, num
 
 @triton.jit
 def load_tile(
-    x_ptr, stride_row, left_rows, first_column, num_columns, R8: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr
+    x_ptr,
+    stride_row,
+    left_rows,
+    first_column,
+    num_columns,
+    R8: tl.constexpr,
+    C: tl.constexpr,
+    PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+    LAST_USE: tl.constexpr,
 ):
     """Rows 0 to 7 modulo 8, each a tuple of its columns modulo 4, zero outside; `x_ptr` is at the tile's first row.
 
-    PACKED: x as int32 `[M, K / 2]`, stride_row in int32. One mask and one set of offsets serve all eight loads.
+    PACKED: x as int32 `[M, K / 2]`, stride_row in int32. Without RAGGED, rows are a multiple of 16, and one mask serves
+    all eight loads. LAST_USE: nobody reads x again soon.
     """
+    policy: tl.constexpr = "evict_first" if LAST_USE else ""
     octet = tl.arange(0, R8)
     left_octets = (left_rows // 16) * 2
     xs = ()
     if PACKED:
         column = first_column // 2 + tl.arange(0, C // 2)
-        inside = (octet < left_octets)[:, None] & (column < (num_columns // 16) * 8)[None, :]
-        at = (octet * 8 * stride_row)[:, None] + column[None, :]
-        for i in tl.static_range(8):
-            x = tl.load(x_ptr + i * stride_row + at, mask=inside, other=0)
-            xs = xs + (tl.split(tl.reshape(x, [R8, C // 4, 2])),)  # noqa: RUF005
+        real = (column < (num_columns // 16) * 8)[None, :]
     else:
         column = first_column + tl.arange(0, C)
-        inside = (octet < left_octets)[:, None] & (column < num_columns)[None, :]
-        at = (octet * 8 * stride_row)[:, None] + column[None, :]
-        for i in tl.static_range(8):
-            x = tl.load(x_ptr + i * stride_row + at, mask=inside, other=0.0).to(tl.float32)
-            xs = xs + (quads(x, R8, C),)  # noqa: RUF005
+        real = (column < num_columns)[None, :]
+    inside = (octet < left_octets)[:, None] & real
+    at = (octet * 8 * stride_row)[:, None] + column[None, :]
+    for i in tl.static_range(8):
+        mask = inside
+        if RAGGED:
+            mask = (octet * 8 + i < left_rows)[:, None] & real
+        x = tl.load(x_ptr + i * stride_row + at, mask=mask, other=0, eviction_policy=policy)
+        if PACKED:  # noqa: SIM108
+            xs = xs + (tl.split(tl.reshape(x, [R8, C // 4, 2])),)  # noqa: RUF005
+        else:
+            xs = xs + (quads(x.to(tl.float32), R8, C),)  # noqa: RUF005
     return xs
 
 
-@triton.jit(do_not_specialize=["num_column_tiles"])  # else widths of 16 tiles are another kernel
+@triton.jit
+def store_pairs(pair, x_ptr, i: tl.constexpr, first_column, left_rows, num_columns, R8: tl.constexpr, C: tl.constexpr):
+    """Row i of every eight of a tile of bf16 pairs, `[M, K]` contiguous, x_ptr at the tile's first row."""
+    row = tl.arange(0, R8) * 8 + i
+    column = first_column // 2 + tl.arange(0, C // 2)
+    half = (num_columns // 16) * 8
+    inside = (row < left_rows)[:, None] & (column < half)[None, :]
+    x = tl.reshape(tl.join(pair[0], pair[1]), [R8, C // 2])
+    tl.store(x_ptr + (row * half)[:, None] + column[None, :], x, mask=inside)
+
+
+# Else widths of 16 tiles and lucky numbers of rows are other kernels.
+@triton.jit(do_not_specialize=["num_column_tiles", "real_rows"])
 def cast_tile_kernel(
     x_ptr,
     codes_ptr,
@@ -147,6 +174,7 @@ def cast_tile_kernel(
     num_columns,
     stride_row,
     num_column_tiles,
+    real_rows,
     R8: tl.constexpr,
     C: tl.constexpr,
     B: tl.constexpr,
@@ -155,14 +183,16 @@ def cast_tile_kernel(
     REGROUP: tl.constexpr,
     DIRECTIONS: tl.constexpr,
     PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Planes of `x [M, K]` (columns contiguous) out of one read; neighbouring programs take neighbouring columns."""
+    """Planes of `x [real_rows, K]` (columns contiguous) out of one read, with zero rows up to num_rows; neighbouring
+    programs take neighbouring columns."""
     tile = tl.program_id(0)
     first_row = (tile // num_column_tiles).to(tl.int64) * (R8 * 8)
     first_column = (tile % num_column_tiles) * C
     base = x_ptr + first_row * stride_row
-    xs = load_tile(base, stride_row, num_rows - first_row, first_column, num_columns, R8, C, PACKED)
+    xs = load_tile(base, stride_row, real_rows - first_row, first_column, num_columns, R8, C, PACKED, RAGGED, False)
     store_tile(
         xs,
         first_row,

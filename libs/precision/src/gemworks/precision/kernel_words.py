@@ -98,6 +98,21 @@ def half_factor(byte):
 
 
 @triton.jit
+def round_to_bf16(low, high, HARDWARE: tl.constexpr):
+    """Two fp32 rounded to nearest even bf16, in an int32."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        a, b = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+        a_nan, b_nan = (a & 0x7FFFFFFF) > 0x7F800000, (b & 0x7FFFFFFF) > 0x7F800000
+        a = tl.where(a_nan, 0x7FC0, ((a + 0x7FFF + ((a >> 16) & 1)) >> 16) & 0xFFFF)
+        b = tl.where(b_nan, 0x7FC0, ((b + 0x7FFF + ((b >> 16) & 1)) >> 16) & 0xFFFF)
+        return a | (b << 16)
+
+
+@triton.jit
 def value(row, j: tl.constexpr, PACKED: tl.constexpr, AGAIN: tl.constexpr, HARDWARE: tl.constexpr):
     """Column j modulo 4 of a row, fp32 `[R8, C4]`.
 

@@ -20,10 +20,11 @@ from gemworks.precision import te_backend
 from gemworks.precision.backends import choose, device_spec, shape_rule
 from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
 from gemworks.precision.gemms import gemm
-from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.mxtensor import MXTensor, padded_rows
 from gemworks.precision.recipe import GemmKind, GemmRecipe, Recipe, Save, recipe
 from gemworks.precision.rng import Stochastic
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @lru_cache(maxsize=1024)
@@ -126,15 +127,22 @@ def linear_forward(
 def forward_op(
     x_MK: Tensor, weight: Tensor | MXTensor, bias: Tensor | None, chosen: Recipe, save: bool, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`linear_forward` with an op's flat results: the kept plane as codes and scales, empty if none."""
+    """`linear_forward` with an op's flat results: the kept plane as codes and scales, empty if none. What is kept for
+    the weight gradient alone has its rows padded (`padded_rows`) with zero codes."""
     y, kept, counts = linear_forward(x_MK, weight, bias, chosen, save, out_dtype)
     counts = counts.clone()
     if kept is None:
         empty = torch.empty(0, dtype=torch.uint8, device=x_MK.device)
         return y, empty, empty.clone(), counts
-    # Block by block in memory, whatever the backend: the compiler is told strides.
-    scales = kept.scales.t().contiguous().t() if kept.dim == 1 else kept.scales.contiguous()
-    return y, kept.codes, scales, counts
+    # In one layout, whatever the backend: the compiler is told sizes and strides. Scales lie block by block in memory,
+    # and the contraction of the weight gradient is padded as the fast casts pad it.
+    if kept.dim == 1:
+        return y, kept.codes, kept.scales.t().contiguous().t(), counts
+    codes = kept.tensors[0] if kept.dim is None else kept.tensors[0].t()
+    num_rows = padded_rows(x_MK.shape[0])
+    if codes.shape[1] != num_rows:
+        codes = pad(codes, (0, num_rows - codes.shape[1]))
+    return y, codes if kept.dim is None else codes.t(), kept.scales.contiguous(), counts
 
 
 def kept_plane(codes: Tensor, scales: Tensor, shape: tuple[int, int], chosen: Recipe) -> MXTensor:
@@ -143,7 +151,7 @@ def kept_plane(codes: Tensor, scales: Tensor, shape: tuple[int, int], chosen: Re
     dim = 0 if chosen.save is Save.BOTH else 1
     if chosen.save is Save.BOTH and chosen.square_inputs:
         dim, shape = None, (shape[1], shape[0])
-    return MXTensor(codes, scales, shape, dim, block, chosen.forward.left, chosen.scale_mode)
+    return MXTensor.unchecked(codes, scales, None, shape, dim, block, chosen.forward.left, chosen.scale_mode)
 
 
 def linear_backward(
@@ -237,9 +245,10 @@ def _(x, weight, bias, recipe_text, step, save, out_dtype):
     m, k = x.shape
     if chosen.save is Save.BOTH and chosen.square_inputs:
         squares = (-(-k // block), -(-m // block))
-        return y, x.new_empty((k, m), dtype=torch.uint8), x.new_empty(squares, dtype=torch.uint8), counts
+        codes = x.new_empty((k, padded_rows(m)), dtype=torch.uint8)
+        return y, codes, x.new_empty(squares, dtype=torch.uint8), counts
     if chosen.save is Save.BOTH:
-        codes = x.new_empty((k, m), dtype=torch.uint8).t()
+        codes = x.new_empty((k, padded_rows(m)), dtype=torch.uint8).t()
         return y, codes, x.new_empty((-(-m // block), k), dtype=torch.uint8), counts
     return y, x.new_empty((m, k), dtype=torch.uint8), x.new_empty((-(-k // block), m), dtype=torch.uint8).t(), counts
 

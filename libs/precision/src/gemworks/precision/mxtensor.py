@@ -31,6 +31,8 @@ class MXTensor:
         hadamard: the transform that was applied before quantisation (None: none); it pads `dim`.
         wide: the scales once more as fp32, in the shape and memory order of Hopper's products (`scaled_mm`), where the
             cast kernel wrote them on the way; otherwise made when needed.
+        whole: where the cast kernel left zero codes behind the matrix, all of them: `codes` is its first corner, and
+            products, whose sizes are multiples of 16 and 128, read it without a copy.
     """
 
     codes: Tensor
@@ -42,6 +44,7 @@ class MXTensor:
     scale_mode: ScaleMode
     hadamard: Hadamard | None = None
     wide: Tensor | None = field(default=None, compare=False, repr=False)
+    whole: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         expected = scale_shape(self.padded_shape, self.dim, self.block)
@@ -72,16 +75,22 @@ class MXTensor:
         scale_mode: ScaleMode,
         hadamard: Hadamard | None = None,
     ) -> MXTensor:
-        """For callers that made the tensors themselves: checks are most of what making a plane costs the host."""
+        """For callers that made the tensors themselves: checks are most of what making a plane costs the host.
+
+        Codes of a matrix may be larger than it: then they are `whole`.
+        """
         plane = object.__new__(cls)
-        values = (codes, scales, shape, dim, block, format, scale_mode, hadamard, wide)
+        whole = None
+        if codes.shape != shape and len(shape) == 2 and hadamard is None and format is not Format.E2M1:
+            whole, codes = codes, codes[: shape[0], : shape[1]]
+        values = (codes, scales, shape, dim, block, format, scale_mode, hadamard, wide, whole)
         plane.__dict__.update(zip(_FIELDS, values, strict=True))
         return plane
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes, scales and `wide`: the first arguments of `unchecked`."""
-        return self.codes, self.scales, self.wide
+        """Codes (all of them), scales and `wide`: the first arguments of `unchecked`."""
+        return self.codes if self.whole is None else self.whole, self.scales, self.wide
 
     @property
     def meta(self) -> tuple[Any, ...]:
@@ -166,7 +175,7 @@ class MXTensor:
         # Squares are padded along their contraction, which is now the other dim.
         wide = None if self.dim is None or self.wide is None else self.wide.t()
         return MXTensor.unchecked(
-            self.codes.t(),
+            (self.codes if self.whole is None else self.whole).t(),
             self.scales.t(),
             wide,
             (self.shape[1], self.shape[0]),
@@ -179,7 +188,7 @@ class MXTensor:
 
 
 _FLOAT8 = {format: dtype for format in Format if (dtype := element_spec(format).torch_dtype) is not None}
-_FIELDS = ("codes", "scales", "shape", "dim", "block", "format", "scale_mode", "hadamard", "wide")
+_FIELDS = ("codes", "scales", "shape", "dim", "block", "format", "scale_mode", "hadamard", "wide", "whole")
 
 
 def _flatten_mx(mx: MXTensor) -> tuple[list[Tensor], tuple[object, ...]]:
@@ -192,6 +201,16 @@ def _unflatten_mx(tensors: Iterable[Any], context: Any) -> MXTensor:
 
 
 pytree.register_pytree_node(MXTensor, _flatten_mx, _unflatten_mx, serialized_type_name="gemworks.precision.MXTensor")
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows of the planes that a tile kernel writes, zero behind the real ones: what the products of any number of rows
+    read, so that nothing is copied in front of them.
+
+    >>> padded_rows(256), padded_rows(257)
+    (256, 384)
+    """
+    return -(-num_rows // 128) * 128
 
 
 def scale_shape(shape: tuple[int, ...], dim: int | None, block: int) -> tuple[int, ...]:

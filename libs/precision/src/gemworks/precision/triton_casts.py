@@ -23,7 +23,7 @@ from gemworks.precision.kernel_cast import (
 from gemworks.precision.kernel_common import FORMATS, MODES
 from gemworks.precision.kernel_tile import cast_tile_kernel
 from gemworks.precision.launch import integers, launch
-from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.mxtensor import MXTensor, padded_rows
 from gemworks.precision.quantization import ROW_BLOCK_SIZES, SQUARE_BLOCK_SIZES, check_input
 from gemworks.precision.rng import STREAM_COLUMNS, STREAM_ROWS
 from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, TileConfig, tile_config
@@ -102,7 +102,6 @@ def fits_tiles(x: Tensor, spec: CastSpec, block: int) -> bool:
     return (
         plain
         and x.stride(1) == 1
-        and num_rows % 16 == 0
         and num_columns % 16 == 0
         # Offsets inside a tile are 32-bit.
         and num_rows < 2**26
@@ -127,7 +126,7 @@ class TileSetup:
     def grid(self, num_rows: int, num_columns: int) -> tuple[tuple[int, int, int], int]:
         """One dim of programs, and how many of them lie side by side."""
         column_tiles = -(-num_columns // self.config.columns)
-        return (-(-num_rows // self.config.rows) * column_tiles, 1, 1), column_tiles
+        return (-(-padded_rows(num_rows) // self.config.rows) * column_tiles, 1, 1), column_tiles
 
 
 def tile_setup(config: TileConfig, spec: CastSpec, block: int, directions: int, **more: int | bool) -> TileSetup:
@@ -139,8 +138,10 @@ def tile_setup(config: TileConfig, spec: CastSpec, block: int, directions: int, 
 
 
 @lru_cache(maxsize=256)
-def _cast_setup(config: TileConfig, spec: CastSpec, block: int, directions: int, packed: bool) -> TileSetup:
-    return tile_setup(config, spec, block, directions, PACKED=packed)
+def _cast_setup(
+    config: TileConfig, spec: CastSpec, block: int, directions: int, packed: bool, ragged: bool
+) -> TileSetup:
+    return tile_setup(config, spec, block, directions, PACKED=packed, RAGGED=ragged)
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class TilePlanes:
     """What a tile kernel writes, as it takes it. A direction that is not asked for may repeat the other's tensors.
 
     codes uint8 `[M, K]` and `[K, M]`, scales uint8 `[K / width, M]` and `[M / width, K]`, wide: the latter as fp32
-    where blocks are 128 wide, otherwise the scales; inexact: int64 count.
+    where blocks are 128 wide, otherwise the scales; inexact: int64 count. M is rounded up (`padded_rows`).
     """
 
     codes: Tensor
@@ -169,7 +170,7 @@ class TilePlanes:
 def tile_planes(x: Tensor, spec: CastSpec, block: int, directions: int) -> TilePlanes:
     """Uninitialised planes of `x [M, K]`."""
     width = _width(spec, block)
-    num_rows, num_columns = x.shape
+    num_rows, num_columns = padded_rows(x.shape[0]), x.shape[1]
     sides = []
     for rows, columns, wanted in (
         (num_rows, num_columns, directions & ALONG_ROWS),
@@ -202,8 +203,14 @@ def no_count(device: torch.device) -> Tensor:
 def plane_of(
     codes: Tensor, scales: Tensor, wide: Tensor, dim: int, shape: tuple[int, int], width: int, spec: CastSpec
 ) -> MXTensor:
-    """The plane along `dim` that a tile kernel wrote: codes `[lines, length]`, scales `[blocks, lines]`."""
+    """The plane along `dim` that a tile kernel wrote: codes `[lines, length]`, scales `[blocks, lines]`.
+
+    Either may be longer than x is, zero behind it; fp32 scales keep their length.
+    """
     factors = wide if width == 128 else None
+    lines, length = (shape[1], shape[0]) if dim == 0 else shape
+    if codes.shape != (lines, length):
+        scales = scales[: -(-length // width), :lines]
     if dim == 0:
         return MXTensor.unchecked(codes.t(), scales, factors, shape, 0, width, spec.format, spec.scale_mode)
     if factors is not None:
@@ -225,8 +232,8 @@ def planes_of(
 def cast_tiles(x: Tensor, spec: CastSpec, block: int, written: TilePlanes, directions: int) -> None:
     """Run the tile kernel."""
     num_rows, num_columns = x.shape
-    packed = packs(x)
-    setup = _cast_setup(tile_config(block, spec.regroups, directions), spec, block, directions, packed)
+    packed, ragged = packs(x), num_rows % 16 != 0
+    setup = _cast_setup(tile_config(block, spec.regroups, directions), spec, block, directions, packed, ragged)
     grid, column_tiles = setup.grid(num_rows, num_columns)
     stride = x.stride(0) // 2 if packed else x.stride(0)
     launch(
@@ -235,10 +242,11 @@ def cast_tiles(x: Tensor, spec: CastSpec, block: int, written: TilePlanes, direc
         (
             x.view(torch.int32) if packed else x,
             *written.arguments(directions),
-            num_rows,
+            padded_rows(num_rows),
             num_columns,
             stride,
             column_tiles,
+            num_rows,
         ),
         setup.constants,
         setup.options,

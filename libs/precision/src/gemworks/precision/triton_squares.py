@@ -8,7 +8,7 @@ import torch
 from gemworks.precision.casts import CastSpec, SquarePlanes
 from gemworks.precision.kernel_square import cast_squares_kernel
 from gemworks.precision.launch import launch
-from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.mxtensor import MXTensor, padded_rows
 from gemworks.precision.triton_casts import cast_flags, fits_tiles, no_count, packs, plane_of
 from torch import Tensor
 
@@ -21,15 +21,17 @@ def fits_squares(x: Tensor, spec: CastSpec) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _setup(spec: CastSpec) -> tuple[dict[str, int | bool], dict[str, int]]:
+def _setup(spec: CastSpec, ragged: bool) -> tuple[dict[str, int | bool], dict[str, int]]:
     flags = cast_flags(spec)
-    return {name: flags[name] for name in ("FORMAT", "MODE", "HARDWARE")}, {"num_warps": SQUARES_WARPS}
+    constants = {name: flags[name] for name in ("FORMAT", "MODE", "HARDWARE")}
+    return {**constants, "RAGGED": ragged}, {"num_warps": SQUARES_WARPS}
 
 
 def triton_cast_squares(x: Tensor, spec: CastSpec) -> SquarePlanes:
     """`casts.cast_squares` by one kernel: 2 bytes an element read, 2 written, and each element rounded once."""
-    m, k = x.shape
-    row_tiles, column_tiles = -(-m // 128), -(-k // 128)
+    real_rows, k = x.shape
+    m, ragged = padded_rows(real_rows), real_rows % 16 != 0
+    row_tiles, column_tiles = m // 128, -(-k // 128)
     padded = -(-row_tiles // 4) * 4
     new = {"dtype": torch.uint8, "device": x.device}
     codes, codes_t = torch.empty(m, k, **new), torch.empty(k, m, **new)
@@ -58,12 +60,15 @@ def triton_cast_squares(x: Tensor, spec: CastSpec) -> SquarePlanes:
             stride,
             column_tiles,
             padded,
+            real_rows,
         ),
-        *_setup(spec),
-        (spec, stride % 16 == 0, x.data_ptr() % 16 == 0),
+        *_setup(spec, ragged),
+        (spec, ragged, stride % 16 == 0, x.data_ptr() % 16 == 0),
     )
-    shape = (m, k)
-    transposed = MXTensor.unchecked(codes_t, square, square_wide.t(), (k, m), None, 128, spec.format, spec.scale_mode)
+    shape = (real_rows, k)
+    transposed = MXTensor.unchecked(
+        codes_t, square, square_wide.t(), (k, real_rows), None, 128, spec.format, spec.scale_mode
+    )
     return SquarePlanes(
         plane_of(codes, scales, wide, 1, shape, 128, spec),
         plane_of(codes_t, scales_t, wide_t, 0, shape, 128, spec),

@@ -18,8 +18,6 @@ SOFTMAX = "softmax"
 GLUON_ARCHITECTURES = ("sm_90",)
 GLUON_DTYPES = (torch.bfloat16, torch.float16)
 GLUON_HEAD_DIMS = (64, 128)
-# Compiled, and their index arithmetic tested on the host; a rule names kernels once a device has run them.
-MASKS_ON_GLUON = False
 FUSED_HEAD_DIM = 128
 TRITON_ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -219,8 +217,8 @@ def gluon_refusal(step: Step, shape: Shape, architecture: str) -> str | None:
     if shape.head_dim not in GLUON_HEAD_DIMS or shape.value_dim != shape.head_dim:
         widths = f"{shape.head_dim} and {shape.value_dim}"
         return f"gluon takes equal head widths of q, k and v in {GLUON_HEAD_DIMS}, not {widths}"
-    if shape.masked and not MASKS_ON_GLUON:
-        return "gluon's causal and window masks have not run on a device yet"
+    if shape.masked and shape.shared_query:
+        return "gluon has no mask with a shared query"
     if shape.masked and step != "forward":
         return "gluon's pair of backward kernels has no causal or window mask"
     if shape.biased:
@@ -232,8 +230,6 @@ def gluon_refusal(step: Step, shape: Shape, architecture: str) -> str | None:
 
 def fused_refusal(shape: Shape, architecture: str) -> str | None:
     """Why the backward is not one kernel, or None."""
-    if shape.masked and not MASKS_ON_GLUON:
-        return "the masks of the fused backward have not run on a device yet"
     if shape.masked and shape.shared_query:
         return "the fused backward has no mask with a shared query"
     refusal = gluon_refusal("backward_kv", replace(shape, masked=False), architecture)
