@@ -134,6 +134,48 @@ def _producer(
 
 
 @gluon.jit
+def _step(
+    q, p, o, peak, total_p, stage, s1, phase1, j, begin, trips, k_len, first, own, column, shift, left, right, last,
+    zero, scale, scale2, b0, b1, b2, b3, b4, k_smem, v_smem, k_full, k_free, v_full, v_free,
+    ACT: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
+    ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr, OTHERS: gl.constexpr, O_LAYOUT: gl.constexpr,
+    P_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Adds the P of key tile j - 1 and computes that of tile j, at s1 of the ring."""
+    mbarrier.wait(k_full.index(s1), phase1)
+    upcoming = warpgroup_mma(q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
+    acc = warpgroup_mma(p, v_smem.index(stage), o, is_async=True)
+    scores = warpgroup_mma_wait(1, [upcoming])
+    if not ONE_RELEASE:
+        mbarrier.arrive(k_free.index(s1), count=1, pred=last)
+    scores = _admit(
+        scores, begin + j * BN, k_len, first, own, column, shift, left, right, j == trips - 1,
+        OTHERS, ACT == "softmax", MASKED, BN,
+    )  # fmt: skip
+    if ACT == "softmax":
+        new_peak = gl.maximum(peak, gl.max(scores, 1) * scale2)
+        base = _base(new_peak, MASKED)
+        probs = gl.exp2(scores * scale2 - base[:, None])
+        fix = gl.exp2(peak - base)
+        total_p = total_p * fix + gl.sum(probs, 1)
+        peak = new_peak
+    else:
+        probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
+    p_next = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
+    s2, phase2 = following(s1, phase1, STAGES)
+    # The barrier also keeps the assembler from hoisting the wait below over the work that it hides.
+    mbarrier.wait(v_full.index(s1), phase1)
+    o, p, p_next = warpgroup_mma_wait(0, [acc, p, p_next])
+    if ONE_RELEASE:  # every signal makes the four warps meet
+        mbarrier.arrive(k_free.index(s1), count=1)
+    else:
+        mbarrier.arrive(v_free.index(stage), count=1, pred=last)
+    if ACT == "softmax":
+        o = o * gl.convert_layout(fix, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    return p_next, o, peak, total_p, s1, s2, phase2
+
+
+@gluon.jit
 def _consumer(
     GROUP: gl.constexpr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale, left, right,
     out_stride_t, out_stride_n, lse_stride_n,
@@ -141,7 +183,7 @@ def _consumer(
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
     RESIDENT: gl.constexpr, ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
-    CHAINED: gl.constexpr,
+    CHAINED: gl.constexpr, UNROLL: gl.constexpr,
 ):  # fmt: skip
     if CHAINED:
         chained_consumer(
@@ -212,41 +254,26 @@ def _consumer(
                 p = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                 mbarrier.wait(v_full.index(stage), phase)
                 s1, phase1 = following(stage, phase, STAGES)
-                for j in range(1, trips):
-                    mbarrier.wait(k_full.index(s1), phase1)
-                    upcoming = warpgroup_mma(q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
-                    acc = warpgroup_mma(p, v_smem.index(stage), o, is_async=True)
-                    scores = warpgroup_mma_wait(1, [upcoming])
-                    if not ONE_RELEASE:
-                        mbarrier.arrive(k_free.index(s1), count=1, pred=last)
-                    scores = _admit(
-                        scores, begin + j * BN, k_len, first, own, column, shift, left, right, j == trips - 1,
-                        OTHERS, ACT == "softmax", MASKED, BN,
+                alone = 1
+                if UNROLL:  # P changes places twice, so that nothing is moved
+                    alone = 1 + (trips - 1) // 2 * 2
+                    for j in range(1, alone, 2):
+                        p, o, peak, total_p, stage, s1, phase1 = _step(
+                            q, p, o, peak, total_p, stage, s1, phase1, j, begin, trips, k_len, first, own, column, shift,
+                            left, right, last, zero, scale, scale2, b0, b1, b2, b3, b4, k_smem, v_smem, k_full, k_free, v_full, v_free,
+                            ACT, BN, STAGES, DTYPE, FOLD, ONE_RELEASE, MASKED, OTHERS, O_LAYOUT, P_LAYOUT,
+                        )  # fmt: skip
+                        p, o, peak, total_p, stage, s1, phase1 = _step(
+                            q, p, o, peak, total_p, stage, s1, phase1, j + 1, begin, trips, k_len, first, own, column, shift,
+                            left, right, last, zero, scale, scale2, b0, b1, b2, b3, b4, k_smem, v_smem, k_full, k_free, v_full, v_free,
+                            ACT, BN, STAGES, DTYPE, FOLD, ONE_RELEASE, MASKED, OTHERS, O_LAYOUT, P_LAYOUT,
+                        )  # fmt: skip
+                for j in range(alone, trips):
+                    p, o, peak, total_p, stage, s1, phase1 = _step(
+                        q, p, o, peak, total_p, stage, s1, phase1, j, begin, trips, k_len, first, own, column, shift,
+                        left, right, last, zero, scale, scale2, b0, b1, b2, b3, b4, k_smem, v_smem, k_full, k_free, v_full, v_free,
+                        ACT, BN, STAGES, DTYPE, FOLD, ONE_RELEASE, MASKED, OTHERS, O_LAYOUT, P_LAYOUT,
                     )  # fmt: skip
-                    if ACT == "softmax":
-                        new_peak = gl.maximum(peak, gl.max(scores, 1) * scale2)
-                        base = _base(new_peak, MASKED)
-                        probs = gl.exp2(scores * scale2 - base[:, None])
-                        fix = gl.exp2(peak - base)
-                        total_p = total_p * fix + gl.sum(probs, 1)
-                        peak = new_peak
-                    else:
-                        probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
-                    p_next = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
-                    s2, phase2 = following(s1, phase1, STAGES)
-                    # The barrier also keeps the assembler from hoisting the wait below over the work that it hides.
-                    mbarrier.wait(v_full.index(s1), phase1)
-                    o, p, p_next = warpgroup_mma_wait(0, [acc, p, p_next])
-                    if ONE_RELEASE:  # every signal makes the four warps meet
-                        mbarrier.arrive(k_free.index(s1), count=1)
-                    else:
-                        mbarrier.arrive(v_free.index(stage), count=1, pred=last)
-                    if ACT == "softmax":
-                        o = o * gl.convert_layout(fix, gl.SliceLayout(1, O_LAYOUT))[:, None]
-                    p = p_next
-                    stage = s1
-                    s1 = s2
-                    phase1 = phase2
                 mbarrier.arrive(q_free.index(qs), count=1)
                 acc = warpgroup_mma(p, v_smem.index(stage), o, is_async=True)
                 o = warpgroup_mma_wait(0, [acc])
@@ -286,7 +313,7 @@ def forward_hopper_kernel(
     ACT: gl.constexpr, HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
     FOLD: gl.constexpr, RESIDENT: gl.constexpr, ONE_RELEASE: gl.constexpr,
-    MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CHAINED: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CHAINED: gl.constexpr, UNROLL: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, H], DTYPE)
@@ -319,7 +346,7 @@ def forward_hopper_kernel(
                              left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT, CHAINED)),
+                             MASKED, BOTTOM_RIGHT, CHAINED, UNROLL)),
                 (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, ONE_RELEASE,
@@ -334,12 +361,12 @@ def forward_hopper_kernel(
                              left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT, CHAINED)),
+                             MASKED, BOTTOM_RIGHT, CHAINED, UNROLL)),
                 (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT, CHAINED)),
+                             MASKED, BOTTOM_RIGHT, CHAINED, UNROLL)),
                 (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, ONE_RELEASE,
@@ -354,17 +381,17 @@ def forward_hopper_kernel(
                              left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT, CHAINED)),
+                             MASKED, BOTTOM_RIGHT, CHAINED, UNROLL)),
                 (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT, CHAINED)),
+                             MASKED, BOTTOM_RIGHT, CHAINED, UNROLL)),
                 (_consumer, (G(2), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT, CHAINED)),
+                             MASKED, BOTTOM_RIGHT, CHAINED, UNROLL)),
                 (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, ONE_RELEASE,

@@ -65,6 +65,7 @@ class GluonConfig:
     resident_keys: bool = False
     one_release: bool = False
     chained: bool = False
+    unrolled: bool = False
 
     @property
     def programs(self) -> int:
