@@ -146,7 +146,7 @@ def compile_gluon(
         constants |= {"GROUP_HEADS": 1, "HV": width, "BN": config.block, "QSTAGES": config.resident_stages}
         constants |= {"GROUPS": config.groups, "FOLD": activation == "fast_gelu" and dtype == "bf16"}
         constants["ONE_RELEASE"] = config.one_release
-        constants |= {"MASKED": masked, "BOTTOM_RIGHT": True, "CHAINED": config.chained, "UNROLL": config.unrolled}
+        constants |= {"MASKED": masked, "BOTTOM_RIGHT": True, "CHAINED": config.chained}
     else:
         kernel = kernel_backward_hopper.backward_hopper_kernel
         described = {"a_desc": 64, "b_desc": 64, "c_desc": config.block, "d_desc": config.block}

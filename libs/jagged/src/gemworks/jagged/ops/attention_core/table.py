@@ -65,7 +65,6 @@ class GluonConfig:
     resident_keys: bool = False
     one_release: bool = False
     chained: bool = False
-    unrolled: bool = False
 
     @property
     def programs(self) -> int:
