@@ -110,8 +110,8 @@ GROUPS: dict[str, Group] = {
     "forward activation": Group(
         forward(
             three_groups(64, 3, 2, one_release=True),
-            three_groups(64, 3, 2, one_release=True, chained=True),
             two_groups(128, 2, 1, one_release=True),
+            three_groups(64, 3, 2, one_release=True, chained=True),
             two_groups(128, 2, 2, one_release=True, chained=True),
             two_groups(64, 4, 2, one_release=True, chained=True),
         ),
