@@ -42,18 +42,12 @@ class HopperConfig:
         stages: steps in flight, at least 2.
         query_stages: query tiles in flight.
         registers: per thread of a consumer.
-        apart: each step's product is added in registers, not by the matrix unit, whose sums keep fewer bits.
-        ahead: the next step's scores are computed under this step's second product.
-        turns: the groups start their products in turn (with `ahead`).
     """
 
     block: int = 128
-    stages: int = 3
-    query_stages: int = 1
+    stages: int = 4
+    query_stages: int = 2
     registers: int = 240
-    apart: bool = False
-    ahead: bool = True
-    turns: bool = False
 
 
 HOPPER = HopperConfig()
@@ -162,8 +156,7 @@ def hopper_forward(
         *scales, out, lse, bounds[0], bounds[3], sample, row, count, p.rule.scale,
         out.stride(0), out.stride(1), lse.stride(0),
         HEADS=heads, GROUP_HEADS=heads // heads_k, H=width, BN=config.block, STAGES=config.stages,
-        QSTAGES=config.query_stages, APART=config.apart, AHEAD=config.ahead, TURNS=config.turns,
-        CONSUMER_REGS=config.registers, num_warps=4,
+        QSTAGES=config.query_stages, CONSUMER_REGS=config.registers, num_warps=4,
     )  # fmt: skip
     return out, lse
 
