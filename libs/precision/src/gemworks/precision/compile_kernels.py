@@ -36,12 +36,12 @@ def tile_variants() -> Iterator[Variant]:
 
     base = {"FORMAT": FORMATS["e4m3"], "MODE": MODES["rceil"], "RAGGED": False, "HARDWARE": True}
     pairs = dict.fromkeys(("x_ptr", "residual_ptr", "sum_ptr", "y_ptr", "codes_ptr"), "*i32")
-    pointers = {**pairs, "codes_t_ptr": "*i64", "inexact_ptr": "*i64", "scales_ptr": "*u8", "scales_t_ptr": "*u8"}
-    pointers |= {"wide_ptr": "*fp32", "wide_t_ptr": "*fp32"}
+    pointers = {**pairs, "codes_t_ptr": "*i64", "inexact_ptr": "*i64"}
     pointers |= {"weight_ptr": "*bf16", "bias_ptr": "*bf16", "mean_ptr": "*fp32", "rstd_ptr": "*fp32"}
     pointers |= {"ready_ptr": "*i32"}
     kinds = {"mxfp8": (32, False), "block128": (128, False), "regroup128": (32, True)}
     for kind, (block, regroup) in kinds.items():
+        pointers |= dict.fromkeys(("scales_ptr", "scales_t_ptr"), "*u8" if kind == "mxfp8" else "*fp32")
         for directions, name in ((1, "rows"), (2, "columns"), (3, "both")):
             config = tile_config(block, regroup, directions)
             constants = {**base, "R8": config.rows // 8, "C": config.columns, "B": block, "REGROUP": regroup}
@@ -75,7 +75,7 @@ def tile_variants() -> Iterator[Variant]:
     from gemworks.precision.kernel_square import cast_squares_kernel
     from gemworks.precision.triton_squares import SQUARES_WARPS
 
-    squares = {**pointers, "square_ptr": "*u8", "square_wide_ptr": "*fp32"}
+    squares = {**pointers, "square_ptr": "*fp32"}
     types = argument_types(cast_squares_kernel, squares, base)
     yield "cast_squares", "block128", cast_squares_kernel, types, base, SQUARES_WARPS, None
 
