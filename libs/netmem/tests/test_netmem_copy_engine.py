@@ -100,7 +100,7 @@ def test_a_buffer_in_use_is_never_handed_out_again():
 @pytest.mark.dist
 # single-process groups make torch warn about devices and about its own deprecated names
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_fsdp2_falls_back_loudly_and_trains_the_same(tmp_path, monkeypatch):
+def test_fsdp2_falls_back_loudly_and_trains_the_same(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -120,10 +120,6 @@ def test_fsdp2_falls_back_loudly_and_trains_the_same(tmp_path, monkeypatch):
                     assert copy_engine_reduce_scatter(model) is None
                 assert isinstance(comm, FallbackAllGather)
                 assert "cpu" in comm.reason
-                with monkeypatch.context() as patch:
-                    patch.setattr("gemworks.netmem.copy_engine.copy_engine_problem", lambda *a: None)
-                    with pytest.raises(RuntimeError, match="allow_unproven"):
-                        copy_engine_reduce_scatter(model)
             loss = model(torch.ones(4, 8)).square().mean()
             loss.backward()
             losses.append(loss.item())

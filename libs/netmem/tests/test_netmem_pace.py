@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from gemworks.netmem.arena import PinnedArena
-from gemworks.netmem.budget import Option, Pace, Region, StepProfile, evaluate
+from gemworks.netmem.budget import Option, Region, StepProfile, evaluate
 from gemworks.netmem.codec import get_codec
 from gemworks.netmem.errors import ModifiedAfterSaveError
 from gemworks.netmem.handles import memory_order
@@ -24,11 +26,15 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(NUM)])
 
 
-def make_step(rate: float, moved_bytes: int, granule_bytes: int = 0) -> StepProfile:
-    keep, away = Option("keep", 1, 2, 0, 0, 0), Option("offload", 1, 2, 0, 0, 0, moved_bytes=moved_bytes)
-    regions = tuple(Region(str(i), (keep, away)) for i in range(NUM))
+def make_step(rate: float, moved_bytes: int, granule_bytes: int = 0, own_bytes: int = 1 << 20) -> StepProfile:
+    """Regions that hold nothing and work in `own_bytes`; the last one's backward, in twice that, sets the peak."""
+    regions = []
+    for i in range(NUM):
+        own = (0, own_bytes, own_bytes * (2 if i == NUM - 1 else 1))
+        options = (Option("keep", 1, 2, *own), Option("offload", 1, 2, *own, moved_bytes=moved_bytes))
+        regions.append(Region(str(i), options))
     return StepProfile(
-        regions, up_bytes_per_s=rate, down_bytes_per_s=rate, window_bytes=1 << 20, granule_bytes=granule_bytes
+        tuple(regions), up_bytes_per_s=rate, down_bytes_per_s=rate, window_bytes=1 << 20, granule_bytes=granule_bytes
     )
 
 
@@ -38,12 +44,32 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def test_pace_is_the_two_queues():
-    plan = evaluate(make_step(rate=4, moved_bytes=10), ["offload"] + ["keep"] * (NUM - 1))
+def test_pace_is_the_two_queues_where_memory_is_at_its_peak_and_the_window_elsewhere():
+    profile = make_step(rate=4, moved_bytes=10)
+    plan = evaluate(profile, ["offload"] + ["keep"] * (NUM - 1))
     assert plan.stall_s == 0
-    assert [plan.pace[str(i)].leaving_bytes for i in range(NUM)] == [10, 6, 2, 0, 0, 0]
-    # what has to be back when a region's backward ends: 8 bytes less for every backward between
-    assert [plan.pace[str(i)].returning_bytes for i in range(NUM)] == [0, 10, 2, 0, 0, 0]
+    assert (plan.peak.region, plan.peak.phase) == (str(NUM - 1), "backward")
+    assert [plan.pace[str(i)].leaving_bytes for i in range(NUM)] == [1 << 20] * (NUM - 1) + [0]
+    assert [plan.pace[str(i)].returning_bytes for i in range(NUM)] == [1 << 20] * (NUM - 1) + [0]
+    slow = evaluate(make_step(rate=1, moved_bytes=10), ["offload"] + ["keep"] * (NUM - 1))
+    # six seconds of forward, the first of which is over when the bytes are there: five leave until the turn
+    assert slow.pace[str(NUM - 1)].leaving_bytes == 5
+    # the other way round: the bytes come within the two seconds of each of the four backwards between
+    assert slow.pace[str(NUM - 1)].returning_bytes == 2
+
+
+def test_pace_has_no_room_where_the_peak_is():
+    profile = make_step(rate=4, moved_bytes=10)
+    held = Option("keep", 1, 2, 0, 20, 30)
+    regions = (*profile.regions[:3], Region("3", (held,)), *profile.regions[4:])
+    flat = [dataclasses.replace(o, forward_bytes=0, backward_bytes=0) for r in profile.regions for o in r.options]
+    regions = tuple(
+        Region(r.name, tuple(flat[2 * i : 2 * i + 2]) if i != 3 else (held,)) for i, r in enumerate(regions)
+    )
+    plan = evaluate(dataclasses.replace(profile, regions=regions), ["offload"] + ["keep"] * (NUM - 1))
+    assert (plan.peak_bytes, plan.peak.region, plan.peak.phase) == (30, "3", "backward")
+    assert [plan.pace[str(i)].leaving_bytes for i in range(NUM)] == [30, 30, 10, 30, 30, 30]
+    assert [plan.pace[str(i)].returning_bytes for i in range(NUM)] == [30, 30, 30, 0, 30, 30]
 
 
 def test_a_granule_is_counted_once_per_queue_that_is_not_empty():
@@ -120,7 +146,7 @@ def test_bytes_ahead_stay_within_the_pace_rounded_up_to_a_tensor():
 def test_pace_of_a_plan_that_moves_nothing_costs_nothing():
     model = make_model()
     plan = evaluate(make_step(1, 1), ["keep"] * NUM)
-    assert plan.pace["0"] == Pace(0, 0)
+    assert plan.moved_bytes == 0
     with apply_policy(model, plan):
         assert model[0].forward.__qualname__.endswith("forward")
         assert not hasattr(model[0].forward, "__wrapped__")

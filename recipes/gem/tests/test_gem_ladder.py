@@ -217,3 +217,21 @@ def test_the_largest_batch_stops_where_memory_does(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ladder, "run_steps", steps)
     assert ladder.largest_batch(tiny(), CPU, limit=64) == 4
     assert ladder.largest_batch(tiny(), CPU, limit=3) == 3
+
+
+@pytest.mark.parametrize(("error", "stays"), [(RuntimeError, True), (ImportError, True), (AssertionError, False)])
+def test_a_row_may_be_refused_and_may_not_be_broken(
+    error: type[Exception], stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*args: object, **options: object) -> None:
+        raise error("why")
+
+    monkeypatch.setattr("gemworks.gem.ladder.__main__.TrainingRow", fail)
+    command = ["--smoke", "--attention", "block", "--no-local", "--rows", "norms", "--out", str(tmp_path)]
+    if not stays:
+        with pytest.raises(error, match="why"):
+            main(command)
+        return
+    assert main(command) == 0
+    with (tmp_path / "ladder_h200.csv").open(newline="") as file:
+        assert [row["note"] for row in csv.DictReader(file)] == [f"{error.__name__}: why"]

@@ -17,7 +17,9 @@ what the regions before it hold, `q`, and its own `forward` bytes; in its backwa
 `q` of the way back, and its own `backward` bytes. Tensors move whole, so a queue that is not empty may hold one
 *granule*, the largest tensor, more than its `q`, and never more than W.
 
-`Plan.pace` hands both queues to the engine, which keeps to them (`policy.apply_policy` with a plan).
+`Plan.pace` hands both queues to the engine (`policy.apply_policy` with a plan). Where the memory of the moment is below
+the peak, the pace leaves room up to it: bytes may leave later and come back earlier than the queues ask, so that a link
+which is a little slower than its rate costs no time.
 """
 
 from __future__ import annotations
@@ -163,8 +165,9 @@ class Pace:
     """How far copies should be when a region ends its forward and begins its backward.
 
     Attributes:
-        leaving_bytes: may still be leaving after the region's forward.
-        returning_bytes: of the regions before, to be on their way back when the region's backward begins.
+        leaving_bytes: may still be leaving after the region's forward: what the queue needs, and what the peak has room
+            for.
+        returning_bytes: of the regions before, may be on their way back when the region's backward begins; as above.
     """
 
     leaving_bytes: float
@@ -227,16 +230,19 @@ def evaluate(profile: StepProfile, choices: Mapping[str, str] | Sequence[str], g
         choices = {region.name: choice for region, choice in zip(profile.regions, choices, strict=True)}
     window, base = profile.window_bytes, profile.base_bytes
     held = queue_up = queue_down = 0.0
-    pace: dict[str, Pace] = {}
+    queues: list[tuple[float, float]] = []
+    forward_bytes: list[float] = []
+    backward_bytes: list[float] = []
     compute_s = stall_s = 0.0
     moved = 0
     peak = Peak(base, "start", "forward", base, 0, 0, 0)
 
-    def note(region: str, phase: str, in_flight: float, own: float) -> None:
+    def note(region: str, phase: str, in_flight: float, own: float) -> float:
         nonlocal peak
         total = base + held + in_flight + own
         if total > peak.bytes:
             peak = Peak(total, region, phase, base, held, in_flight, own)
+        return total
 
     for region in profile.regions:
         if region.name not in choices:
@@ -245,12 +251,13 @@ def evaluate(profile: StepProfile, choices: Mapping[str, str] | Sequence[str], g
             )
         o = region.option(choices[region.name])
         returning = queue_down
-        note(region.name, "forward", profile.in_flight_bytes(queue_up), o.forward_bytes)
+        forward_bytes.append(note(region.name, "forward", profile.in_flight_bytes(queue_up), o.forward_bytes))
         # what is still leaving when the last region turns round is on the device with what already comes back
         late = 0.0
         if region is profile.regions[-1]:
             late = profile.in_flight_bytes(max(0.0, queue_up - profile.up_bytes_per_s * o.forward_s))
-        note(region.name, "backward", late + profile.in_flight_bytes(queue_down), o.backward_bytes)
+        in_flight = late + profile.in_flight_bytes(queue_down)
+        backward_bytes.append(note(region.name, "backward", in_flight, o.backward_bytes))
         compute_s += o.forward_s + o.backward_s
         queue_up = max(0.0, queue_up - profile.up_bytes_per_s * o.forward_s) + o.moved_bytes
         queue_down = max(0.0, queue_down - profile.down_bytes_per_s * o.backward_s) + o.moved_bytes
@@ -259,8 +266,20 @@ def evaluate(profile: StepProfile, choices: Mapping[str, str] | Sequence[str], g
         queue_up, queue_down = min(queue_up, window), min(queue_down, window)
         held += o.held_bytes
         moved += o.moved_bytes
-        pace[region.name] = Pace(queue_up, returning)
-    note("end of forward", "forward", profile.in_flight_bytes(queue_up), 0)
+        queues.append((queue_up, returning))
+    at_the_turn = note("end of forward", "forward", profile.in_flight_bytes(queue_up), 0)
+
+    def with_room(queue: float, at_that_moment: float) -> float:
+        if queue == 0:  # an empty queue was not charged with the tensor that it may be rounded up by
+            at_that_moment += profile.granule_bytes
+        return max(queue, min(window, queue + peak.bytes - at_that_moment))
+
+    # what is leaving after a region's forward is there in the next one's, or when the last one turns round
+    after = [*forward_bytes[1:], *[max(at_the_turn, last) for last in backward_bytes[-1:]]]
+    pace = {
+        region.name: Pace(with_room(up, then), with_room(down, now))
+        for region, (up, down), then, now in zip(profile.regions, queues, after, backward_bytes, strict=True)
+    }
     return Plan(
         choices=dict(choices),
         step_s=compute_s + stall_s + profile.other_s,

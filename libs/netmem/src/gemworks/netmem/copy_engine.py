@@ -220,18 +220,12 @@ def copy_engine_all_gather(
 
 
 def copy_engine_reduce_scatter(
-    model: nn.Module,
-    group: dist.ProcessGroup | None = None,
-    *,
-    num_buffers: int = NUM_BUFFERS,
-    allow_unproven: bool = False,
+    model: nn.Module, group: dist.ProcessGroup | None = None, *, num_buffers: int = NUM_BUFFERS
 ) -> CopyEngineReduceScatter | None:
     """Let every FSDP2 module in a model reduce its gradients by copy-engine pulls and one local sum.
 
     Args:
         model, group, num_buffers: as for `copy_engine_all_gather`.
-        allow_unproven: the collective alone is measured and right, but under FSDP2 its first step hung on two H200. The
-            cause that was found is fixed (see `symmetric`), and no GPU has run it since. True: try it all the same.
 
     Returns:
         What was installed; None, after a `RuntimeWarning` with the reason, where copy engines can't be used: FSDP2's
@@ -239,7 +233,6 @@ def copy_engine_reduce_scatter(
 
     Raises:
         ValueError: there is no FSDP2 module in the model, or this torch's has no `set_custom_reduce_scatter`.
-        RuntimeError: copy engines can be used, and `allow_unproven` is False.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -257,11 +250,6 @@ def copy_engine_reduce_scatter(
             f"copy-engine reduce-scatter is off, the ordinary one runs: {problem}", RuntimeWarning, stacklevel=2
         )
         return None
-    if not allow_unproven:
-        raise RuntimeError(
-            "copy_engine_reduce_scatter: hung in its first step under FSDP2 on two H200; the cause that was found is "
-            "fixed, but no GPU has run it since. Keep FSDP2's own reduce-scatter, or pass allow_unproven=True"
-        )
     comm = CopyEngineReduceScatter(group, device, num_buffers=num_buffers)
     for module in modules:
         module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]

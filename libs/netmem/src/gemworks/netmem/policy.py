@@ -28,7 +28,6 @@ from gemworks.netmem.budget import (
     Plan,
 )
 from gemworks.netmem.codec import Codec, get_codec
-from gemworks.netmem.fused import quantise_in_graph
 from gemworks.netmem.offload import OffloadEngine
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -78,7 +77,7 @@ def compile_with_budget(
     Args:
         forward: the region.
         budget: 0..1: share of the activations that the partitioner may keep, compared with its default strategy.
-        quantise: keep what the graph saves for backward as FP8 (`fused.quantise_in_graph`); lossy.
+        quantise: keep as FP8 what the graph saves for backward and can decode for nothing (`fused`); lossy.
         compile_kwargs: for `torch.compile`. `fullgraph=True` is the default, because a budget belongs to a whole graph.
 
     Raises:
@@ -122,17 +121,15 @@ def _backend(budget: float, quantise: bool, inner: str | Callable[..., Any] | No
         from torch._functorch import config
 
         with config.patch(activation_memory_budget=budget):  # type: ignore[attr-defined]
-            compiler = _inner_compiler(inner, options)
-            if not quantise:
-                return compiler(graph, example_inputs)
-            with quantise_in_graph():
-                return compiler(graph, example_inputs)
+            return _inner_compiler(inner, options, quantise)(graph, example_inputs)
 
     return compile_region
 
 
-def _inner_compiler(inner: str | Callable[..., Any] | None, options: Mapping[str, Any]) -> Callable[..., Any]:
-    if inner not in (None, "inductor"):
+def _inner_compiler(
+    inner: str | Callable[..., Any] | None, options: Mapping[str, Any], quantise: bool = False
+) -> Callable[..., Any]:
+    if inner not in (None, "inductor") and not quantise:
         found = torch._dynamo.lookup_backend(inner)
         return functools.partial(found, **options) if options else found
     from torch._inductor import list_mode_options
@@ -141,6 +138,10 @@ def _inner_compiler(inner: str | Callable[..., Any] | None, options: Mapping[str
     mode, patches = options.get("mode"), dict(options.get("options") or {})
     if mode is not None and mode != "default":
         patches = list_mode_options(mode) | patches
+    if quantise:
+        from gemworks.netmem.fused import coding_compiler
+
+        return coding_compiler(inner, patches)
     return functools.partial(compile_fx, config_patches=patches) if patches else compile_fx
 
 

@@ -103,14 +103,18 @@ def main(arguments: list[str] | None = None) -> int:
     """Run on the ranks that torchrun started."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/precision_fsdp"))
+    parser.add_argument("--shapes", type=int, nargs="*", default=[0, 1, 2], help="which of the three shapes")
+    parser.add_argument("--repetitions", type=int, default=20, help="timed steps of each; 1 only compiles")
     chosen = parser.parse_args(arguments)
+    begun = time.perf_counter()
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
     bench = Bench(device, smoke=not gpu)
-    shapes = [(8192, 4096, 8), (8192, 8192, 4), (32768, 8192, 4)] if gpu else [(32, 256, 2)]
+    known = [(8192, 4096, 8), (8192, 8192, 4), (32768, 8192, 4)]
+    shapes = [known[i] for i in chosen.shapes] if gpu else [(32, 256, 2)]
     for rows, features, depth in shapes:
         x = bench.randn(rows, features, dtype=torch.bfloat16 if gpu else torch.float32)
         results: dict[str, Any] = {}
@@ -120,7 +124,10 @@ def main(arguments: list[str] | None = None) -> int:
                 losses = [step().item()]
                 nbytes = sum(received)
             losses += [step().item() for _ in range(2)]
-            results[impl] = losses, nbytes, timed(step, device, 20 if gpu else 3)
+            results[impl] = losses, nbytes, timed(step, device, chosen.repetitions if gpu else 3)
+            if dist.get_rank() == 0:
+                print(f"{impl} {rows}x{features}: done after {time.perf_counter() - begun:.1f} s", flush=True)
+            del step
         if results["gather_bf16"][0] != results["gemworks"][0]:
             losses = results["gather_bf16"][0], results["gemworks"][0]
             print(f"CHECK FAILED {rows}x{features}x{depth}: losses {losses}; not published", flush=True)

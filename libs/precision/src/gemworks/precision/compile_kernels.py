@@ -88,6 +88,33 @@ def variants() -> Iterator[Variant]:
         yield (*kernel, None)
 
 
+def head_tile_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str, Any], int]]:
+    """Tiles of q, k and v, out of memory and out of their projection."""
+    from gemworks.precision.head_tiles import GROUP, MIN_BYTE
+    from gemworks.precision.kernel_common import FORMATS, MODES
+    from gemworks.precision.kernel_head_tile import head_tile_kernel, project_tile_kernel
+
+    base = {"HEADS": 4, "H": 128, "SEARCH": 8, "MIN_BYTE": MIN_BYTE, "FORMAT": FORMATS["e4m3"]}
+    base |= {"MODE": MODES["rceil"], "HARDWARE": True}
+    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr"), "*bf16") | {"offsets_ptr": "*i64"}
+    pointers |= dict.fromkeys(
+        ("codes_ptr", "scales_ptr", "q_ptr", "k_ptr", "v_ptr", "sq_ptr", "sk_ptr", "sv_ptr"), "*u8"
+    )
+    for transposed, name in ((False, "rows"), (True, "transposed")):
+        constants: dict[str, Any] = {**base, "TRANSPOSED": transposed}
+        types = argument_types(head_tile_kernel, pointers, constants)
+        yield "head_tile", name, head_tile_kernel, types, constants, 8
+    constants = {**base, "HAS_BIAS": False, "HEADS_K": 4, "BK": 64, "GROUP": GROUP, "PRECISION": "ieee"}
+    yield (
+        "project_tile",
+        "",
+        project_tile_kernel,
+        argument_types(project_tile_kernel, pointers, constants),
+        constants,
+        8,
+    )
+
+
 def general_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str, Any], int]]:
     """The general kernels."""
     from gemworks.precision import kernel_cast as kc
@@ -182,6 +209,7 @@ def general_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str
     halves = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "values_ptr"), "*bf16")
     arguments = types(project_kernel, {**halves, "codes_ptr": u8, "scales_ptr": u8}, constants)
     yield "project", "", project_kernel, arguments, constants, 8
+    yield from head_tile_variants()
     constants = {"ROWS": 256, "COLUMNS": 8}
     arguments = types(kc.wide_scales_kernel, {"scales_ptr": u8, "out_ptr": "*fp32"}, constants)
     yield "wide_scales", "", kc.wide_scales_kernel, arguments, constants, 4

@@ -33,6 +33,7 @@ class KernelConfig:
         fused_qk: QK-norm and RoPE inside the ops of self-attention and softmax pooling, which take their projection as
             one tensor and return its gradient as one; otherwise op by op before them.
         fused_pffn_norm: the norm after GDPA, its residual and what is added after it inside GDPA's kernel.
+        experts: Wukong experts one after another, or each of their products for all of them at once.
         stream: dtype of the tokens between the layers: autocast's own, or float32, as norms under autocast leave it.
         rope_tables: dtype of the rotations' cosines and sines; float16 errs by 2^-11 of 1, less than a bf16 query does.
         share_schedule: tile schedules are built once per batch; otherwise every op builds its own.
@@ -51,6 +52,7 @@ class KernelConfig:
     norm: NormKernel = "gemworks"
     fused_qk: bool = True
     fused_pffn_norm: bool = False
+    experts: Literal["separate", "batched"] = "separate"
     stream: Literal["autocast", "float32"] = "autocast"
     rope_tables: Literal["float32", "float16"] = "float32"
     share_schedule: bool = True

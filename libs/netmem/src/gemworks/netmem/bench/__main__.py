@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
             _plot(out)
         return 0
     if args.warm != "no" and args.compile and device.type == "cuda" and {"all", "budgets"} & set(args.suite):
-        warm_compiler(size)
+        warm_compiler(size, args.parts)
     if args.warm == "only":
         return 0
     ledger = _ledger(device, args.smoke)

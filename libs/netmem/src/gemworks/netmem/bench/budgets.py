@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -41,16 +42,16 @@ from gemworks.netmem.solver import least_feasible, solve
 
 # values of one global partitioner budget, and so the memory budgets at which it is compared
 GLOBAL = (0.8, 0.6, 0.4, 0.2, 0.0)
-# those of them that give both kinds of region something else than their neighbours
-NOT_ALIKE = (0.8, 0.2, 0.0)
-# what regions may choose beyond these
-FINER = (0.9, 0.5)
-FUSED = (1.0, 0.8, 0.2)
+# what a region may choose: 0.85 makes elementwise results again, 0.2 matrix products too, 0.0 everything
+FINER = (0.85, 0.2, 0.0)
 TARGET_SHARE = 0.38  # -62 % of the activations
-REL_GAP = 0.01
-MAX_LABELS = 2000
+CODED_RATIO = 1.9  # fewer bytes by coding inside the graphs
+REL_GAP = 0.001
+MAX_LABELS = 4000
 FREE_SLOWDOWN = 0.03
+ROUNDS = 3
 PARTS = ("target", "curve", "quantise", "offload")
+KEEP_EVERYTHING = "keep everything"
 _START = time.perf_counter()
 _FAILURES = (RuntimeError, AssertionError, ValueError)
 
@@ -61,11 +62,12 @@ def _log(text: str) -> None:
 
 @dataclass(frozen=True)
 class Point:
-    """One measured plan: predicted and measured."""
+    """One measured plan, with the time of keeping everything in the same minutes."""
 
     plan: Plan
     ms: float
     peak_gib: float
+    keep_ms: float = float("nan")
 
 
 class Study:
@@ -94,32 +96,47 @@ class Study:
         """Forward and backward; gradients are added to the ones that are there, so that no memory comes and goes."""
         self.model(self.batch).backward()
 
-    def measure(self, plan: Plan) -> tuple[float, float, float, float | str]:
-        """(median, 20th, 80th percentile of milliseconds, peak GiB) of a plan."""
+    def times(self, plan: Plan, repeats: int) -> list[float]:
+        """Milliseconds of that many steps."""
         with apply_policy(self.model, plan, engine=self.engine, compile_kwargs=self.compile_kwargs):
             self.step()
-            times = timed_on_device_ms(self.step, self.s.device, 3 if self.s.smoke else 5)
-            peak: float | str = ""
-            if self.s.device.type == "cuda":
-                synchronize(self.s.device)
-                torch.cuda.reset_peak_memory_stats(self.s.device)
-                self.step()
-                synchronize(self.s.device)
-                peak = torch.cuda.max_memory_allocated(self.s.device) / GIB
-        return *times, peak
+            return [timed_on_device_ms(self.step, self.s.device, 1)[0] for _ in range(repeats)]
+
+    def peak_gib(self, plan: Plan) -> float | str:
+        """Peak of a step."""
+        if self.s.device.type != "cuda":
+            return ""
+        with apply_policy(self.model, plan, engine=self.engine, compile_kwargs=self.compile_kwargs):
+            self.step()
+            synchronize(self.s.device)
+            torch.cuda.reset_peak_memory_stats(self.s.device)
+            self.step()
+            synchronize(self.s.device)
+            return torch.cuda.max_memory_allocated(self.s.device) / GIB
 
     def row(self, setting: str, impl: str, plan: Plan, against: Point | None = None, peer: str = "") -> Point:
-        """Measure a plan and report it."""
+        """Measure a plan, in turns with keeping everything, and report it."""
         if plan.moved_bytes > self.arena_bytes:
             self.s.rows.add("budget", shape=self.size.label, impl=impl, setting=f"{setting}: more than the host arena")
             return Point(plan, float("nan"), float("nan"))
-        ms, p20, p80, peak = self.measure(plan)
+        times: list[float] = []
+        keep_times: list[float] = []
+        for _ in range(1 if self.s.smoke else ROUNDS):
+            if self.keep_point is not None:
+                keep_times += self.times(self.keep_point.plan, 2)
+            times += self.times(plan, 2)
+        times.sort()
+        last = len(times) - 1
+        ms, p20, p80 = statistics.median(times), times[round(0.2 * last)], times[round(0.8 * last)]
+        keep_ms = statistics.median(keep_times) if keep_times else ms
+        peak = self.peak_gib(plan)
         text = f"{setting}; predicted {plan.step_s * 1e3:.2f} ms, {plan.peak_bytes / GIB:.3f} GiB"
-        point = Point(plan, ms, peak if isinstance(peak, float) else plan.peak_bytes / GIB)
+        point = Point(plan, ms, peak if isinstance(peak, float) else plan.peak_bytes / GIB, keep_ms)
         if self.keep_point is not None:
             keep, base = self.keep_point, self.base_bytes / GIB
             less = 1 - (point.peak_gib - base) / (keep.peak_gib - base)
-            text += f"; activations -{100 * less:.1f} %, {100 * (ms / keep.ms - 1):+.1f} % time against keep"
+            text += f"; activations {-100 * less:+.1f} %, {100 * (ms / keep_ms - 1):+.1f} % time against keep"
+        against_ms = keep_ms if peer == KEEP_EVERYTHING else ms if against is None else against.ms
         self.s.rows.add(
             "budget",
             shape=self.size.label,
@@ -131,7 +148,7 @@ class Study:
             ms_p80=p80,
             exposed_ms=plan.stall_s * 1e3,
             best_peer=peer,
-            ratio_to_best_peer="" if against is None else against.ms / ms,
+            ratio_to_best_peer=against_ms / ms if peer else "",
             dtype=str(self.batch.dtype).removeprefix("torch."),
             law="fixed",
             mean_len=self.size.length,
@@ -185,15 +202,16 @@ def _recomputes(budgets: Sequence[float]) -> list[str]:
 
 
 def _fused() -> list[str]:
-    return [f"{QUANTISE_FUSED}@{b}" for b in FUSED]
+    return [f"{QUANTISE_FUSED}@{b}" for b in FINER]
 
 
-def warm_compiler(size: StackSize, timeout_s: float = 90) -> None:
+def warm_compiler(size: StackSize, parts: Sequence[str] = PARTS, timeout_s: float = 90) -> None:
     """Compile the regions under every choice, each in a process of its own, all at once.
 
     What they compile ends up in the compiler's cache on disk; one after the other it would take minutes.
     """
-    choices = [KEEP, *_recomputes((*GLOBAL, *FINER)), *_fused()]
+    budgets = (*FINER, *GLOBAL) if "curve" in parts else FINER
+    choices = [KEEP, *sorted(set(_recomputes(budgets))), *_fused()]
     code = (
         "import sys, torch\n"
         "from gemworks.netmem.bench.stack import StackSize, make_stack\n"
@@ -247,22 +265,23 @@ def budgets(s: Setup, size: StackSize, parts: Sequence[str] = PARTS) -> None:
     finer = _recomputes(FINER) if s.compile else []
     fused = _fused() if s.compile else []
     coded = [QUANTISE] if "quantise" in parts else []
-    lossless = [*finer, *(partitioned if "curve" in parts or not s.compile else _recomputes(NOT_ALIKE))]
+    compared = partitioned if "curve" in parts or not s.compile else []
+    lossless = [*finer, *(c for c in compared if c not in finer)]
     try:
         step = _profile(study, [KEEP, *lossless, OFFLOAD, *coded, *fused])
-        coded += fused
     except _FAILURES:
         traceback.print_exc()
+        fused = []
         step = _profile(study, [KEEP, *lossless, OFFLOAD, *coded])
     kinds = StepProfile(step.regions[:2])
     _log("profiled\n" + table(kinds))
     _price_rows(study, kinds)
     keep = _everywhere(step, KEEP)
-    study.keep_point = study.row("keep", "keep everything", keep)
+    study.keep_point = study.row("keep", KEEP_EVERYTHING, keep)
     rows = {
-        "target": lambda: _target_row(study, step, keep),
+        "target": lambda: _target_rows(study, step, keep, fused),
         "curve": lambda: _curve_rows(study, step, partitioned),
-        "quantise": lambda: _quantise_rows(study, step, coded),
+        "quantise": lambda: _quantise_rows(study, step, coded, fused),
         "offload": lambda: _offload_rows(study, step, keep),
     }
     for part in parts:
@@ -272,15 +291,28 @@ def budgets(s: Setup, size: StackSize, parts: Sequence[str] = PARTS) -> None:
             traceback.print_exc()
 
 
-def _target_row(study: Study, step: StepProfile, keep: Plan) -> None:
-    """The solver's mix at `TARGET_SHARE` of the activations."""
-    target, text = _solve(step, step.base_bytes + TARGET_SHARE * (keep.peak_bytes - step.base_bytes))
-    _log(text)
-    name = "-62 %" if target is not None else f"least memory ({text})"
-    target = target or least_feasible(step)
-    sqnr_db = _sqnr_db(_gradients(study, dict(target.choices)), _gradients(study, dict(keep.choices)))
-    text = f"{name}: {_shares(target)}, gradient SQNR {sqnr_db:.1f} dB"
-    study.row(text, "gemworks", target, study.keep_point, "keep everything")
+def _without(step: StepProfile, choices: Sequence[str]) -> StepProfile:
+    regions = [
+        dataclasses.replace(r, options=tuple(o for o in r.options if o.choice not in choices)) for r in step.regions
+    ]
+    return dataclasses.replace(step, regions=tuple(regions))
+
+
+def _target_rows(study: Study, step: StepProfile, keep: Plan, fused: Sequence[str]) -> None:
+    """The solver's mix at `TARGET_SHARE` of the activations, with all choices and with those that lose nothing."""
+    assert study.keep_point is not None
+    measured = study.keep_point.peak_gib * GIB
+    # what the prediction counts twice, it counts twice in every plan
+    budget = step.base_bytes + TARGET_SHARE * (measured - step.base_bytes) + max(0.0, keep.peak_bytes - measured)
+    expected = _gradients(study, dict(keep.choices))
+    for name, offered in (("-62 %", step), ("-62 %, nothing coded", _without(step, [QUANTISE, *fused]))):
+        target, text = _solve(offered, budget)
+        _log(text)
+        if target is None:
+            name, target = f"{name}: least memory ({text})", least_feasible(offered)
+        sqnr_db = _sqnr_db(_gradients(study, dict(target.choices)), expected)
+        text = f"{name}: {_shares(target)}, gradient SQNR {sqnr_db:.1f} dB"
+        study.row(text, "gemworks", target, study.keep_point, KEEP_EVERYTHING)
 
 
 def _curve_rows(study: Study, step: StepProfile, partitioned: Sequence[str]) -> None:
@@ -325,10 +357,9 @@ def _offload_rows(study: Study, step: StepProfile, keep: Plan) -> None:
         name = "free" if plan.stall_s == 0 else f"waits {plan.stall_s * 1e3:.1f} ms"
         share = plan.moved_bytes / activations
         text = f"offload {n} of {num} regions, {plan.moved_bytes / GIB:.3f} GiB, {share:.3f} of activations, {name}"
-        point = study.row(text, "gemworks offload", plan, study.keep_point, "keep everything")
-        assert study.keep_point is not None
+        point = study.row(text, "gemworks offload", plan, study.keep_point, KEEP_EVERYTHING)
         predicted.append((share, plan.step_s / keep.step_s - 1))
-        measured.append((share, point.ms / study.keep_point.ms - 1))
+        measured.append((share, point.ms / point.keep_ms - 1))
     if len(predicted) == 1:
         return  # the host arena holds no region
     free, found = (_share_at(points, FREE_SLOWDOWN) for points in (predicted, measured))
@@ -354,14 +385,44 @@ def _share_at(points: Sequence[tuple[float, float]], slowdown: float) -> float:
     return points[-1][0]
 
 
-def _quantise_rows(study: Study, step: StepProfile, coded: Sequence[str]) -> None:
-    """Quantised saved activations in every region: memory, time, error of the gradients."""
+def _quantise_rows(study: Study, step: StepProfile, coded: Sequence[str], fused: Sequence[str]) -> None:
+    """Quantised saved activations in every region: memory, time, error of the gradients.
+
+    Coding inside the graphs comes with the same graphs without coding, and with a mix at `CODED_RATIO`.
+    """
     expected = _gradients(study, dict(_everywhere(step, KEEP).choices))
     held = sum(r.option(KEEP).held_bytes for r in step.regions)
-    for choice in coded:
-        plan = _everywhere(step, choice)
+
+    def row(plan: Plan, name: str, impl: str, against: Point | None = None, peer: str = KEEP_EVERYTHING) -> Point:
         got = _gradients(study, dict(plan.choices))
         sqnr_db = _sqnr_db(got, expected)
-        ratio = held / sum(r.option(choice).held_bytes for r in step.regions)
-        text = f"{choice} everywhere: held {ratio:.3f}x less, gradient SQNR {sqnr_db:.1f} dB"
-        study.row(text, f"gemworks {choice}", plan, study.keep_point, "keep everything")
+        ratio = held / sum(r.option(plan.choices[r.name]).held_bytes for r in step.regions)
+        text = f"{name}: held {ratio:.3f}x less, gradient SQNR {sqnr_db:.1f} dB"
+        return study.row(text, impl, plan, against, peer)
+
+    plain = f"{RECOMPUTE}@{FINER[0]}"
+    for choice in (*coded, *fused[:1]):
+        plan, impl = _everywhere(step, choice), f"gemworks {choice}"
+        if not choice.startswith(QUANTISE_FUSED):
+            row(plan, f"{choice} everywhere", impl)
+            continue
+        uncoded = row(_everywhere(step, plain), f"{plain} everywhere", "uncoded")
+        point = row(plan, f"{choice} everywhere", impl)
+        study.s.rows.add(
+            "coding",
+            shape=study.size.label,
+            setting=f"{choice} against {plain}: {100 * (point.ms / uncoded.ms - 1):+.1f} % time of the step",
+            ms=point.ms - uncoded.ms,
+            impl=impl,
+            best_peer=plain,
+            ratio_to_best_peer=uncoded.ms / point.ms,
+        )
+        offered = _without(step, [OFFLOAD, *coded])
+        # regions differ in nothing but their kind, so held bytes are what the peak is made of
+        for share in (1 / CODED_RATIO, 0.98 / CODED_RATIO, 0.96 / CODED_RATIO, 0.94 / CODED_RATIO):
+            mix, _ = _solve(offered, step.base_bytes + share * (_everywhere(step, KEEP).peak_bytes - step.base_bytes))
+            if mix is None:
+                break
+            if held / sum(r.option(mix.choices[r.name]).held_bytes for r in step.regions) >= CODED_RATIO:
+                row(mix, f"mix: {_shares(mix)}", "gemworks mix of coded and recomputed")
+                break

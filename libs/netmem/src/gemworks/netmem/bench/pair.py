@@ -350,7 +350,7 @@ class _Stacks:
         if impl.startswith("copy"):
             copy_engine_all_gather(model, group)
         if impl.endswith("reduce"):
-            copy_engine_reduce_scatter(model, group, allow_unproven=True)
+            copy_engine_reduce_scatter(model, group)
         self.steps[impl] = step = functools.partial(_step, model, batch)
         self.rows.note(f"{impl}: first step")
         loss, gradients = step().item(), _own_gradients(model)

@@ -66,6 +66,7 @@ BASELINE = chain(
     train(compile=False),
 )  # fmt: skip
 FP8 = kernels(linears="fp8_block128")
+EAGER = train(cuda_graphs=False)
 NOT_YET = "not measured: "
 
 RUNGS: tuple[Rung, ...] = (
@@ -88,6 +89,10 @@ RUNGS: tuple[Rung, ...] = (
     Rung("compiled_norms", "norms and what is beside them by the compiler", kernels(norm="torch")),
     Rung("compiled_qk", "QK-norm and RoPE by the compiler", kernels(fused_qk=False), side=True),
     Rung("fast_gelu", "GELU as a polynomial", model(pffn_activation="fast_gelu")),
+    Rung(
+        "batched_experts", "each product of the experts for all of them at once", kernels(experts="batched"), side=True
+    ),
+    Rung("cuda_graphs", "CUDA graphs of forward and backward, a graph per bucket of rows", train(cuda_graphs=True)),
     Rung("pffn_epilogue", "norm and residuals inside GDPA's kernel", kernels(fused_pffn_norm=True), side=True),
     Rung("fp8_linears", "FP8 linears, 1x128 and 128x128 scales", FP8, side=True),
     Rung(
@@ -95,15 +100,21 @@ RUNGS: tuple[Rung, ...] = (
         chain(FP8, kernels(linears_hadamard=True)), side=True,
     ),
     Rung(
-        "fp8_stochastic", "FP8 linears, stochastic rounding of gradients",
-        chain(FP8, kernels(linears_stochastic=True)), side=True,
+        "fp8_stochastic", "FP8 linears, stochastic rounding of gradients, without graphs",
+        chain(FP8, EAGER, kernels(linears_stochastic=True)), side=True,
     ),
     Rung(
         "fp8_attention", "FP8 attention", lambda config: config,
         refusal=NOT_YET + "the recipe's attention hands its kernels no FP8 codes",
     ),
-    Rung("activations_quantised", "activations kept in MXFP8", kernels(activations="quantise"), side=True),
-    Rung("activations_offloaded", "activations moved to the host", kernels(activations="offload"), side=True),
+    Rung(
+        "activations_quantised", "activations kept in MXFP8, without graphs",
+        chain(EAGER, kernels(activations="quantise")), side=True,
+    ),
+    Rung(
+        "activations_offloaded", "activations moved to the host, without graphs",
+        chain(EAGER, kernels(activations="offload")), side=True,
+    ),
     Rung("recompute", "activations recomputed", kernels(activations="recompute"), side=True),
     Rung("batch_x2", "FP8 linears and twice the batch", chain(FP8, batch_times(2)), side=True),
     Rung("bf16_batch_x2", "twice the batch", batch_times(2)),
@@ -129,7 +140,9 @@ def build(base: GemConfig, rungs: tuple[Rung, ...] = RUNGS) -> dict[str, GemConf
 
 
 # What the full stack loses when one technique is taken away. "without" -> change of the full stack.
-FULL_STACK = "fast_gelu"
+FULL_STACK = "cuda_graphs"
+# The last row that several GPUs have too: a graph would hold FSDP's collectives.
+WITHOUT_GRAPHS = "fast_gelu"
 WITHOUT: Mapping[str, Change] = {
     "jagged attention kernel": kernels(attention="varlen", fused_qk=False),
     "pooled attention kernel": kernels(pooling="varlen"),
@@ -140,6 +153,7 @@ WITHOUT: Mapping[str, Change] = {
     "fp16 rotations": kernels(rope_tables="float32"),
     "torch.compile": train(compile=False),
     "fast GELU": model(pffn_activation="gelu"),
+    "CUDA graphs": train(cuda_graphs=False),
 }
 
 SETTINGS: Mapping[str, Change] = {

@@ -1,7 +1,7 @@
 """Forward of FP8 attention in plain Triton: codes are multiplied out in registers, exactly, in front of each product.
 
-The twin of kernel_fp8_hopper.py and the kernel of everything that one does not take: squares, masks, codes of v, other
-architectures. E4M3 times a power of two is exact in bf16, so this is the arithmetic of the codes in bf16 products.
+For rows and squares of scales, masks, every architecture. E4M3 times a power of two is exact in bf16, so this is the
+arithmetic of the codes in bf16 products.
 
 Letters: M query rows of a tile, n key rows of a tile, H and V head widths; R rows and W columns that share a scale.
 """
@@ -10,18 +10,6 @@ import triton
 import triton.language as tl
 from gemworks.jagged._triton.activations import activate
 from gemworks.jagged.ops.attention_core.kernel_forward import find_tile, store_rows
-
-
-@triton.jit
-def factors_kernel(scales, out, total, st, sn, out_sn, HEADS: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr):
-    """float32 2^(byte - 127) of bytes [T, N], laid out [N, T]."""
-    rows = tl.program_id(0) * BT + tl.arange(0, BT)
-    head = tl.arange(0, BH)
-    inside = (rows < total)[:, None] & (head < HEADS)[None, :]
-    byte = tl.load(scales + rows.to(tl.int64)[:, None] * st + head[None, :] * sn, mask=inside, other=0).to(tl.int32)
-    bits = tl.where(byte == 0, 0x400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
-    at = out + head.to(tl.int64)[None, :] * out_sn + rows[:, None]
-    tl.store(at, bits.to(tl.float32, bitcast=True), mask=inside)
 
 
 @triton.jit
