@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
-from gemworks.precision import norm as norm_module
 from gemworks.precision.activation import ACTIVATIONS, activation_cast
 from gemworks.precision.attention import head_plane
 from gemworks.precision.backends import PrecisionCostWarning
@@ -201,17 +200,7 @@ def check_large(device: torch.device) -> None:
 
 
 def check_norm(device: torch.device) -> None:
-    """Planes of the fused norm are those of its own y, and y is that of the reference to bf16 rounding; as two kernels
-    and as one grid."""
-    for one_grid in (False, True):
-        norm_module.ONE_GRID = one_grid
-        try:
-            _check_norm(device)
-        finally:
-            norm_module.ONE_GRID = False
-
-
-def _check_norm(device: torch.device) -> None:
+    """Planes of the fused norm are those of its own y, and y is that of the reference to bf16 rounding."""
     # The general kernel, a row in one tile, rows of several tiles.
     runs = [((300, 520), "rms", kind) for kind in KINDS] + [((304, 528), "rms", kind) for kind in KINDS]
     runs += [((304, 528), "layer", kind) for kind in (GemmKind.MXFP8, GemmKind.FP8_BLOCK128)]

@@ -30,7 +30,7 @@ def tile_variants() -> Iterator[Variant]:
     """The tile kernels on bf16."""
     from gemworks.precision.kernel_activation import activation_tile_kernel
     from gemworks.precision.kernel_common import FORMATS, MODES
-    from gemworks.precision.kernel_norm_tile import norm_apply_kernel, norm_cast_kernel
+    from gemworks.precision.kernel_norm_tile import norm_cast_kernel
     from gemworks.precision.kernel_tile import cast_tile_kernel
     from gemworks.precision.tiles import fused_tile_config, norm_sum_tile, tile_config
 
@@ -61,10 +61,6 @@ def tile_variants() -> Iterator[Variant]:
         constants = {**base, **norms, "R8": config.rows // 8, "C": config.columns, "B": block, "REGROUP": regroup}
         types = argument_types(norm_cast_kernel, pointers, constants)
         yield "norm_tile", kind, norm_cast_kernel, types, constants, config.num_warps, limit
-        first = {"HAS_RESIDUAL", "ROWS", "STEPS", "WIDTH"}
-        constants = {name: value for name, value in constants.items() if name not in first}
-        types = argument_types(norm_apply_kernel, pointers, constants)
-        yield "norm_apply", kind, norm_apply_kernel, types, constants, config.num_warps, limit
     from gemworks.precision.kernel_norm_backward import norm_backward_kernel
 
     constants = {"SUBTRACT_MEAN": False, "HAS_BIAS": False, "ADD": True, "ROWS": 2, "C": 1024}
