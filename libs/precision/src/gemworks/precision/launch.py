@@ -73,7 +73,7 @@ def launch(
             pointers = [tensor.data_ptr() for tensor in arguments[:num_tensors]]
             start(*grid, torch._C._cuda_getCurrentRawStream(index), *pointers, *arguments[num_tensors:], *values)
             return
-    typed = [a.view(word) if word is not None else a for a, word in zip(arguments, words, strict=False)]
+    typed = [a if word is None else _viewed(a, word) for a, word in zip(arguments, words, strict=False)]
     arguments = (*typed, *arguments[len(typed) :])
     if device.type != "cuda":  # the interpreter
         kernel[grid](*arguments, **constants, **options)
@@ -81,10 +81,15 @@ def launch(
     with torch.cuda.device(device):
         compiled = kernel[grid](*arguments, **constants, **options)
     names = kernel.arg_names[len(arguments) :]
-    if hasattr(compiled, "packed_metadata") and set(names) == set(constants):
+    if key is not None and hasattr(compiled, "packed_metadata") and set(names) == set(constants):
         num_tensors = sum(isinstance(a, Tensor) for a in arguments)
         assert all(isinstance(a, Tensor) for a in arguments[:num_tensors]), "tensors come first"
         _compiled[key] = _starter(compiled), num_tensors, tuple(constants[name] for name in names)
+
+
+def _viewed(tensor: Tensor, word: torch.dtype) -> Tensor:
+    """A matrix as words along whichever dim is contiguous: kernels ask for its address alone."""
+    return (tensor if tensor.stride(-1) == 1 else tensor.t()).view(word)
 
 
 def _starter(compiled: Any) -> Any:

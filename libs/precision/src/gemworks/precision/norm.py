@@ -242,7 +242,7 @@ def _norm_tiles(
     eps: float,
     columns: bool,
 ) -> tuple[tuple[MXTensor, MXTensor], Tensor]:
-    """Contiguous bf16: the sum with each row's statistics, and tiles of the sum behind it, in one grid (decision 0252)."""
+    """Contiguous bf16: the sum with each row's statistics, and tiles of the sum, in one grid (decision 0252)."""
     from gemworks.precision.kernel_norm_tile import norm_cast_kernel
     from gemworks.precision.launch import launch
     from gemworks.precision.triton_casts import planes_of, tile_planes, tile_words
