@@ -86,11 +86,11 @@ def variants() -> Iterator[Variant]:
 
 def head_tile_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str, Any], int]]:
     """Tiles of q, k and v, out of memory and out of their projection."""
-    from gemworks.precision.head_tiles import GROUP, MIN_BYTE
+    from gemworks.precision.head_tiles import GROUP, MIN_BYTE, SEARCH
     from gemworks.precision.kernel_common import FORMATS, MODES
     from gemworks.precision.kernel_head_tile import head_tile_kernel, project_tile_kernel
 
-    base = {"HEADS": 4, "H": 128, "SEARCH": 8, "MIN_BYTE": MIN_BYTE, "FORMAT": FORMATS["e4m3"]}
+    base = {"HEADS": 4, "H": 128, "SEARCH": SEARCH, "MIN_BYTE": MIN_BYTE, "FORMAT": FORMATS["e4m3"]}
     base |= {"MODE": MODES["rceil"], "HARDWARE": True}
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr"), "*bf16") | {"offsets_ptr": "*i64"}
     pointers |= dict.fromkeys(

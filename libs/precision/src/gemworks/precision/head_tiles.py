@@ -28,6 +28,7 @@ TILE = 128
 KEY_ORDER = tuple(16 * (a // 16) + 8 * (a // 2 % 2) + 2 * (a // 4 % 4) + a % 2 for a in range(TILE))
 # The attention kernel divides the softmax's sum by v's scale: keys whose values are all tiny must still count in it.
 MIN_BYTE = 87
+SEARCH = 1024  # offsets that a kernel looks at together
 GROUP = 8  # tiles of a projection that share the weights in L2
 
 
@@ -203,12 +204,11 @@ def _empty(x: Tensor, offsets: Tensor, rows: int, heads: int, width: int, transp
     return HeadTiles(codes, torch.empty(count, heads, dtype=torch.uint8, device=x.device), offsets, rows)
 
 
-def _constants(offsets: Tensor, mode: ScaleMode) -> dict[str, int | bool | str]:
+def _constants(mode: ScaleMode) -> dict[str, int | bool | str]:
     from gemworks.precision.kernel_common import FORMATS, MODES
 
     return {
-        # In fours: a kernel for each power of 16 of the number of samples.
-        "SEARCH": -(-(offsets.shape[0] - 1).bit_length() // 4) * 4,
+        "SEARCH": SEARCH,
         "MIN_BYTE": MIN_BYTE,
         "FORMAT": FORMATS["e4m3"],
         "MODE": MODES[mode.value],
@@ -228,8 +228,8 @@ def _on_device(x: Tensor, offsets: Tensor, transposed: bool, mode: ScaleMode) ->
         head_tile_kernel,
         (out.scales.numel(), 1, 1),
         (x, offsets.contiguous(), out.codes, out.scales, rows, offsets.shape[0] - 1, x.stride(0), x.stride(1)),
-        {"HEADS": heads, "H": width, "TRANSPOSED": transposed, **_constants(offsets, mode)},
-        {"num_warps": 8},
+        {"HEADS": heads, "H": width, "TRANSPOSED": transposed, **_constants(mode)},
+        {"num_warps": 8, "maxnreg": 80},  # three programs on a multiprocessor
     )
     return out
 
@@ -264,7 +264,7 @@ def _project_on_device(
         ),
         {
             "HAS_BIAS": bias is not None, "HEADS": heads, "HEADS_K": heads_k, "H": width,
-            "BK": 32 if wide or width > 128 else 64, "GROUP": GROUP, "PRECISION": "ieee", **_constants(offsets, mode),
+            "BK": 32 if wide or width > 128 else 64, "GROUP": GROUP, "PRECISION": "ieee", **_constants(mode),
         },
         {"num_warps": 8, "num_stages": 2 if wide or width > 128 else 3},
     )  # fmt: skip

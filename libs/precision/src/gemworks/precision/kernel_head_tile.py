@@ -17,18 +17,21 @@ from gemworks.precision.kernel_common import encode, factor_of, magnitude, nan_c
 
 @triton.jit
 def rows_of_tile(tile, offsets_ptr, num_rows, num_sequences, SEARCH: tl.constexpr):
-    """(first row of a tile, end of its sequence); rows past the last offset count as one more sequence. SEARCH: steps
-    of bisection."""
-    low = tile * 0
-    high = low + num_sequences
-    for _ in tl.static_range(SEARCH):
-        middle = (low + high + 1) // 2
-        here = tl.load(offsets_ptr + middle).to(tl.int32) // 128 + middle <= tile
-        low = tl.where(here, middle, low)
-        high = tl.where(here, high, middle - 1)
-    begin = tl.load(offsets_ptr + low).to(tl.int32)
-    end = tl.load(offsets_ptr + tl.minimum(low + 1, num_sequences)).to(tl.int32)
-    return begin + (tile - begin // 128 - low) * 128, tl.where(low < num_sequences, end, num_rows)
+    """(first row of a tile, end of its sequence); rows past the last offset count as one more sequence.
+
+    The sequence is found by counting those that begin at or before the tile, SEARCH offsets at a time: all loads are
+    under way at once, where a bisection would wait for each.
+    """
+    lane = tl.arange(0, SEARCH)
+    sequence = tile * 0 - 1
+    for first in range(0, num_sequences + 1, SEARCH):
+        known = first + lane <= num_sequences
+        place = tl.load(offsets_ptr + first + lane, mask=known, other=0).to(tl.int32) // 128 + first + lane
+        sequence += tl.sum((known & (place <= tile)).to(tl.int32), 0)
+    begin = tl.load(offsets_ptr + sequence).to(tl.int32)
+    end = tl.load(offsets_ptr + tl.minimum(sequence + 1, num_sequences)).to(tl.int32)
+    end = tl.where(sequence < num_sequences, end, num_rows)
+    return begin + (tile - begin // 128 - sequence) * 128, end
 
 
 @triton.jit

@@ -37,25 +37,24 @@ def tiles_kernel(
     HEADS: tl.constexpr, H: tl.constexpr, SEARCH: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """codes [T, N, H] or, transposed, [C, N, H, 128], scales [C, N]; a program a tile and head. tiles.py says which
-    rows a tile has; SEARCH: steps of bisection for its sequence."""
+    rows a tile has; SEARCH: offsets looked at together."""
     tile = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
-    low = tile * 0
-    high = low + num_sequences
-    for _ in tl.static_range(SEARCH):
-        middle = (low + high + 1) // 2
-        here = tl.load(offsets + middle).to(tl.int32) // 128 + middle <= tile
-        low = tl.where(here, middle, low)
-        high = tl.where(here, high, middle - 1)
-    begin = tl.load(offsets + low).to(tl.int32)
-    end = tl.load(offsets + tl.minimum(low + 1, num_sequences)).to(tl.int32)
-    end = tl.where(low < num_sequences, end, num_rows)
+    lane = tl.arange(0, SEARCH)
+    sequence = tile * 0 - 1
+    for first in range(0, num_sequences + 1, SEARCH):  # count those that begin at or before the tile
+        known = first + lane <= num_sequences
+        at = tl.load(offsets + first + lane, mask=known, other=0).to(tl.int32) // 128 + first + lane
+        sequence += tl.sum((known & (at <= tile)).to(tl.int32), 0)
+    begin = tl.load(offsets + sequence).to(tl.int32)
+    end = tl.load(offsets + tl.minimum(sequence + 1, num_sequences)).to(tl.int32)
+    end = tl.where(sequence < num_sequences, end, num_rows)
     place = tl.arange(0, 128)
     column = tl.arange(0, H)
     key = place
     if TRANSPOSED:
         key = place // 16 * 16 + place // 2 % 2 * 8 + place // 4 % 4 * 2 + place % 2
-    row = begin + (tile - begin // 128 - low) * 128 + key
+    row = begin + (tile - begin // 128 - sequence) * 128 + key
     inside = (row < end)[:, None] & (column < H)[None, :]
     target = (row.to(tl.int64) * HEADS + head)[:, None] * H + column[None, :]
     if TRANSPOSED:

@@ -24,6 +24,7 @@ fp8_kernel: Any = quick(_fp8_kernel)
 rows_kernel: Any = quick(_rows_kernel)
 tiles_kernel: Any = quick(_tiles_kernel)
 UNBOUNDED = 1 << 30
+SEARCH = 1024  # offsets that a kernel looks at together
 PLAIN_ROWS, PLAIN_KEYS = 64, 32
 _TRITON_DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: triton.language.bfloat16,
@@ -133,10 +134,9 @@ def tiles_values(codes: Tensor, scales: Tensor, offsets: Tensor, total: int, dty
     width, num_sequences = codes.shape[2], offsets.shape[0] - 1
     out = torch.empty(total, heads, width, dtype=dtype, device=codes.device)
     if total:
-        # Steps of bisection in fours: a kernel for each power of 16 of the number of sequences.
         tiles_kernel[(num_tiles(total, num_sequences) * heads,)](
             codes, scales, offsets, out, total, num_sequences,
-            HEADS=heads, H=width, SEARCH=-(-num_sequences.bit_length() // 4) * 4, TRANSPOSED=transposed, num_warps=4,
+            HEADS=heads, H=width, SEARCH=SEARCH, TRANSPOSED=transposed, num_warps=4,
         )  # fmt: skip
     return out
 
