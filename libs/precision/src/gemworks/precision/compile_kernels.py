@@ -68,12 +68,19 @@ def tile_variants() -> Iterator[Variant]:
     backward |= dict.fromkeys(("mean_ptr", "rstd_ptr", "d_weight_ptr", "d_bias_ptr"), "*fp32")
     types = argument_types(norm_backward_kernel, backward, constants)
     yield "norm_backward", "1024", norm_backward_kernel, types, constants, 8, None
-    from gemworks.precision.kernel_square import cast_squares_kernel
+    from gemworks.precision.kernel_square import cast_squares_kernel, cast_weight_kernel
     from gemworks.precision.triton_squares import SQUARES_WARPS
 
     squares = {**pointers, "square_ptr": "*fp32"}
     types = argument_types(cast_squares_kernel, squares, base)
     yield "cast_squares", "block128", cast_squares_kernel, types, base, SQUARES_WARPS, None
+    weights = {name: value for name, value in base.items() if name != "RAGGED"} | {"DIRECTIONS": 3}
+    for name, packed in (("bf16", True), ("fp32", False)):
+        constants = {**weights, "PACKED": packed}
+        types = argument_types(
+            cast_weight_kernel, {**squares, "w_ptr": "*i32" if packed else "*fp32", "square_t_ptr": "*fp32"}, constants
+        )
+        yield "cast_weight", name, cast_weight_kernel, types, constants, SQUARES_WARPS, None
 
 
 def variants() -> Iterator[Variant]:
