@@ -66,6 +66,7 @@ def graphed(config: GemConfig, batch: Batch) -> tuple[Tensor, Tensor, dict[str, 
     assert step.takes(batch)
     logits_BK, loss, backward = step(batch, 0.5)
     backward()
+    assert all(p.grad is None or p.grad.stride() == p.stride() for p in step.parameters)
     return logits_BK, loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -103,6 +104,17 @@ def test_what_a_bucket_held_before_does_not_stay():
         if p.grad is not None:
             bound = 1e-5 * float(wanted[name].abs().max()) + 1e-9
             torch.testing.assert_close(p.grad, wanted[name], rtol=1e-4, atol=bound, msg=name)
+
+
+def test_a_larger_bucket_lets_the_smaller_ones_go():
+    config = small("block")
+    step = GraphedStep(Gem(SCHEMA, config), config, loss_of, CPU)
+    batches = [random_batch(SCHEMA, {"click": [n] * 8, "view": [1] * 8}) for n in (20, 64, 20, 40)]
+    counts = []
+    for batch in batches:
+        step.prepare(batch)
+        counts.append(step.num_graphs)
+    assert counts == [1, 1, 2, 3]
 
 
 def test_another_number_of_samples_is_not_taken():

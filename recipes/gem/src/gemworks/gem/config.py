@@ -247,6 +247,11 @@ class ModelConfig:
         """H."""
         return self.dim // self.num_heads
 
+    @property
+    def only_full_attention(self) -> bool:
+        """Whether every event type has full attention, also those that `events` does not name."""
+        return self.attention == "full" and all(self.event(name).attention == "full" for name in self.events)
+
     def event(self, name: str) -> EventSizes:
         """The sizes of one event type: its own where given, otherwise the model's."""
         own = self.events.get(name, EventConfig())
@@ -498,6 +503,18 @@ class GemConfig:
             "model.expert_layers",
             self.model.expert_layers,
             "1 with kernels.experts='batched': deeper experts have inputs of their own",
+        )
+        _check(
+            self.kernels.experts == "separate" or self.parallel.experts == 1,
+            "parallel.experts",
+            self.parallel.experts,
+            "1 with kernels.experts='batched': a rank computes the experts that it holds one after another",
+        )
+        _check(
+            self.kernels.attention_format == "autocast" or self.model.only_full_attention,
+            "kernels.attention_format",
+            self.kernels.attention_format,
+            "'autocast', as some event type's attention is not 'full'; FP8 codes have kernels for full attention only",
         )
         if self.train.cuda_graphs:
             self._check_cuda_graphs()

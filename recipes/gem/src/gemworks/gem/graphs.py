@@ -2,7 +2,7 @@
 
 A graph replays the kernels of one shape, and packed batches have as many shapes as totals of events. So every batch is
 padded to a bucket of totals: its last rows belong to a few samples more, which have no ids and which no loss sees. A
-bucket's graph is captured when the first batch falls into it and replayed from then on; lengths lie in device memory
+bucket's graph is captured when a batch falls into it and replayed from then on; lengths lie in device memory
 and may differ. The tables stay outside: their rows are copied in, and the gradients of the rows are handed back.
 
 Letters: B samples of a batch, P = B and those that pad, T packed events, C float columns, W embedding width, K tasks.
@@ -179,12 +179,20 @@ class GraphedStep:
     def _bucket(self, batch: Batch) -> _Bucket:
         key = self._key(batch)
         if key not in self._buckets:
+            if sum(key) > max(map(sum, self._buckets), default=0):
+                self._drop()
             bucket = _Bucket(self._make_inputs(key, batch))
             _fill(bucket.inputs, batch, (), 1.0)
             if self.device.type == "cuda":
                 self._capture(bucket)
             self._buckets[key] = bucket
         return self._buckets[key]
+
+    def _drop(self) -> None:
+        """Lets all graphs go before one that is larger than they are: smaller ones find room in what it leaves of the
+        pool, and it would find none in theirs. Those that come again are captured again."""
+        self._buckets.clear()
+        self._pool = None
 
     def _make_inputs(self, key: Key, batch: Batch) -> _Inputs:
         """Zeros, but for sizes: of a sample without ids, floats and labels, at time 0."""
@@ -223,7 +231,8 @@ class GraphedStep:
         loss = self.loss_of(logits_BK, inputs.labels_BK) * inputs.share
         leaves = tuple(inputs.leaves())
         grads = torch.autograd.grad(loss, [*leaves, *self.parameters], allow_unused=True)
-        return _Outputs(logits_BK.detach(), loss.detach(), grads[: len(leaves)], grads[len(leaves) :])
+        laid = [_laid_as(p, grad) for p, grad in zip(self.parameters, grads[len(leaves) :], strict=True)]
+        return _Outputs(logits_BK.detach(), loss.detach(), grads[: len(leaves)], tuple(laid))
 
     def _capture(self, bucket: _Bucket) -> None:
         """Runs once as it is where memory allows it, so that nothing is compiled inside a capture; then captures.
@@ -253,6 +262,13 @@ class GraphedStep:
         here.wait_stream(stream)
         torch.cuda.synchronize(self.device)
         self._eager_bytes = max(self._eager_bytes, torch.cuda.max_memory_allocated(self.device) - before)
+
+
+def _laid_as(parameter: Tensor, grad: Tensor | None) -> Tensor | None:
+    """With the strides of its parameter, as fused optimizers want it; a product may return its transpose."""
+    if grad is None or grad.stride() == parameter.stride():
+        return grad
+    return torch.empty_like(parameter).copy_(grad)
 
 
 @torch.no_grad()

@@ -276,7 +276,7 @@ class Trainer:
     def prepare(self, batches: Sequence[Batch]) -> None:
         """Captures the graphs that these batches will need; without `train.cuda_graphs` nothing."""
         if self._graphs is not None:
-            for batch in batches:
+            for batch in sorted(batches, key=lambda b: -sum(e.timestamps_T.shape[0] for e in b.events.values())):
                 self._graphs.prepare(batch.to(self.device))
 
     def _counts(self, batches: list[Batch]) -> list[float]:

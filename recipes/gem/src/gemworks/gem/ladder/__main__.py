@@ -88,7 +88,7 @@ def planned_rows(base: GemConfig, *, leave_one_out: bool) -> Iterator[Planned]:
     configs = build(base)
     if not leave_one_out:
         for rung in RUNGS:
-            yield Planned(rung.name, rung.added, configs[rung.name], rung.refusal)
+            yield Planned(rung.name, rung.added, configs[rung.name], rung.refusal(base))
         return
     full = configs[FULL_STACK]
     yield Planned("full stack", f"all rows of the ladder up to {FULL_STACK}", full, "")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gemworks.gem.ladder.pair_page import latest_in_order, pair_table, pair_takeaways
 from gemworks.gem.ladder.settings import RUNGS
+from gemworks.gem.presets import get_preset
 
 Row = dict[str, str]
 TARGETS = {"block": "0.40", "full": "0.42"}  # Local MFU of the sequence layers of `large`
@@ -180,9 +181,11 @@ def takeaways(rows: Sequence[Row], *, chained: bool = True) -> str:
 def not_measured(rows: Sequence[Row]) -> str:
     """The rows that a table lacks, and those that cannot be measured yet, with the reason."""
     have = {row["row"] for row in rows}
-    missing = [rung.name for rung in RUNGS if rung.name not in have and not rung.refusal]
+    base = get_preset("large").with_model(attention=rows[0]["attention"])
+    refused = {rung.name: rung.refusal(base) for rung in RUNGS}
+    missing = [name for name, refusal in refused.items() if name not in have and not refusal]
     lines = [f"Rows that this table lacks: {', '.join(missing)}."] if missing else []
-    lines += [f"- `{rung.name}`: {rung.refusal}." for rung in RUNGS if rung.refusal]
+    lines += [f"- `{name}`: {refusal}." for name, refusal in refused.items() if refusal]
     return "\n".join(lines) + "\n"
 
 

@@ -7,6 +7,7 @@ python -m gemworks.gem.layers --smoke --out runs/layers           # `tiny` on a 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -210,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in cases:  # what a small batch compiles serves the batch to measure
             small = case.config.with_data(batch_size=min(SMALL_BATCH, case.config.data.batch_size))
             prepare(small, device, seed=args.seed, only=args.only)
+        _free(device)
     finally:
         turns.arrive()
     turns.wait()
@@ -220,7 +222,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             prepared = prepare(case.config, device, seed=args.seed, only=args.only)
             _measure_case(args, case, prepared, ceilings, device)
             num_wrong += _num_wrong(prepared)
+            del prepared
+            _free(device)
     return 1 if num_wrong else 0
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _num_wrong(prepared: Sequence[Prepared]) -> int:

@@ -92,11 +92,12 @@ def replayed(run: Callable[[], object]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, capture_error_mode="relaxed"):
-        kept = run()
+        result = run()
+    held = result, run  # what the graph reads and writes stays where it is
 
     def replay() -> object:
         graph.replay()
-        return kept
+        return held[0]
 
     return replay
 

@@ -74,7 +74,11 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x_BnD: Tensor) -> Tensor:
         if self.batched:
             return self._batched(x_BnD)
-        outputs = [gate * expert(x_BnD) for gate, expert in zip(self.gates_M, self.experts, strict=True)]
+        num_samples, num_tokens, _ = x_BnD.shape
+        outputs = [
+            per_token(gate, num_samples, num_tokens) * expert(x_BnD)
+            for gate, expert in zip(self.gates_M, self.experts, strict=True)
+        ]
         return torch.stack(outputs).sum(0) if len(outputs) > 1 else outputs[0]
 
     def _batched(self, x_BnD: Tensor) -> Tensor:
@@ -100,10 +104,15 @@ class MixtureOfExperts(nn.Module):
         lcb_BXD = torch.bmm(stack("lcb.weight").flatten(0, 1).expand(num_samples, -1, -1), x_BnD)
         lcb_MBlD = lcb_BXD.unflatten(1, (num_experts, -1)).transpose(0, 1)
         both_MBnD = torch.cat([fmb_MBfD, lcb_MBlD], dim=2) + x_BnD
-        out_MBnD = functional.layer_norm(both_MBnD, (dim,)).to(dtype)
-        # a product with the gates: the gradient of a gate is a sum over everything, which is a product too
-        out_BnD = torch.matmul(self.gates_M.to(dtype), out_MBnD.flatten(1))
-        return out_BnD.view(num_samples, num_tokens, dim)
+        out_MBnD = functional.layer_norm(both_MBnD, (dim,))
+        gates_MBn1 = per_token(self.gates_M[:, None, None, None], num_experts, num_samples, num_tokens)
+        return (gates_MBn1 * out_MBnD).sum(0)
+
+
+def per_token(gate: Tensor, *shape: int) -> Tensor:
+    """A gate for each token, [*shape, 1]: its gradient is summed per token first, in the kernel that has the token's
+    row, and over tokens afterwards; all at once it is one long sum over everything."""
+    return gate.expand(*shape, 1)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
