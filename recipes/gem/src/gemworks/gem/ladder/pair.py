@@ -143,7 +143,8 @@ class Pair:
         stack = build(base)[self.args.setting]
         chosen = [rung for rung in RUNGS if not self.args.rows or rung.name in self.args.rows]
         local = self.args.batch_size
-        sizes = [local if rung.alone == "local" else local * self.ranks.world_size for rung in chosen]
+        everybody = local * (self.args.ranks or self.ranks.world_size)
+        sizes = [local if rung.alone == "local" else everybody for rung in chosen]
         return [(r, r.change(stack.with_data(batch_size=n))) for r, n in zip(chosen, sizes, strict=True)]
 
     def climb(self, base: GemConfig) -> None:
@@ -291,6 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attention", choices=("block", "full"), default="block")
     parser.add_argument("--setting", default=WITHOUT_GRAPHS, help="row of the ladder to start from")
     parser.add_argument("--batch-size", type=int, default=256, help="samples of a rank")
+    parser.add_argument("--ranks", type=int, help="how many share a batch, where one process measures rows of one GPU")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--rows", action="append", default=[])
