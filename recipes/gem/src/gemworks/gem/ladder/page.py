@@ -24,6 +24,25 @@ attention are different models with different FLOPs, so they are never in one ta
 - *step MFU*: all model FLOPs of a step over 989 TFLOP/s x wall time; *mixed* divides by the peak of the mix of bf16 and
   FP8 products instead.
 - *NE*: over the timed steps, each batch before it is learned from; the same batches in every row of a batch size.
+- *commit*: what was measured. Rows of one commit come from one run or from runs on one kind of machine minutes apart;
+  between commits everything under a row may have changed, and the takeaways say so.
+
+## To repeat it
+
+On one H200 with torch, triton and gemworks installed, these commands, each of which goes on where it was stopped:
+
+```sh
+python -m gemworks.gem.ladder --batch-size 256 --profile cuda_graphs --out docs/measured     # both ladders
+python -m gemworks.gem.ladder --batch-size 256 --leave-one-out --out docs/measured
+python -m gemworks.gem.layers --batch-size 512 --setting cuda_graphs --out docs/measured
+python -m gemworks.gem.ladder --page docs/ladder.md --out docs/measured                      # this page
+```
+
+`--batch-size auto` looks for the largest batch that the padded row fits. `--smoke` runs every row on a CPU in seconds.
+The ladder needs torchrec (the layers alone do not). Where nothing can be installed from an index, unpack the wheels of
+torchrec 1.6.1, fbgemm-gpu 1.6.0, tensordict, iopath, pyre-extensions, typing-inspect, pyvers and orjson, which fit
+torch 2.11, into one folder (`python -m zipfile -e WHEEL FOLDER`) and put it on PYTHONPATH. Of fbgemm-gpu, which is
+large, the objects of one GPU architecture suffice.
 """
 
 
@@ -124,15 +143,15 @@ def ladder_table(rows: Sequence[Row]) -> str:
     """A Markdown table of one ladder's rows."""
     lines = [
         "| row | adds | batch | samples/s | Local MFU | step MFU | mixed | step ms | peak GiB | padding | recompute "
-        "| NE |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| NE | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         name = f"+ {row['row']}" if _is_side(row["row"]) else row["row"]
         cells = [
             name, _added(row), row["batch"], row["samples_per_s"], _percent(row["local_mfu"]),
             _percent(row["step_mfu"]), _percent(row["mixed_mfu"]), row["step_ms"], row["peak_gib"],
-            _percent(row["padding"]), _percent(row["recompute"]), row["ne"],
+            _percent(row["padding"]), _percent(row["recompute"]), row["ne"], row["commit"],
         ]  # fmt: skip
         if not row["step_ms"]:
             cells[3] = row["note"]
@@ -157,7 +176,8 @@ def takeaways(rows: Sequence[Row], *, chained: bool = True) -> str:
         if base is not None:
             ratio = float(row["samples_per_s"]) / float(base["samples_per_s"])
             word = "nearly flat in this run" if abs(ratio - 1) < 0.02 else ("gains" if ratio > 1 else "loses")
-            said.append(f"- `{row['row']}` over `{base['row']}`: x{ratio:.3f} samples/s, {word}.")
+            other = "" if row["commit"] == base["commit"] else " (of another commit)"
+            said.append(f"- `{row['row']}` over `{base['row']}`{other}: x{ratio:.3f} samples/s, {word}.")
         if base is None or (chained and not _is_side(row["row"])):
             base = row
     if chained and first is not None and base is not None and base is not first:
