@@ -169,15 +169,18 @@ def epilogue_cases(gluon: bool) -> dict[str, tuple[Any, Callable[[str], str], di
         from triton.experimental.gluon import language as gl
 
         config = launch_norm.GluonNormConfig()
-        layout: Any = gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16)
         constants = {
             "ACT": "fast_gelu", "HEADS": 4, "H": 128, "BN": config.block, "STAGES": config.stages, "FOLD": True,
-            "QSTAGES": config.resident_stages, "GROUPS": config.groups, "NORM": True,
-            "CONSUMER_REGS": config.registers, "FINISHER_REGS": config.norm_registers,
+            "QSTAGES": config.resident_stages, "CONSUMER_REGS": config.registers,
+            "FINISHER_REGS": config.norm_registers,
         }  # fmt: skip
 
         def pointer(name: str) -> str:
-            return f"tensordesc<bf16[64,128],{layout!r}>" if name.endswith("_desc") else "*bf16"
+            if not name.endswith("_desc"):
+                return "*bf16"
+            rows = 64 if name == "q_desc" else config.block
+            layout: Any = gl.NVMMASharedLayout.get_default_for([1, 1, rows, 1, 128], gl.bfloat16)
+            return f"tensordesc<bf16[1,1,{rows},1,128],{layout!r}>"
 
         cases["epilogue gluon"] = (gdpa_norm_hopper_kernel, pointer, constants | parts, {"num_warps": 4})
     return cases

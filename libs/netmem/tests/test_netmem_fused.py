@@ -199,6 +199,27 @@ def test_codes_leave_statistics_and_small_tensors_alone():
     assert fused.encode(edges).float().nan_to_num(7.0).tolist() == [57344.0, -57344.0, 7.0, 0.0]
 
 
+@pytest.mark.slow  # compiles C++
+def test_recompute_compiled_by_inductor_is_bit_equal_where_precision_casts_are_emulated(model):
+    options = {"options": {"emulate_precision_casts": True}}
+    found = []
+    for choice in ("keep", "recompute@0.9", "recompute"):
+        with apply_policy(model, everywhere(model, choice), compile_kwargs=options):
+            found.append(gradients(model))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.slow
+def test_inductor_gets_the_coding_partitioner(model, coded):
+    with apply_policy(model, everywhere(model, "keep"), compile_kwargs={}):
+        expected = gradients(model)
+    with apply_policy(model, everywhere(model, "quantise_fused@0.9"), compile_kwargs={}):
+        got = gradients(model)
+    assert [len(names) for names in coded] == [1]
+    assert 25 < sqnr_db(got, expected) < 60
+
+
 def test_other_backends_are_refused():
     with pytest.raises(ValueError, match="inductor's partitioner, got backend 'aot_eager'"):
         fused.coding_compiler("aot_eager", {})

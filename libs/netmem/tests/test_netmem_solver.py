@@ -268,3 +268,22 @@ def test_brute_force_agrees_with_evaluate():
         plan = evaluate(profile, [o.choice for o in combo])
         assert plan.peak_bytes == pytest.approx(float(peak[k]))
         assert plan.step_s == pytest.approx(float(step[k]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**6), num_regions=st.integers(1, 7))
+def test_a_pace_that_is_used_to_the_full_stays_within_the_peak(seed, num_regions):
+    profile, rng = random_profile(seed, num_regions, num_options=6), random.Random(seed)
+    plan = evaluate(profile, [rng.choice(r.options).choice for r in profile.regions])
+    options = [r.option(plan.choices[r.name]) for r in profile.regions]
+    held = float(profile.base_bytes)
+    for i, (region, o) in enumerate(zip(profile.regions, options, strict=True)):
+        pace = plan.pace[region.name]
+        assert 0 <= pace.leaving_bytes <= profile.window_bytes
+        assert 0 <= pace.returning_bytes <= profile.window_bytes
+        if i < num_regions - 1:
+            back = held + profile.in_flight_bytes(pace.returning_bytes) + o.backward_bytes
+            assert back <= plan.peak_bytes + 1e-6
+        held += o.held_bytes
+        own = options[i + 1].forward_bytes if i < num_regions - 1 else 0
+        assert held + profile.in_flight_bytes(pace.leaving_bytes) + own <= plan.peak_bytes + 1e-6

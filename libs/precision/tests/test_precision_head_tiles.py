@@ -5,7 +5,15 @@ import math
 
 import pytest
 import torch
-from gemworks.precision.head_tiles import KEY_ORDER, MIN_BYTE, TILE, head_tiles, num_tiles, tiles_of_rows
+from gemworks.precision.head_tiles import (
+    KEY_ORDER,
+    MIN_BYTE,
+    TILE,
+    head_tiles,
+    num_tiles,
+    project_head_tiles,
+    tiles_of_rows,
+)
 from gemworks.precision.probe import sqnr_db
 from torch import Tensor
 
@@ -85,19 +93,38 @@ def test_bad_input_says_what_was_expected(x, offsets, message):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_has_the_same_bits(transposed, width, dtype):
-    """Slices of a fused projection, an infinity, tiny values, both types of offsets."""
-    x, offsets = batch(width)
-    x = torch.cat([x, x], 2)[:, :, :width].to(dtype).cuda()
-    x[300, 0, 3] = math.inf
-    x[1:128] *= 2.0**-60
-    for kind in (torch.int32, torch.int64):
-        ours, reference = (
-            head_tiles(x, offsets.to("cuda", kind), transposed=transposed, backend=backend)
-            for backend in ("triton", "reference")
-        )
-        assert torch.equal(ours.scales, reference.scales)
-        assert torch.equal(ours.codes, reference.codes)
+class TestOnADevice:
+    @pytest.mark.parametrize("transposed", [False, True])
+    @pytest.mark.parametrize("width", [64, 128])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_the_kernel_has_the_same_bits(self, transposed, width, dtype):
+        """Slices of a fused projection, an infinity, tiny values, both types of offsets."""
+        x, offsets = batch(width)
+        x = torch.cat([x, x], 2)[:, :, :width].to(dtype).cuda()
+        x[300, 0, 3] = math.inf
+        x[1:128] *= 2.0**-60
+        for kind in (torch.int32, torch.int64):
+            ours, reference = (
+                head_tiles(x, offsets.to("cuda", kind), transposed=transposed, backend=backend)
+                for backend in ("triton", "reference")
+            )
+            assert torch.equal(ours.scales, reference.scales)
+            assert torch.equal(ours.codes, reference.codes)
+
+    def test_tiles_out_of_the_projection(self):
+        """Against y in float64, and the same bits twice."""
+        x, offsets = batch()
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(len(x), 512, generator=generator).bfloat16().cuda()
+        w = (torch.randn(6 * 128, 512, generator=generator) / 22).bfloat16().cuda()
+        offsets = offsets.cuda()
+        found = project_head_tiles(x, w, offsets, 128, 1, backend="triton")
+        again = project_head_tiles(x, w, offsets, 128, 1, backend="triton")
+        y = (x.double() @ w.double().t()).unflatten(1, (6, 128))
+        for ours, same, part in zip(found, again, y.split([4, 1, 1], 1), strict=True):
+            inside = ours.codes if ours.transposed else ours.codes[: offsets[-1]]
+            assert torch.equal(inside, same.codes[: len(inside)])
+            assert torch.equal(ours.scales, same.scales)
+            assert sqnr_db(part, ours.dequantize().double()) > 30
+            reference = head_tiles(part.bfloat16(), offsets, backend="reference").scales
+            assert (ours.scales.int() - reference.int()).abs().max() <= 1

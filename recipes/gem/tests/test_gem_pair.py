@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from gemworks.gem.ladder.page import read
 from gemworks.gem.ladder.pair import FILE, LOSS_TOLERANCE, RUNGS
+from gemworks.gem.ladder.pair_page import latest_in_order, pair_table, pair_takeaways
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 LAUNCH = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -32,6 +33,10 @@ def test_two_ranks_equal_one_with_the_same_samples(tmp_path: Path) -> None:
             assert abs(float(row["loss_vs_one_gpu"])) < LOSS_TOLERANCE
     for name in ("fsdp_float32", "sharded_tables"):
         assert abs(float(rows[name]["loss_vs_one_gpu"])) < 2e-3, name
+    page = pair_table(latest_in_order(list(rows.values()))) + pair_takeaways(list(rows.values()))
+    assert page.count("\n| ") >= len(RUNGS)
+    assert "- `experts` over `fsdp`, batch 32: x" in page
+    assert "- `fp8_gather` over `fp8_linears`, batch 32: x" in page
     assert rows["placement"]["loss"] == rows["fsdp"]["loss"]  # two ranks have one order, up to names
 
 

@@ -117,6 +117,7 @@ def test_weights_gathered_in_bfloat16_or_fp8_or_by_copy_engines_train_alike(tmp_
         (["parallel.table_group=2"], "set parallel.tables=fully_sharded too"),
         (["parallel.gather=fp8", "train.dtype=bfloat16"], "set kernels.linears=fp8_block128 too"),
         (["parallel.gather=bfloat16"], "set train.dtype=bfloat16 too"),
+        (["parallel.experts=2", "kernels.experts=batched"], "kernels.experts: got 'batched', expected 'separate'"),
         (["parallel.keep_gib=-1.0"], "parallel.keep_gib: got -1.0, expected a number of GiB, 0 or more"),
     ],
 )

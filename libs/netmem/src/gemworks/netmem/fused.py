@@ -70,6 +70,51 @@ def _read_by_generated_kernels_only(node: fx.Node, op_types: Any) -> bool:
     return True
 
 
+_RESHAPES = frozenset(
+    (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
+)
+
+
+def _where_encoding_fuses(saved: fx.Node, op_types: Any) -> list[fx.Node] | None:
+    """Views from `saved` to what a generated kernel of forward reads or writes, so that it can write the codes as well.
+
+    A permutation is followed, because a kernel that reads in another order is another kernel. None: only products read
+    it, and coding it would be a kernel of its own.
+    """
+    if saved.op == "call_function" and op_types.is_fusible(saved) and not op_types.is_view(saved):
+        return []
+    found: list[list[fx.Node]] = []
+    paths: list[list[fx.Node]] = [[]]
+    while paths:
+        path = paths.pop()
+        for user in (path[-1] if path else saved).users:
+            if user.op != "call_function":
+                continue
+            if user.target in _RESHAPES or user.target is torch.ops.aten.permute.default:
+                paths.append([*path, user])
+            elif op_types.is_fusible(user) and not op_types.is_view(user):
+                found.append(path)
+    # in the order that it has, if a kernel reads it so
+    found.sort(key=lambda path: (sum(v.target is torch.ops.aten.permute.default for v in path), len(path)))
+    if not found:
+        return None
+    return found[0] if any(v.target is torch.ops.aten.permute.default for v in found[0]) else []
+
+
+def _undo_views(graph: fx.Graph, x: fx.Node, path: list[fx.Node]) -> fx.Node:
+    """What was there before the views of a path."""
+    for view in reversed(path):
+        source = view.args[0]
+        assert isinstance(source, fx.Node)
+        if view.target in _RESHAPES:
+            x = _call(graph, torch.ops.aten.reshape.default, x, list(source.meta["val"].shape))
+        else:
+            order: Any = view.args[1]
+            dims = [d % len(order) for d in order]
+            x = _call(graph, torch.ops.aten.permute.default, x, [dims.index(d) for d in range(len(dims))])
+    return x
+
+
 def code_saved(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, parameters: set[str]) -> list[str]:
     """Replace saved tensors by their codes where backward decodes them for nothing.
 
@@ -98,15 +143,19 @@ def code_saved(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: i
             continue
         if not _read_by_generated_kernels_only(arriving, op_types):
             continue
+        path = _where_encoding_fuses(saved, op_types)
+        if path is None or any(not isinstance(n, int) for view in path for n in view.meta["val"].shape):
+            continue
         dtype = saved.meta["val"].dtype
         with forward.graph.inserting_before(output):
-            codes = _encode_in(forward.graph, saved)
+            codes = _encode_in(forward.graph, path[-1] if path else saved)
         outputs[at] = codes
         users = list(arriving.users)
         arriving.meta["val"] = codes.meta["val"]
         arriving.meta.pop("tensor_meta", None)
         with backward.graph.inserting_before(first):
             decoded = _call(backward.graph, torch.ops.prims.convert_element_type.default, arriving, dtype)
+            decoded = _undo_views(backward.graph, decoded, path)
         for user in users:
             user.replace_input_with(arriving, decoded)
         coded.append(saved.name)
@@ -162,11 +211,14 @@ def coding_compiler(inner: str | Callable[..., Any] | None, patches: dict[str, A
     from torch._functorch import config
 
     if inner in (None, "inductor"):
+        from torch._inductor import config as inductor_config
         from torch._inductor.compile_fx import compile_fx
 
-        compiler = functools.partial(
-            compile_fx, config_patches=patches | {"custom_partitioner_fn": CodingPartitioner()}
-        )
+        patches = patches | {"custom_partitioner_fn": CodingPartitioner()}
+        if hasattr(inductor_config.triton, "mix_order_reduction"):
+            # a norm's backward that sums over rows as well took twice the time with a coded input (H200, torch 2.11)
+            patches.setdefault("triton.mix_order_reduction", False)
+        compiler = functools.partial(compile_fx, config_patches=patches)
     elif inner == "aot_eager_decomp_partition":
         compiler = _eager
     else:

@@ -19,27 +19,12 @@ from gemworks.precision.kernel_words import (
     largest_halves,
     low_half,
     pack4,
+    pick_bytes,
     scaled_pairs,
     unquads,
     value,
     wide_word,
 )
-
-
-@triton.jit
-def pick_bytes(a, b, SELECTOR: tl.constexpr, HARDWARE: tl.constexpr):
-    """Four of the eight bytes of (a, b), named by the digits of SELECTOR from the lowest."""
-    if HARDWARE:
-        return tl.inline_asm_elementwise(
-            f"prmt.b32 $0, $1, $2, {SELECTOR};", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        out = a & 0
-        for i in tl.static_range(4):
-            digit: tl.constexpr = (SELECTOR >> (4 * i)) & 7
-            source = a if digit < 4 else b
-            out = out | (((source >> (8 * (digit % 4))) & 0xFF) << (8 * i))
-        return out
 
 
 @triton.jit
@@ -89,12 +74,9 @@ def cast_squares_kernel(
     x_ptr,
     codes_ptr,
     scales_ptr,
-    wide_ptr,
     codes_t_ptr,
     scales_t_ptr,
-    wide_t_ptr,
     square_ptr,
-    square_wide_ptr,
     num_rows,
     num_columns,
     stride_row,
@@ -109,8 +91,8 @@ def cast_squares_kernel(
     """x: bf16 `[real_rows, K]` as int32. Codes as int32 `[M, K / 4]`, transposed as int64 `[K, M / 8]`; K is a multiple
     of 16, M (num_rows) of 128, zero behind the real rows.
 
-    The scale of a square, as bytes and as fp32, three times: for each row `[K / 128, M]`, for each column
-    `[M / 128, K]`, and once in `[K / 128, M / 128]` (fp32 rows padded to `num_padded`), as its three readers take it.
+    The scale of a square as fp32, three times: for each row `[K / 128, M]`, for each column `[M / 128, K]`, and once in
+    `[K / 128, M / 128]` (rows padded to `num_padded`), as its three readers take it.
     """
     R8: tl.constexpr = 16
     C: tl.constexpr = 128
@@ -150,14 +132,7 @@ def cast_squares_kernel(
     inside_t = (column < num_columns - first_column)[:, None] & (octet < left_octets)[None, :]
     target = codes_t_ptr + num_octets.to(tl.int64) * first_column + first_row // 8
     tl.store(target + (column * num_octets)[:, None] + octet[None, :], tl.trans(word), mask=inside_t)
-    small = byte.to(tl.uint8)
     scale = wide_value(byte)
-    start = column_tile.to(tl.int64) * num_rows
-    store_line(small, scales_ptr, start, first_row, num_rows, 128)
-    store_line(scale, wide_ptr, start, first_row, num_rows, 128)
-    start_t = row_tile.to(tl.int64) * num_columns
-    store_line(small, scales_t_ptr, start_t, first_column, num_columns, 128)
-    store_line(scale, wide_t_ptr, start_t, first_column, num_columns, 128)
-    num_row_tiles = (num_rows + 127) // 128
-    tl.store(square_ptr + column_tile * num_row_tiles + row_tile, small)
-    tl.store(square_wide_ptr + column_tile * num_padded + row_tile, scale)
+    store_line(scale, scales_ptr, column_tile.to(tl.int64) * num_rows, first_row, num_rows, 128)
+    store_line(scale, scales_t_ptr, row_tile.to(tl.int64) * num_columns, first_column, num_columns, 128)
+    tl.store(square_ptr + column_tile * num_padded + row_tile, scale)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from gemworks.precision.kernel_words import column_words, quads, row_words, total_lost
+from gemworks.precision.kernel_pairs import column_pair_words, row_pair_words, store_row_pairs
+from gemworks.precision.kernel_words import column_words, high_half, low_half, quads, row_words, total_lost
 
 
 @triton.jit
@@ -27,10 +28,8 @@ def store_tile(
     first_column,
     codes_ptr,
     scales_ptr,
-    wide_ptr,
     codes_t_ptr,
     scales_t_ptr,
-    wide_t_ptr,
     inexact_ptr,
     num_rows,
     num_columns,
@@ -47,13 +46,14 @@ def store_tile(
     """Quantise a tile (zero outside) along its rows (DIRECTIONS & 1) and its columns (DIRECTIONS & 2), and store it.
 
     codes as int32 `[M, K / 4]`, transposed codes as int64 `[K, M / 8]`. Scales lie block by block, so that a tile
-    writes whole lines: `[K / width, M]` and `[M / width, K]`, as bytes and, where blocks are 128 wide, also as the fp32
-    that cuBLAS takes. K is a multiple of 16, M (num_rows) of 128: products read no more than was written, whatever the
+    writes whole lines: `[K / width, M]` and `[M / width, K]`, as bytes or, where blocks are 128 wide, as the fp32 that
+    cuBLAS takes. K is a multiple of 16, M (num_rows) of 128: products read no more than was written, whatever the
     number of rows that are real. Offsets inside a tile fit 32 bits (the launcher checks).
     """
     WIDTH: tl.constexpr = 128 if REGROUP else B
     C4: tl.constexpr = C // 4
-    R: tl.constexpr = R8 * 8
+    # Regrouped E5M2 is rare enough for the plain way alone.
+    PAIRS: tl.constexpr = PACKED and not (REGROUP and FORMAT != 0)
     octet = tl.arange(0, R8)
     # In this form the compiler sees that masks are constant over whole vectors.
     num_quads = (num_columns // 16) * 4
@@ -66,44 +66,59 @@ def store_tile(
         inside = (octet < left_octets)[:, None] & (quad < num_quads)[None, :]
         codes_ptr += first_row * num_quads
         at = (octet * 8 * num_quads)[:, None] + quad[None, :]
+        group = tl.arange(0, C // WIDTH)
+        first_group = first_column // WIDTH
+        start = num_rows.to(tl.int64) * first_group + first_row
+        inside_group = (octet < left_octets)[:, None] & (group < num_groups - first_group)[None, :]
+        at_scale = scales_ptr + start + (group * num_rows)[None, :] + (octet * 8)[:, None]
         b = ()
-        for i in tl.static_range(8):
-            word, byte, lost = row_words(xs[i], lost, R8, C, B, FORMAT, MODE, REGROUP, PACKED, HARDWARE)
-            tl.store(codes_ptr + i * num_quads + at, word, mask=inside)
-            b = b + (byte,)  # noqa: RUF005
-        # One store of all scales: eight stores would each cross shared memory.
-        even, odd = tl.join(tl.join(b[0], b[4]), tl.join(b[2], b[6])), tl.join(tl.join(b[1], b[5]), tl.join(b[3], b[7]))
-        bytes_ = tl.reshape(tl.join(even, odd), [R8, C // WIDTH, 8])
-        bytes_ = tl.reshape(tl.permute(bytes_, [0, 2, 1]), [R, C // WIDTH])
-        store_scales(
-            tl.trans(bytes_), scales_ptr, wide_ptr, first_column // WIDTH, first_row, num_groups, num_rows, WIDTH
-        )
+        if PAIRS:
+            for j in tl.static_range(4):
+                even, odd, scale, lost = row_pair_words(xs, lost, j, R8, C, B, FORMAT, MODE, REGROUP, HARDWARE)
+                tl.store(codes_ptr + (2 * j) * num_quads + at, even, mask=inside)
+                tl.store(codes_ptr + (2 * j + 1) * num_quads + at, odd, mask=inside)
+                b = b + (scale,)  # noqa: RUF005
+            store_row_pairs(b[0], b[1], b[2], b[3], at_scale, inside_group, WIDTH, HARDWARE)
+        else:
+            for i in tl.static_range(8):
+                word, byte, lost = row_words(xs[i], lost, R8, C, B, FORMAT, MODE, REGROUP, PACKED, HARDWARE)
+                tl.store(codes_ptr + i * num_quads + at, word, mask=inside)
+                store_scales(byte, at_scale + i, inside_group, WIDTH)
     if DIRECTIONS & 2:
-        word, byte, lost = column_words(xs, lost, R8, C, B, FORMAT, MODE, REGROUP, PACKED, HARDWARE)
         num_groups_t = (num_rows + WIDTH - 1) // WIDTH
         column = tl.arange(0, C)
         left_columns = num_columns - first_column
         inside = (column < left_columns)[:, None] & (octet < left_octets)[None, :]
         target = codes_t_ptr + num_octets.to(tl.int64) * first_column + first_row // 8
+        group = tl.arange(0, R8 * 8 // WIDTH)
+        first_group = first_row // WIDTH
+        start = num_columns.to(tl.int64) * first_group + first_column
+        inside_group = (group < num_groups_t - first_group)[:, None] & (column < left_columns)[None, :]
+        at_scale = scales_t_ptr + start + (group * num_columns)[:, None] + column[None, :]
+        if PAIRS:
+            word, scale, lost = column_pair_words(xs, lost, R8, C, B, FORMAT, MODE, REGROUP, HARDWARE)
+            if WIDTH == 128:
+                both = tl.join(low_half(scale), high_half(scale))
+            else:
+                both = tl.join((scale >> 7) & 0xFF, (scale >> 23) & 0xFF).to(tl.uint8)
+            tl.store(at_scale, tl.reshape(both, [R8 * 8 // WIDTH, C]), mask=inside_group)
+        else:
+            word, byte, lost = column_words(xs, lost, R8, C, B, FORMAT, MODE, REGROUP, PACKED, HARDWARE)
+            store_scales(byte, at_scale, inside_group, WIDTH)
         tl.store(target + (column * num_octets)[:, None] + octet[None, :], tl.trans(word), mask=inside)
-        store_scales(byte, scales_t_ptr, wide_t_ptr, first_row // WIDTH, first_column, num_groups_t, num_columns, WIDTH)
     if REGROUP:
-        count = total_lost(lost, FORMAT, HARDWARE)
+        count = total_lost(lost, PAIRS and HARDWARE)
         if count > 0:
             tl.atomic_add(inexact_ptr, count.to(tl.int64))
 
 
 @triton.jit
-def store_scales(byte, scales_ptr, wide_ptr, first_group, first, num_groups, num_lines, WIDTH: tl.constexpr):
-    """Bytes `[groups, lines]` of a tile into `[num_groups, num_lines]`, and as fp32 where blocks are wide."""
-    group = tl.arange(0, byte.shape[0])
-    line = tl.arange(0, byte.shape[1])
-    inside = (group < num_groups - first_group)[:, None] & (line < num_lines - first)[None, :]
-    start = num_lines.to(tl.int64) * first_group + first
-    at = group[:, None] * num_lines + line[None, :]
-    tl.store(scales_ptr + start + at, byte.to(tl.uint8), mask=inside)
+def store_scales(byte, ptr, inside, WIDTH: tl.constexpr):
+    """Scale bytes, or the fp32 that they mean where blocks are wide."""
     if WIDTH == 128:
-        tl.store(wide_ptr + start + at, wide_value(byte), mask=inside)
+        tl.store(ptr, wide_value(byte), mask=inside)
+    else:
+        tl.store(ptr, byte.to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -165,10 +180,8 @@ def cast_tile_kernel(
     x_ptr,
     codes_ptr,
     scales_ptr,
-    wide_ptr,
     codes_t_ptr,
     scales_t_ptr,
-    wide_t_ptr,
     inexact_ptr,
     num_rows,
     num_columns,
@@ -199,10 +212,8 @@ def cast_tile_kernel(
         first_column,
         codes_ptr,
         scales_ptr,
-        wide_ptr,
         codes_t_ptr,
         scales_t_ptr,
-        wide_t_ptr,
         inexact_ptr,
         num_rows,
         num_columns,

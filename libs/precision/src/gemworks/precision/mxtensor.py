@@ -29,8 +29,8 @@ class MXTensor:
         dim: the dim that blocks run along, counted from the front; None for square blocks (over the last two dims).
         block: elements per scale: 32 is OCP MX, 128 the Hopper form, others serve attention heads.
         hadamard: the transform that was applied before quantisation (None: none); it pads `dim`.
-        wide: the scales once more as fp32, in the shape and memory order of Hopper's products (`scaled_mm`), where the
-            cast kernel wrote them on the way; otherwise made when needed.
+        wide: the scales as fp32, in the shape and memory order of Hopper's products (`scaled_mm`), where a cast kernel
+            wrote them so: then `scales` is made from them when somebody asks. Otherwise None; made when needed.
         whole: where the cast kernel left zero codes behind the matrix, all of them: `codes` is its first corner, and
             products, whose sizes are multiples of 16 and 128, read it without a copy.
     """
@@ -66,7 +66,7 @@ class MXTensor:
     def unchecked(
         cls,
         codes: Tensor,
-        scales: Tensor,
+        scales: Tensor | None,
         wide: Tensor | None,
         shape: tuple[int, ...],
         dim: int | None,
@@ -77,7 +77,7 @@ class MXTensor:
     ) -> MXTensor:
         """For callers that made the tensors themselves: checks are most of what making a plane costs the host.
 
-        Codes of a matrix may be larger than it: then they are `whole`.
+        Codes of a matrix may be larger than it: then they are `whole`. scales may be None where wide is given.
         """
         plane = object.__new__(cls)
         whole = None
@@ -85,12 +85,26 @@ class MXTensor:
             whole, codes = codes, codes[: shape[0], : shape[1]]
         values = (codes, scales, shape, dim, block, format, scale_mode, hadamard, wide, whole)
         plane.__dict__.update(zip(_FIELDS, values, strict=True))
+        if scales is None:
+            del plane.__dict__["scales"]
         return plane
 
+    def __getattr__(self, name: str) -> Tensor:
+        if name != "scales" or self.__dict__.get("wide") is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        assert self.wide is not None
+        rows, columns = scale_shape(self.shape, self.dim, self.block)
+        # A NaN has the exponent field 255, the byte of a NaN scale.
+        bits = (self.wide if self.dim is not None else self.wide.t()).view(torch.int32)
+        scales = (bits[:rows, :columns] >> 23).to(torch.uint8)
+        object.__setattr__(self, "scales", scales)
+        return scales
+
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes (all of them), scales and `wide`: the first arguments of `unchecked`."""
-        return self.codes if self.whole is None else self.whole, self.scales, self.wide
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Codes (all of them), scales and `wide`, or None for one of the two: the first arguments of `unchecked`."""
+        codes = self.codes if self.whole is None else self.whole
+        return (codes, self.scales, None) if self.wide is None else (codes, None, self.wide)
 
     @property
     def meta(self) -> tuple[Any, ...]:
@@ -176,7 +190,7 @@ class MXTensor:
         wide = None if self.dim is None or self.wide is None else self.wide.t()
         return MXTensor.unchecked(
             (self.codes if self.whole is None else self.whole).t(),
-            self.scales.t(),
+            self.scales.t() if wide is None else None,
             wide,
             (self.shape[1], self.shape[0]),
             None if self.dim is None else 1 - self.dim,

@@ -193,8 +193,8 @@ def _norm_general(
     return planes, inexact
 
 
-# One grid of sums and tiles instead of two kernels: off, as no GPU has run it yet (decision 0252).
-ONE_GRID = False
+# One grid of sums and tiles instead of two kernels (decision 0252).
+ONE_GRID = True
 # Steps of a program of the sum in one grid: what it costs to say that a share is finished is paid once for all of them.
 NORM_STEPS = 4
 

@@ -33,14 +33,13 @@ def triton_cast_squares(x: Tensor, spec: CastSpec) -> SquarePlanes:
     m, ragged = padded_rows(real_rows), real_rows % 16 != 0
     row_tiles, column_tiles = m // 128, -(-k // 128)
     padded = -(-row_tiles // 4) * 4
-    new = {"dtype": torch.uint8, "device": x.device}
-    codes, codes_t = torch.empty(m, k, **new), torch.empty(k, m, **new)
-    scales, scales_t = torch.empty(column_tiles, m, **new), torch.empty(row_tiles, k, **new)
-    wide, wide_t = (torch.empty(s.shape, dtype=torch.float32, device=x.device) for s in (scales, scales_t))
-    square = torch.empty(column_tiles, row_tiles, **new)
+    codes = torch.empty(m, k, dtype=torch.uint8, device=x.device)
+    codes_t = torch.empty(k, m, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(column_tiles, m, dtype=torch.float32, device=x.device)
+    scales_t = torch.empty(row_tiles, k, dtype=torch.float32, device=x.device)
     # What pads a contraction must be finite.
     fresh = torch.empty if padded == row_tiles else torch.ones
-    square_wide = fresh(column_tiles, padded, dtype=torch.float32, device=x.device)
+    square = fresh(column_tiles, padded, dtype=torch.float32, device=x.device)
     stride = x.stride(0) // 2
     launch(
         cast_squares_kernel,
@@ -49,12 +48,9 @@ def triton_cast_squares(x: Tensor, spec: CastSpec) -> SquarePlanes:
             x.view(torch.int32),
             codes.view(torch.int32),
             scales,
-            wide,
             codes_t.view(torch.int64),
             scales_t,
-            wide_t,
             square,
-            square_wide,
             m,
             k,
             stride,
@@ -66,12 +62,10 @@ def triton_cast_squares(x: Tensor, spec: CastSpec) -> SquarePlanes:
         (spec, ragged, stride % 16 == 0, x.data_ptr() % 16 == 0),
     )
     shape = (real_rows, k)
-    transposed = MXTensor.unchecked(
-        codes_t, square, square_wide.t(), (k, real_rows), None, 128, spec.format, spec.scale_mode
-    )
+    form = (None, 128, spec.format, spec.scale_mode)
     return SquarePlanes(
-        plane_of(codes, scales, wide, 1, shape, 128, spec),
-        plane_of(codes_t, scales_t, wide_t, 0, shape, 128, spec),
-        transposed,
+        plane_of(codes, scales, 1, shape, 128, spec),
+        plane_of(codes_t, scales_t, 0, shape, 128, spec),
+        MXTensor.unchecked(codes_t, None, square.t(), (k, real_rows), *form),
         no_count(x.device),
     )

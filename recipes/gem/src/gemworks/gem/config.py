@@ -475,6 +475,12 @@ class GemConfig:
             f"a divisor of model.num_experts = {self.model.num_experts}: every rank computes equally many",
         )
         _check(
+            self.parallel.experts == 1 or self.kernels.experts == "separate",
+            "kernels.experts",
+            self.kernels.experts,
+            f"'separate', as parallel.experts is {self.parallel.experts}: spread experts compute one after the other",
+        )
+        _check(
             self.parallel.gather == "stored" or self.train.dtype == "bfloat16",
             "parallel.gather",
             self.parallel.gather,

@@ -30,6 +30,8 @@ from gemworks.netmem.budget import (
     QUANTISE,
     QUANTISE_FUSED,
     RECOMPUTE,
+    Option,
+    Peak,
     Plan,
     StepProfile,
     evaluate,
@@ -46,7 +48,8 @@ GLOBAL = (0.8, 0.6, 0.4, 0.2, 0.0)
 FINER = (0.85, 0.2, 0.0)
 TARGET_SHARE = 0.38  # -62 % of the activations
 CODED_RATIO = 1.9  # fewer bytes by coding inside the graphs
-REL_GAP = 0.001
+REL_GAP = 0.003
+NEARLY = 1.01  # options closer than this are one
 MAX_LABELS = 4000
 FREE_SLOWDOWN = 0.03
 ROUNDS = 3
@@ -77,6 +80,7 @@ class Study:
         self.s, self.size = s, size
         self.model, self.batch = make_stack(size, s.device)
         self.compiled = s.compile
+        self.keep_point: Point | None = None
         self.compile_kwargs: dict[str, object] | None = {} if s.compile else None
         self.arena_bytes = s.gib(4) if not s.smoke else 64 << 20
         self.engine = OffloadEngine(
@@ -90,7 +94,10 @@ class Study:
         # what is there all the time
         kept = [*self.model.parameters(), self.batch]
         self.base_bytes = 2 * sum(p.numel() * p.element_size() for p in kept)
-        self.keep_point: Point | None = None
+        if s.device.type == "cuda":
+            self.times(Plan(dict.fromkeys(self.model.regions, KEEP), 0, 0, 0, Peak(0, "", "", 0, 0, 0, 0), 0), 1)
+            # with the workspaces of libraries
+            self.base_bytes = max(self.base_bytes, torch.cuda.memory_allocated(s.device))
 
     def step(self) -> None:
         """Forward and backward; gradients are added to the ones that are there, so that no memory comes and goes."""
@@ -298,6 +305,32 @@ def _without(step: StepProfile, choices: Sequence[str]) -> StepProfile:
     return dataclasses.replace(step, regions=tuple(regions))
 
 
+def _distinct(step: StepProfile) -> StepProfile:
+    """Without options that another one of their region nearly equals or beats in bytes and time, moving as much."""
+
+    def kept(options: Sequence[Option]) -> tuple[Option, ...]:
+        found: list[Option] = []
+        for o in options:
+            seconds = o.forward_s + o.backward_s
+            if not any(
+                f.moved_bytes == o.moved_bytes
+                and f.held_bytes <= NEARLY * o.held_bytes
+                and f.forward_bytes <= NEARLY * o.forward_bytes
+                and f.backward_bytes <= NEARLY * o.backward_bytes
+                and f.forward_s + f.backward_s <= NEARLY * seconds
+                for f in found
+            ):
+                found.append(o)
+        return tuple(found)
+
+    # the fastest first, so that what is dropped is the slower one
+    regions = [
+        dataclasses.replace(r, options=kept(sorted(r.options, key=lambda o: o.forward_s + o.backward_s)))
+        for r in step.regions
+    ]
+    return dataclasses.replace(step, regions=tuple(regions))
+
+
 def _target_rows(study: Study, step: StepProfile, keep: Plan, fused: Sequence[str]) -> None:
     """The solver's mix at `TARGET_SHARE` of the activations, with all choices and with those that lose nothing."""
     assert study.keep_point is not None
@@ -306,7 +339,7 @@ def _target_rows(study: Study, step: StepProfile, keep: Plan, fused: Sequence[st
     budget = step.base_bytes + TARGET_SHARE * (measured - step.base_bytes) + max(0.0, keep.peak_bytes - measured)
     expected = _gradients(study, dict(keep.choices))
     for name, offered in (("-62 %", step), ("-62 %, nothing coded", _without(step, [QUANTISE, *fused]))):
-        target, text = _solve(offered, budget)
+        target, text = _solve(_distinct(offered), budget)
         _log(text)
         if target is None:
             name, target = f"{name}: least memory ({text})", least_feasible(offered)
@@ -417,7 +450,7 @@ def _quantise_rows(study: Study, step: StepProfile, coded: Sequence[str], fused:
             best_peer=plain,
             ratio_to_best_peer=uncoded.ms / point.ms,
         )
-        offered = _without(step, [OFFLOAD, *coded])
+        offered = _distinct(_without(step, [OFFLOAD, *coded]))
         # regions differ in nothing but their kind, so held bytes are what the peak is made of
         for share in (1 / CODED_RATIO, 0.98 / CODED_RATIO, 0.96 / CODED_RATIO, 0.94 / CODED_RATIO):
             mix, _ = _solve(offered, step.base_bytes + share * (_everywhere(step, KEEP).peak_bytes - step.base_bytes))

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 _PREDICTED = re.compile(r"predicted ([\d.]+) ms, ([\d.]+) GiB")
-_CURVES = {"one global budget": "one global budget", "gemworks": "a choice per region", "gemworks offload": "offload"}
+_CODED = "gemworks with codes"
+_CURVES = {
+    "one global budget": "one global budget",
+    "gemworks": "a choice per region",
+    _CODED: "a choice per region, codes too",
+    "gemworks offload": "offload",
+}
 
 
 def _axes() -> tuple[Any, Any]:
@@ -38,13 +44,15 @@ def plot_budgets(rows: Iterable[Mapping[str, str]], path: Path) -> bool:
         if row["op"] != "budget" or not row["ms"] or predicted is None:
             continue
         ms, gib = (float(g) for g in predicted.groups())
+        impl = _CODED if row["impl"] == "gemworks" and "quantise" in row["setting"] else row["impl"]
         # a CPU has no peak counter; there the prediction stands in
-        found.setdefault(row["impl"], []).append((float(row["memory_gib"] or gib), float(row["ms"]), gib, ms))
+        found.setdefault(impl, []).append((float(row["memory_gib"] or gib), float(row["ms"]), gib, ms))
     if not found:
         return False
     figure, axes = _axes()
-    for gib, ms, *_ in found.get("keep everything", []):
-        axes.plot([gib], [ms], "k*", markersize=10, label="keep everything")
+    kept = found.get("keep everything", [])
+    if kept:
+        axes.plot([p[0] for p in kept], [p[1] for p in kept], "k*", markersize=10, label="keep everything")
     compared = [p[1] for impl in ("keep everything", "one global budget", "gemworks") for p in found.get(impl, [])]
     if compared:  # offload beyond what is free goes off the chart instead of flattening it
         axes.set_ylim(0.95 * min(compared), 1.1 * max(compared))

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from gemworks.gem.ladder.pair_page import latest_in_order, pair_table, pair_takeaways
 from gemworks.gem.ladder.settings import RUNGS
 from gemworks.gem.presets import get_preset
 
@@ -65,7 +66,6 @@ def write_page(page: Path, measured: Path) -> None:
     for title, file in (
         ("The ladder", "ladder_h200.csv"),
         ("Leave one out", "leave_one_out_h200.csv"),
-        ("Two GPUs", "ladder_h200x2.csv"),
     ):
         rows = read(measured / file)
         parts.append(f"## {title}\n")
@@ -80,6 +80,8 @@ def write_page(page: Path, measured: Path) -> None:
             picture = measured / f"{file.removesuffix('.csv')}_{group[0]['attention']}.png"
             if chart(picture, ordered, case):
                 parts.append(f"![samples/s of each row]({_relative(picture.parent, page)}/{picture.name})\n")
+    pair = read(measured / "ladder_h200x2.csv")
+    parts += _two_gpus(pair)
     layers = read(measured / "layers_h200.csv")
     parts.append("## Layer by layer\n")
     if not layers:
@@ -97,11 +99,21 @@ def write_page(page: Path, measured: Path) -> None:
     predicted = read(measured / "plan_predictions.csv")
     parts += ["## Thousands of GPUs, predicted\n", predictions(predicted, read(measured / "simulator_error.csv"))]
     parts += ["## Long run\n", long_run(read(measured / "long_run_h200.csv"))]
-    rows = [*read(measured / "ladder_h200.csv"), *layers, *(r for r in predicted if _is_ours(r))]
+    rows = [*read(measured / "ladder_h200.csv"), *pair, *layers, *(r for r in predicted if _is_ours(r))]
     commands = sorted({row["command"] for row in rows if row["command"]})
     parts.append("## Commands\n\n```sh\n" + "\n".join(commands or ["python -m gemworks.gem.ladder"]) + "\n```\n")
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join(parts))
+
+
+def _two_gpus(rows: Sequence[Row]) -> list[str]:
+    parts = ["## Two GPUs\n"]
+    if not rows:
+        parts.append("Not measured yet: there is no `ladder_h200x2.csv`.\n")
+    for case, group in _cases(rows).items():
+        ordered = latest_in_order(group)
+        parts += [f"### {case}, two GPUs\n\n" + pair_table(ordered), pair_takeaways(ordered)]
+    return parts
 
 
 def _relative(folder: Path, page: Path) -> str:

@@ -77,6 +77,7 @@ RUNGS = (
     PairRung("fsdp", "dense part by FSDP2, gathered in bf16; tables by torchrec", spread(gather="bfloat16")),
     PairRung("fsdp_float32", "fsdp, but weights gathered as they are stored", spread(gather="stored")),
     PairRung("fsdp_kept", "fsdp, gathered weights kept for backward", spread(gather="bfloat16", keep_gib=16.0)),
+    PairRung("replicated", "weights whole on each GPU, gradients averaged when backward ends", spread(shard=1)),
     PairRung("experts", "fsdp, experts spread over the ranks (EP 2)", spread(gather="bfloat16", experts=2)),
     PairRung(
         "sharded_tables", "fsdp, rows of tables over both ranks",
@@ -98,13 +99,13 @@ RUNGS = (
 )  # fmt: skip
 
 
-def read_reference(path: Path, name: str, row: Row) -> Row | None:
-    """The newest row of that name with a time, of the same attention, lengths and steps."""
+def read_reference(path: Path, name: str, row: Row, batch: int) -> Row | None:
+    """The newest row of that name and batch with a time, of the same attention, lengths and steps."""
     if not path.is_file():
         return None
     same = ("attention", "law", "max_len", "steps", "seed")
     with path.open(newline="") as file:
-        found = [r for r in csv.DictReader(file) if r["row"] == name and r["step_ms"]]
+        found = [r for r in csv.DictReader(file) if (r["row"], r["batch"]) == (name, str(batch)) and r["step_ms"]]
     return next((r for r in reversed(found) if all(r[key] == row[key] for key in same)), None)
 
 
@@ -241,8 +242,8 @@ class Pair:
         if not math.isfinite(cost.loss):
             self.num_wrong += 1
             return row | {"note": f"WrongAnswer: the loss is {cost.loss}"}
-        alone = read_reference(self.path, "one_gpu", row)
-        whole = read_reference(self.path, "one_gpu_global", row)
+        alone = read_reference(self.path, "one_gpu", row, config.data.batch_size // gpus)
+        whole = read_reference(self.path, "one_gpu_global", row, config.data.batch_size)
         difference = None if whole is None or rung.alone else cost.loss / float(whole["loss"]) - 1.0
         if difference is not None:
             row["loss_vs_one_gpu"] = f"{difference:.5f}"

@@ -22,8 +22,9 @@ from gemworks.gem.schema import Batch
 from gemworks.gem.trainer import Trainer
 
 TRACED_STEPS = 2
-# Samples of a rank in the batches that only compile: of two sizes, so that the compiler takes neither for the only one.
-SMALL_BATCHES = (8, 16)
+# Samples of a rank in the batches that only compile: of two sizes, so that the compiler takes neither for the only one,
+# and not tiny, because how a sum is cut into parts follows from the sizes that it saw first.
+SMALL_BATCHES = (24, 32)
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def read_share(config: GemConfig, source: Source, ranks: Ranks, number: int, *, 
 
 def compile_small(config: GemConfig, source: Source, ranks: Ranks, device: torch.device) -> None:
     """Compiles what a row runs, by steps of a model of its own on small batches; the code stays for the row's model."""
-    for size in SMALL_BATCHES:
+    for size in SMALL_BATCHES if config.data.batch_size >= SMALL_BATCHES[-1] * ranks.world_size else (8, 16):
         small = config.with_data(batch_size=size * ranks.world_size, balance_window=0)
         row = PairRow(small, source, ranks, device, warmup=1, steps=1)
         row.measure(trace=False)

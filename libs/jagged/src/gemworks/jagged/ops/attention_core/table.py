@@ -53,6 +53,7 @@ class GluonConfig:
         resident_keys: keep K and V over neighbouring tiles of a sequence (forward and backward_q; a 4-D k whose rows
             fit into the stages, otherwise ignored).
         one_release: one signal for K of a tile and V of the one before (forward; not with resident keys).
+        chained: the last step of a tile computes the first scores of the next one (forward; resident_stages 2).
     """
 
     block: int
@@ -63,6 +64,7 @@ class GluonConfig:
     overlap: bool = False
     resident_keys: bool = False
     one_release: bool = False
+    chained: bool = False
 
     @property
     def programs(self) -> int:
@@ -104,7 +106,7 @@ Config = TritonConfig | GluonConfig
 # (step, softmax or activation, class of lengths); 128-wide heads. Narrower heads use the same. The backward's entries
 # serve what FUSED does not.
 GLUON: dict[tuple[Step, str, str], GluonConfig] = {
-    ("forward", "softmax", "long"): GluonConfig(128, 2, one_release=True),
+    ("forward", "softmax", "long"): GluonConfig(128, 2, resident_stages=2, one_release=True, chained=True),
     ("forward", "softmax", "short"): GluonConfig(64, 3, groups=3, registers=160, resident_stages=2),
     ("forward", "activation", "long"): GluonConfig(64, 3, 3, 160, resident_stages=2, one_release=True),
     ("forward", "activation", "short"): GluonConfig(128, 2, resident_stages=2),

@@ -13,13 +13,18 @@ from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.ops.attention_core import table
 from gemworks.jagged.ops.attention_core.launch import Problem
 from gemworks.jagged.ops.attention_fp8.kernel_fp8 import fp8_kernel as _fp8_kernel
+from gemworks.jagged.ops.attention_fp8.kernel_values import rows_kernel as _rows_kernel
+from gemworks.jagged.ops.attention_fp8.kernel_values import tiles_kernel as _tiles_kernel
 from gemworks.jagged.ops.attention_fp8.reference import scale_block
-from gemworks.jagged.ops.attention_fp8.tiles import TILE
+from gemworks.jagged.ops.attention_fp8.tiles import TILE, num_tiles
 from torch import Tensor
 
 # Triton's kernels are not callables to a type checker.
 fp8_kernel: Any = quick(_fp8_kernel)
+rows_kernel: Any = quick(_rows_kernel)
+tiles_kernel: Any = quick(_tiles_kernel)
 UNBOUNDED = 1 << 30
+SEARCH = 1024  # offsets that a kernel looks at together
 PLAIN_ROWS, PLAIN_KEYS = 64, 32
 _TRITON_DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: triton.language.bfloat16,
@@ -105,6 +110,35 @@ def triton_forward(p: Problem, sq: Tensor, sk: Tensor, sv: Tensor | None, out: T
         V_CODES=sv is not None, DTYPE=_TRITON_DTYPES[out.dtype], BM=block_m, BN=block_n,
         PRECISION="ieee", num_warps=4 if wide else 8, num_stages=1 if wide else 2,
     )  # fmt: skip
+
+
+def rows_values(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`reference.dequantize_rows` on a device, in one pass."""
+    total, heads, width = codes.shape
+    rows, columns = scale_block("codes", codes, scales)
+    codes, scales = codes if codes.stride(2) == 1 else codes.contiguous(), scales.contiguous()
+    out = torch.empty(total, heads, width, dtype=dtype, device=codes.device)
+    block_rows = 32
+    grid = triton.cdiv(total, block_rows) * heads
+    if grid:
+        rows_kernel[(grid,)](
+            codes, scales, out, total, codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1),
+            HEADS=heads, H=width, BH=triton.next_power_of_2(width), R=rows, W=columns, BM=block_rows, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def tiles_values(codes: Tensor, scales: Tensor, offsets: Tensor, total: int, dtype: torch.dtype) -> Tensor:
+    """`tiles.dequantize_tiles` on a device, in one pass; four dims of codes are transposed tiles."""
+    heads, transposed = codes.shape[1], codes.dim() == 4
+    width, num_sequences = codes.shape[2], offsets.shape[0] - 1
+    out = torch.empty(total, heads, width, dtype=dtype, device=codes.device)
+    if total:
+        tiles_kernel[(num_tiles(total, num_sequences) * heads,)](
+            codes, scales, offsets, out, total, num_sequences,
+            HEADS=heads, H=width, SEARCH=SEARCH, TRANSPOSED=transposed, num_warps=4,
+        )  # fmt: skip
+    return out
 
 
 def hopper_forward(

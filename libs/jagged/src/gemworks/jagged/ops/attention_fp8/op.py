@@ -42,16 +42,30 @@ def _values(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the codes stand for, exactly."""
     sq, sk, sv = scales
+    of_k = offsets_q if offsets_k is None else offsets_k
+    if q.is_cuda:
+        from gemworks.jagged.ops.attention_fp8.launch import rows_values, tiles_values
+
+        with torch.cuda.device(q.device):
+            if v.dim() == 3:
+                v_values = v if sv is None else rows_values(v, sv, dtype)
+                return rows_values(q, sq, dtype), rows_values(k, sk, dtype), v_values
+            assert offsets_q is not None
+            assert of_k is not None
+            assert sv is not None
+            q_values = tiles_values(q, sq, offsets_q, q.shape[0], dtype)
+            k_values, v_values = (tiles_values(x, s, of_k, k.shape[0], dtype) for x, s in ((k, sk), (v, sv)))
+            return q_values, k_values, v_values
     if v.dim() == 3:
         v_values = v if sv is None else dequantize_rows(v, sv, dtype)
         return dequantize_rows(q, sq, dtype), dequantize_rows(k, sk, dtype), v_values
     assert offsets_q is not None
+    assert of_k is not None
     assert sv is not None
-    of_k, rows = offsets_q if offsets_k is None else offsets_k, k.shape[0]
     return (
         dequantize_tiles(q, sq, offsets_q, q.shape[0], dtype, transposed=False),
-        dequantize_tiles(k, sk, of_k, rows, dtype, transposed=False),
-        dequantize_tiles(v, sv, of_k, rows, dtype, transposed=True),
+        dequantize_tiles(k, sk, of_k, k.shape[0], dtype, transposed=False),
+        dequantize_tiles(v, sv, of_k, k.shape[0], dtype, transposed=True),
     )
 
 
