@@ -21,7 +21,8 @@ row above (rows with `+` are measured beside the ladder: the next row builds on 
 attention are different models with different FLOPs, so they are never in one table.
 
 - *samples/s*: of a whole training step, data ready in host memory.
-- *Local MFU*: sequence layers alone, forward and backward, FLOPs over 989 TFLOP/s x time.
+- *Local MFU*: sequence layers alone, forward and backward, FLOPs over 989 TFLOP/s x time. "at 512": from the layers'
+  own run below, with batches of that many samples.
 - *step MFU*: all model FLOPs of a step over 989 TFLOP/s x wall time; *mixed* divides by the peak of the mix of bf16 and
   FP8 products instead.
 - *NE*: over the timed steps, each batch before it is learned from; the same batches in every row of a batch size.
@@ -65,6 +66,7 @@ def write_page(page: Path, measured: Path) -> None:
     parts = [INTRO]
     for title, file in (
         ("The ladder", "ladder_h200.csv"),
+        ("The ladder at 64 samples", "ladder_b64_h200.csv"),
         ("Leave one out", "leave_one_out_h200.csv"),
     ):
         rows = read(measured / file)
@@ -73,8 +75,8 @@ def write_page(page: Path, measured: Path) -> None:
             parts.append(f"Not measured yet: there is no `{file}`.\n")
         for case, group in _cases(rows).items():
             ordered = in_order(group)
-            parts.append(f"### {case}\n\n" + ladder_table(ordered))
-            parts.append(takeaways(ordered, chained=file == "ladder_h200.csv"))
+            parts.append(f"### {case}\n\n" + ladder_table(ordered, read(measured / "layers_h200.csv")))
+            parts.append(takeaways(ordered, chained=file.startswith("ladder")))
             if file == "ladder_h200.csv":
                 parts.append(not_measured(ordered))
             picture = measured / f"{file.removesuffix('.csv')}_{group[0]['attention']}.png"
@@ -151,8 +153,8 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
     return sorted(latest.values(), key=lambda row: names.index(row["row"]) if row["row"] in names else -1)
 
 
-def ladder_table(rows: Sequence[Row]) -> str:
-    """A Markdown table of one ladder's rows."""
+def ladder_table(rows: Sequence[Row], layers: Sequence[Row] = ()) -> str:
+    """A Markdown table of one ladder's rows; `layers` has the Local MFU of rows whose own run did not time layers."""
     lines = [
         "| row | adds | batch | samples/s | Local MFU | step MFU | mixed | step ms | peak GiB | padding | recompute "
         "| NE | commit |",
@@ -161,7 +163,7 @@ def ladder_table(rows: Sequence[Row]) -> str:
     for row in rows:
         name = f"+ {row['row']}" if _is_side(row["row"]) else row["row"]
         cells = [
-            name, _added(row), row["batch"], row["samples_per_s"], _percent(row["local_mfu"]),
+            name, _added(row), row["batch"], row["samples_per_s"], _local(row, layers),
             _percent(row["step_mfu"]), _percent(row["mixed_mfu"]), row["step_ms"], row["peak_gib"],
             _percent(row["padding"]), _percent(row["recompute"]), row["ne"], row["commit"],
         ]  # fmt: skip
@@ -169,6 +171,17 @@ def ladder_table(rows: Sequence[Row]) -> str:
             cells[3] = row["note"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _local(row: Row, layers: Sequence[Row]) -> str:
+    """Local MFU of a row's sequence layers: its own, or the latest that `layers` measured, with its batch size."""
+    if row["local_mfu"]:
+        return _percent(row["local_mfu"])
+    found = [
+        x for x in layers
+        if (x["layer"], x["attention"], x["setting"]) == ("sequence layers", row["attention"], row["row"])
+    ]  # fmt: skip
+    return f"{_percent(found[-1]['local_mfu'])} at {found[-1]['batch']}" if found else ""
 
 
 def takeaways(rows: Sequence[Row], *, chained: bool = True) -> str:
