@@ -27,7 +27,7 @@ from gemworks.gem.device import resolve_device
 from gemworks.gem.efficiency import H200_BF16_PEAK_FLOPS
 from gemworks.gem.ladder.pair_row import PairCost, PairRow, compile_small, mean_length
 from gemworks.gem.ladder.rows import COLUMNS as LADDER_COLUMNS
-from gemworks.gem.ladder.settings import WITHOUT_GRAPHS, Change, build, chain, kernels, train
+from gemworks.gem.ladder.settings import FULL_STACK, Change, build, chain, kernels, train
 from gemworks.gem.ladder.step import free
 from gemworks.gem.layers.report import Row, append_csv, common_columns
 from gemworks.gem.presets import load_config
@@ -290,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--preset", default="large")
     parser.add_argument("--attention", choices=("block", "full"), default="block")
-    parser.add_argument("--setting", default=WITHOUT_GRAPHS, help="row of the ladder to start from")
+    parser.add_argument("--setting", default=FULL_STACK, help="row of the ladder to start from")
     parser.add_argument("--batch-size", type=int, default=256, help="samples of a rank")
     parser.add_argument("--ranks", type=int, help="how many share a batch, where one process measures rows of one GPU")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
