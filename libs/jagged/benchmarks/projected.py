@@ -1,10 +1,10 @@
-"""Times block attention with its projections in front, on a GPU: in the kernel, before it, and by a linear layer.
+"""Times block attention with its projections in front, on a GPU: computed again in the backward, and kept.
 
     python libs/jagged/benchmarks/projected.py --check             # compiles and compares
     python libs/jagged/benchmarks/projected.py --out projected.csv
 
-`fused` computes q, k and v where they are used; `op` is block_attention_projected as shipped (nothing kept but x);
-`linear then block_attention_qkv` keeps the projection for its backward. Letters: T packed rows, D width of x.
+`gemworks op` is block_attention_projected (nothing kept but x); `linear then block_attention_qkv` keeps the projection
+for its backward. Letters: T packed rows, D width of x.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from gemworks.jagged.bench import report
 from gemworks.jagged.bench.bandwidth import assert_near
 from gemworks.jagged.bench.blocks import Shape, block_lengths
 from gemworks.jagged.bench.timing import Clock, measure_ceilings, time_in_turn
-from gemworks.jagged.ops.block_attention import launch
-from gemworks.jagged.ops.block_attention.formulas import BlockArgs
 from torch import Tensor
 from torch.nn import functional
 
@@ -56,16 +54,10 @@ def measure(shape: Shape, dim: int, clock: Clock, context: report.Context, check
         qkv = functional.linear(x, weight).unflatten(-1, (3 * HEADS, WIDTH))
         return block_attention_qkv(qkv, offsets, num_heads=HEADS, **settings)
 
-    args = BlockArgs(schedule.table_S3, rope.cos_TJ, rope.sin_TJ, WIDTH**-0.5, 64, False, True, 1e-6)
-
-    def fused() -> Tensor:
-        return launch.block_attention_projected_forward(x.detach(), weight.detach(), HEADS, WIDTH, args)
-
     outs = {"gemworks op": op(), PEER: apart()}
     grads = {n: torch.autograd.grad(o, (x, weight), dout, retain_graph=True) for n, o in outs.items()}
     for got, exact in zip((outs["gemworks op"], *grads["gemworks op"]), (outs[PEER], *grads[PEER]), strict=True):
         assert_near(got, exact, f"op {dim}")
-    assert_near(fused(), outs[PEER], f"fused {dim}")
     if check:
         return []
     del grads
@@ -77,7 +69,6 @@ def measure(shape: Shape, dim: int, clock: Clock, context: report.Context, check
 
         runs["bwd"][name] = backward
         runs["fwd"][name] = torch.no_grad()(f)
-    runs["fwd"]["gemworks fused"] = torch.no_grad()(fused)
     rows = []
     for direction, by_name in runs.items():
         times, errors = time_in_turn(clock, by_name, rounds=2, repeats=6)

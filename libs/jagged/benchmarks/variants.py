@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,142 +65,125 @@ PEER = "torch varlen_attn"
 Variant = tuple[str, Any, bool | None]  # step, configuration, fold (forward of fast_gelu)
 
 
-def two_groups(block: int, stages: int, resident: int, keep: bool = False) -> GluonConfig:
-    return GluonConfig(block, stages, 2, 232, resident, resident_keys=keep)
+@dataclass(frozen=True)
+class Group:
+    """Variants that are timed one after the other in one process, on these shapes with these activations."""
+
+    variants: tuple[Variant, ...]
+    shapes: tuple[str, ...] = ("B256 max1024", "B128 max2048")
+    activations: tuple[str, ...] = ACTIVATIONS
 
 
-def three_groups(block: int, stages: int, resident: int, registers: int = 160, keep: bool = False) -> GluonConfig:
-    return GluonConfig(block, stages, 3, registers, resident, resident_keys=keep)
+def two_groups(block: int, stages: int, resident: int, **options: bool) -> GluonConfig:
+    return GluonConfig(block, stages, 2, 232, resident, **options)
 
 
-def backward(block: int, stages: int, *, resident: int = 1, overlap: bool = False, keep: bool = False) -> GluonConfig:
-    return GluonConfig(block, stages, 2, 240, resident, overlap, keep)
+def three_groups(block: int, stages: int, resident: int, **options: bool) -> GluonConfig:
+    return GluonConfig(block, stages, 3, 160, resident, **options)
 
 
-GROUPS: dict[str, list[Variant]] = {
-    "forward": [
-        *(
-            ("forward", config, fold)
-            for config in (
-                two_groups(128, 2, 1),
-                two_groups(128, 2, 2),
-                two_groups(64, 4, 2),
-                three_groups(64, 3, 2),
-                three_groups(64, 4, 1),
-                three_groups(64, 3, 1, 152),
-            )
-            for fold in (False, True)
+def forward(*configs: GluonConfig | TritonConfig) -> tuple[Variant, ...]:
+    """With the scale folded into the activation wherever that is possible."""
+    return tuple(("forward", c, isinstance(c, GluonConfig)) for c in configs)
+
+
+def pair(step: str, *configs: GluonConfig | TritonConfig) -> tuple[Variant, ...]:
+    return tuple((step, c, None) for c in configs)
+
+
+BOTH_PEERS: tuple[Variant, ...] = (("forward", PEER, None), ("backward", PEER, None))
+FUSED = ("backward", FusedConfig(2, 2, early=True, ahead=True), None)
+IN_TWO = ("backward", None, None)  # the pair of kernels that the table names
+GROUPS: dict[str, Group] = {
+    "forward softmax": Group(
+        (
+            BOTH_PEERS[0],
+            *forward(
+                two_groups(128, 2, 1, one_release=True),
+                two_groups(128, 2, 2, one_release=True, chained=True),
+                three_groups(64, 3, 2, one_release=True),
+                three_groups(64, 3, 2, one_release=True, chained=True),
+            ),
         ),
-    ],
-    # The two directions with the torch peer beside them; first on purpose: what a run short of time should measure.
-    "both": [
-        ("forward", PEER, None),
-        ("forward", three_groups(64, 3, 2), True),
-        ("forward", two_groups(128, 2, 1), True),
-        ("forward", two_groups(128, 2, 2), True),
-        ("forward", two_groups(128, 2, 2, keep=True), True),
-        ("backward", PEER, None),
-        ("backward", None, None),  # the pair of kernels that the table names
-        ("backward", FusedConfig(2, 2, early=True, ahead=True), None),
-        ("backward", FusedConfig(2, 2, early=False, ahead=True), None),
-    ],
-    "backward": [
-        ("backward", None, None),  # the pair of kernels that the table names
-        *(
-            ("backward", FusedConfig(stages, key_stages, early, ahead), None)
-            for stages, key_stages, early, ahead in (
-                (2, 2, False, False),
-                (2, 2, True, False),
-                (2, 2, False, True),
-                (2, 2, True, True),
-                (3, 1, True, True),
-            )
+        activations=("softmax",),
+    ),
+    "forward activation": Group(
+        forward(
+            three_groups(64, 3, 2, one_release=True),
+            two_groups(128, 2, 1, one_release=True),
+            three_groups(64, 3, 2, one_release=True, chained=True),
+            two_groups(128, 2, 2, one_release=True, chained=True),
+            two_groups(64, 4, 2, one_release=True, chained=True),
         ),
-    ],
-    "backward_kv": [
-        *(("backward_kv", backward(64, n), None) for n in (2, 3)),
-        ("backward_kv", backward(64, 3, overlap=True), None),
-        *(("backward_kv", backward(32, n, overlap=o), None) for n in (4, 6) for o in (False, True)),
-        ("backward_kv", backward(64, 2, resident=2), None),
-        ("backward_kv", backward(32, 4, resident=2, overlap=True), None),
-    ],
-    "backward_q": [
-        *(("backward_q", backward(64, n), None) for n in (2, 3, 4)),
-        *(("backward_q", backward(32, n), None) for n in (4, 6)),
-        ("backward_q", backward(64, 2, resident=2), None),
-        ("backward_q", backward(32, 4, resident=2), None),
-    ],
-    # Two programs a multiprocessor, tiles of 64 rows: for a short shared query.
-    "one consumer group": [
-        ("forward", GluonConfig(64, 2, 1), True),
-        ("forward", GluonConfig(64, 3, 1), True),
-        ("forward", GluonConfig(128, 2, 1), True),
-        ("backward_q", GluonConfig(64, 2, 1), None),
-        ("backward_q", GluonConfig(32, 4, 1), None),
-        ("backward_kv", GluonConfig(64, 2, 1), None),
-        ("backward_kv", GluonConfig(32, 4, 1), None),
-    ],
-    # Number of signals between loading warp and consumers.
-    "signals": [
-        ("forward", PEER, None),
-        ("forward", two_groups(128, 2, 1), True),
-        ("forward", replace(two_groups(128, 2, 1), one_release=True), True),
-        ("forward", three_groups(64, 3, 2), True),
-        ("forward", replace(three_groups(64, 3, 2), one_release=True), True),
-    ],
-    # Shapes with a causal mask or a window.
-    "masks": [
-        ("forward", PEER, None),
-        ("forward", TritonConfig(64, 64, 4, 3), None),
-        ("forward", two_groups(64, 4, 1), True),
-        ("forward", two_groups(64, 4, 2), True),
-        ("forward", two_groups(128, 2, 1), True),
-        ("backward", PEER, None),
-        ("backward", None, None),  # the pair in plain Triton
-        ("backward", FusedConfig(2, 2, early=True, ahead=True), None),
-    ],
-    # Keys kept over the tiles of a sequence: shapes with short keys only.
-    "keep keys forward": [
-        ("forward", two_groups(128, 2, 2, keep=True), True),
-        ("forward", two_groups(128, 2, 1, keep=True), True),
-        ("forward", two_groups(64, 4, 2, keep=True), True),
-        ("forward", three_groups(64, 4, 1, keep=True), True),
-    ],
-    "keep keys backward": [("backward_q", backward(64, 4, keep=True), None)],
-    # Small tiles compute fewer pairs that the window then hides.
-    "window": [
-        *(
-            ("forward", TritonConfig(*c), None)
-            for c in ((64, 64, 4, 3), (64, 32, 4, 3), (64, 32, 4, 4), (128, 32, 8, 3))
+        activations=("fast_gelu",),
+    ),
+    "forward short keys": Group(
+        forward(
+            two_groups(128, 2, 2),
+            two_groups(128, 2, 2, chained=True),
+            two_groups(128, 2, 2, chained=True, resident_keys=True),
+            two_groups(64, 4, 2, chained=True, resident_keys=True),
+            three_groups(64, 4, 1),
+            three_groups(64, 4, 1, resident_keys=True),
         ),
-        *(
-            ("backward_kv", TritonConfig(*c), None)
-            for c in (
-                (64, 128, 8, 2),
-                (64, 64, 4, 2),
-                (64, 64, 8, 2),
-                (32, 64, 4, 2),
-                (32, 64, 4, 3),
-                (32, 128, 8, 3),
-            )
+        ("B256 max2048 kv256",),
+        ("fast_gelu",),
+    ),
+    "forward shared query": Group(
+        forward(
+            two_groups(128, 2, 2, one_release=True),
+            two_groups(128, 2, 2, one_release=True, chained=True),
+            three_groups(64, 3, 2, one_release=True),
         ),
-        *(
-            ("backward_q", TritonConfig(*c), None)
-            for c in (
-                (128, 64, 8, 2),
-                (64, 64, 4, 2),
-                (64, 64, 8, 2),
-                (64, 32, 4, 2),
-                (64, 32, 4, 3),
-                (128, 32, 8, 3),
-            )
+        ("B128 max2048 seeds256",),
+    ),
+    "forward few queries": Group(
+        forward(
+            two_groups(64, 4, 2),
+            two_groups(64, 4, 2, one_release=True),
+            two_groups(64, 4, 2, one_release=True, chained=True),
+            GluonConfig(64, 2, 1),  # two programs a multiprocessor
+            GluonConfig(64, 2, 1, one_release=True),
         ),
-    ],
-    "triton": [
-        *(("forward", TritonConfig(m, 64, w, s), None) for m, w in ((64, 4), (128, 8)) for s in (2, 3)),
-        *(("backward_kv", TritonConfig(m, 128, 8, 2), None) for m in (32, 64)),
-        *(("backward_q", TritonConfig(128, n, 8, 2), None) for n in (32, 64)),
-    ],
+        ("B128 max2048 seeds64",),
+    ),
+    "backward": Group((BOTH_PEERS[1], FUSED)),
+    "backward all": Group(
+        (
+            IN_TWO,
+            FUSED,
+            *(
+                ("backward", FusedConfig(2, 2, early=e, ahead=a), None)
+                for e, a in ((False, False), (True, False), (False, True))
+            ),
+            ("backward", FusedConfig(3, 1, early=True, ahead=True), None),
+        )
+    ),
+    "backward short keys": Group((FUSED,), ("B256 max2048 kv256",), ("fast_gelu",)),
+    "backward shared query": Group((FUSED, IN_TWO), ("B128 max2048 seeds256", "B128 max2048 seeds64"), ("fast_gelu",)),
+    "masks": Group(
+        (
+            *BOTH_PEERS,
+            *forward(TritonConfig(64, 64, 4, 3), two_groups(64, 4, 1), two_groups(64, 4, 2), two_groups(128, 2, 1)),
+            IN_TWO,  # in plain Triton
+            FUSED,
+        ),
+        ("B128 max2048 window100", "B128 max2048 causal"),
+        ("softmax",),
+    ),
+    "pair": Group(
+        (
+            *pair("backward_kv", *(GluonConfig(64, n, 2, 240) for n in (2, 3))),
+            *pair("backward_q", *(GluonConfig(64, n, 2, 240) for n in (2, 3, 4))),
+        )
+    ),
+    "triton": Group(
+        (
+            *forward(*(TritonConfig(m, 64, w, s) for m, w in ((64, 4), (128, 8)) for s in (2, 3))),
+            *pair("backward_kv", *(TritonConfig(m, 128, 8, 2) for m in (32, 64))),
+            *pair("backward_q", *(TritonConfig(128, n, 8, 2) for n in (32, 64))),
+        )
+    ),
 }
 
 
@@ -284,16 +267,16 @@ def problem(x: Inputs, activation: str) -> Any:
     return launch.Problem(q, k, v, rule, schedule, bound, "sm_90", x.d_out.shape[0], rows_k)
 
 
-def measure(group: str, shapes: list[str], only: int | None, check: bool) -> Iterator[dict[str, str]]:
+def measure(
+    group: str, shapes: list[str], only: int | None, check: bool, clock: Clock, ceilings: Ceilings
+) -> Iterator[dict[str, str]]:
     from gemworks.jagged.ops.attention_core import launch
 
     peers: dict[tuple[str, str], float] = {}
-    device = torch.device("cuda")
-    clock = Clock(device)
-    ceilings = Ceilings(1.0, 1.0, None) if check else measure_ceilings(clock, device)
+    device, listed = torch.device("cuda"), GROUPS[group]
     common = report.Context(ceilings, device, torch.bfloat16, ()).columns()
     common["command"] = f"python libs/jagged/benchmarks/variants.py --group {shlex.quote(group)}"
-    for shape, activation in itertools.product(shapes, ACTIVATIONS):
+    for shape, activation in itertools.product([s for s in listed.shapes if s in shapes], listed.activations):
         x = make_inputs((SMALL if check else CASES)[shape], device, torch.bfloat16)
         p = problem(x, activation)
         softmax = activation == "softmax"
@@ -305,12 +288,8 @@ def measure(group: str, shapes: list[str], only: int | None, check: bool) -> Ite
         lengths = (x.lengths_k if x.case.kind == "pool" else x.lengths_q).double()
         common |= {"law": x.case.law, "mean_len": f"{lengths.mean():.1f}", "max_len": str(int(lengths.max()))}
         common |= {"seed": str(x.case.seed), "bwd_factor": str(BWD_FACTOR)}
-        for variant in GROUPS[group] if only is None else [GROUPS[group][only]]:
-            step, config, fold = variant
-            if group == "window" and activation != "softmax":
-                continue  # the mask costs both alike
-            if getattr(config, "resident_keys", False) and x.case.kind != "pffn":
-                continue  # the same kernel as without
+        for variant in listed.variants if only is None else [listed.variants[only]]:
+            step, config, _fold = variant
             row = common | {"op": "flash_attention" if softmax else "gdpa", "shape": x.case.shape, "head_dim": "128"}
             row |= {"direction": DIRECTIONS[step], "impl": report.OURS, "setting": str(config or "pair")}
             if config == PEER:  # softmax, whatever we compute: once for both
@@ -324,10 +303,8 @@ def measure(group: str, shapes: list[str], only: int | None, check: bool) -> Ite
                         peers[shape, step] = t.ms
                         yield row | numbers(x, step, t, ceilings, t.ms)
                 continue
-            if fold and softmax:
-                if any(v[1] == config and not v[2] for v in GROUPS[group]):
-                    continue
-                variant = (step, config, False)
+            if softmax:
+                variant = (step, config, None)
             if variant[2]:
                 row["setting"] += " fold"
             try:
@@ -354,9 +331,13 @@ def measure(group: str, shapes: list[str], only: int | None, check: bool) -> Ite
             yield row
 
 
-def child(group: str, shapes: list[str], out: Path, only: int | None, check: bool) -> None:
+def run_all(groups: list[str], shapes: list[str], out: Path, only: int | None, check: bool) -> None:
+    device = torch.device("cuda")
+    clock = Clock(device)
+    ceilings = Ceilings(1.0, 1.0, None) if check else measure_ceilings(clock, device)
+    rows = (row for g in groups for row in measure(g, shapes, only, check, clock, ceilings))
     if check:
-        for row in measure(group, shapes, only, check):
+        for row in rows:
             print(" ".join(row.get(c, "") for c in SHOWN if row.get(c)), flush=True)
         return
     new = not out.exists()
@@ -364,7 +345,7 @@ def child(group: str, shapes: list[str], out: Path, only: int | None, check: boo
         writer: csv.DictWriter[str] = csv.DictWriter(file, COLUMNS, restval="")
         if new:
             writer.writeheader()
-        for row in measure(group, shapes, only, check):
+        for row in rows:
             writer.writerow(row)
             file.flush()
             print("  ".join(row.get(c, "") for c in SHOWN), flush=True)
@@ -379,32 +360,19 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=list(CASES), help="only these; all by default")
     parser.add_argument("--check", action="store_true", help="small shapes, no times: compiles and compares")
     parser.add_argument("--only", type=int, help="one variant of a group, by its number; with --check")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--here", action="store_true", help="all groups in this process: quicker, and a hang ends it")
     args = parser.parse_args()
-    groups, begin = args.group or list(GROUPS), time.monotonic()
-    if args.child or args.check:
-        for group in groups:
-            child(group, args.shape or list(CASES), args.out, args.only, args.check)
+    groups, shapes, begin = args.group or list(GROUPS), args.shape or list(CASES), time.monotonic()
+    if args.here or args.check:
+        run_all(groups, shapes, args.out, args.only, args.check)
         return
     for group in groups:
-        shapes = args.shape or list(CASES)
-        if "keep keys" in group or "keys kept" in group:
-            shapes = [s for s in shapes if CASES[s].kind == "pffn"]
-        wanted = {"window": ["window"], "masks": ["window", "causal"]}.get(group, [])
-        masked = [s for s in shapes if CASES[s].window or CASES[s].causal]
-        shapes = (
-            [s for s in masked if s.split()[-1].rstrip("0123456789") in wanted]
-            if wanted
-            else [s for s in shapes if s not in masked]
-        )
-        if group == "one consumer group":
-            shapes = [s for s in shapes if CASES[s].kind != "self" or s == "B256 max1024"]
         left = args.budget_s - (time.monotonic() - begin)
         print(f"== {group} ({left:.0f} s left)", flush=True)
-        if left < 20 or not shapes:
+        if left < 20:
             print("not run", flush=True)
             continue
-        command = [sys.executable, __file__, "--child", "--group", group, "--out", str(args.out)]
+        command = [sys.executable, __file__, "--here", "--group", group, "--out", str(args.out)]
         command += [w for s in shapes for w in ("--shape", s)]
         try:
             done = subprocess.run(command, timeout=min(left, args.limit_s))

@@ -140,22 +140,6 @@ def block_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], 
     return cases
 
 
-def projected_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], dict[str, Any]]]:
-    cases = {}
-    for block, width, dim in ((64, 128, 128), (64, 64, 512), (32, 128, 192)):
-        constants = {
-            "HEADS": 4, "GROUP": 1, "D": dim, "H": width, "BLOCK": block, "BLOCK_J": width // 2, "BLOCK_V": width,
-            "BLOCK_D": 64, "NORM": True, "ROPE": True, "CAUSAL": False, "PRECISION": "tf32",
-        }  # fmt: skip
-        cases[f"block_projected bf16 {block} {width} {dim}"] = (
-            kernel_block.block_projected_fwd_kernel,
-            lambda name: {"table_ptr": "*i32", "cos_ptr": "*fp16", "sin_ptr": "*fp16"}.get(name, "*bf16"),
-            constants,
-            {"num_warps": 8 if block >= 64 else 4, "num_stages": 2},
-        )
-    return cases
-
-
 def schedule_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], dict[str, Any]]]:
     from gemworks.jagged._triton import kernel_schedule
 
@@ -185,15 +169,18 @@ def epilogue_cases(gluon: bool) -> dict[str, tuple[Any, Callable[[str], str], di
         from triton.experimental.gluon import language as gl
 
         config = launch_norm.GluonNormConfig()
-        layout: Any = gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16)
         constants = {
             "ACT": "fast_gelu", "HEADS": 4, "H": 128, "BN": config.block, "STAGES": config.stages, "FOLD": True,
-            "QSTAGES": config.resident_stages, "GROUPS": config.groups, "NORM": True,
-            "CONSUMER_REGS": config.registers, "FINISHER_REGS": config.norm_registers,
+            "QSTAGES": config.resident_stages, "CONSUMER_REGS": config.registers,
+            "FINISHER_REGS": config.norm_registers,
         }  # fmt: skip
 
         def pointer(name: str) -> str:
-            return f"tensordesc<bf16[64,128],{layout!r}>" if name.endswith("_desc") else "*bf16"
+            if not name.endswith("_desc"):
+                return "*bf16"
+            rows = 64 if name == "q_desc" else config.block
+            layout: Any = gl.NVMMASharedLayout.get_default_for([1, 1, rows, 1, 128], gl.bfloat16)
+            return f"tensordesc<bf16[1,1,{rows},1,128],{layout!r}>"
 
         cases["epilogue gluon"] = (gdpa_norm_hopper_kernel, pointer, constants | parts, {"num_warps": 4})
     return cases
@@ -224,9 +211,7 @@ def gluon_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], 
 def main() -> None:
     architecture, pattern = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
     line: dict[str, Any] = {"architecture": architecture}
-    cases = (
-        norm_cases() | block_cases() | projected_cases() | schedule_cases() | epilogue_cases(architecture == "sm_90")
-    )
+    cases = norm_cases() | block_cases() | schedule_cases() | epilogue_cases(architecture == "sm_90")
     cases |= gluon_cases() if architecture == "sm_90" else {}
     for name, (kernel, pointer, constants, options) in cases.items():
         if re.search(pattern, name):

@@ -57,6 +57,17 @@ def arguments(
     return signature, {(kernel.arg_names.index(n),): value for n, value in constants.items()}, attributes
 
 
+def describe(
+    kernel: Any, name: str, box: tuple[int, ...], dtype: str, signature: dict[str, str], attributes: dict[Any, Any]
+) -> None:
+    """Makes the parameter a descriptor of boxes of that shape."""
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout.get_default_for(list(box), {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])
+    signature[name] = f"tensordesc<{dtype}[{','.join(map(str, box))}],{layout!r}>"
+    attributes.pop((kernel.arg_names.index(name),), None)
+
+
 def report(label: str, compiled: Any) -> None:
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -117,7 +128,6 @@ def compile_gluon(
     **options: Any,
 ) -> None:
     from gemworks.jagged.ops.attention_core import kernel_backward_hopper, kernel_forward_hopper
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
     constants: dict[str, Any] = {
@@ -131,13 +141,15 @@ def compile_gluon(
     constants["CONSUMER_REGS"] = config.registers
     kernel: Any
     if step == "forward":
-        kernel, described = kernel_forward_hopper.forward_hopper_kernel, ("q_desc",)
+        kernel = kernel_forward_hopper.forward_hopper_kernel
+        described = {"q_desc": 64, "k_desc": config.block, "v_desc": config.block}
         constants |= {"GROUP_HEADS": 1, "HV": width, "BN": config.block, "QSTAGES": config.resident_stages}
         constants |= {"GROUPS": config.groups, "FOLD": activation == "fast_gelu" and dtype == "bf16"}
         constants["ONE_RELEASE"] = config.one_release
-        constants |= {"MASKED": masked, "BOTTOM_RIGHT": True}
+        constants |= {"MASKED": masked, "BOTTOM_RIGHT": True, "CHAINED": config.chained}
     else:
-        kernel, described = kernel_backward_hopper.backward_hopper_kernel, ("a_desc", "b_desc")
+        kernel = kernel_backward_hopper.backward_hopper_kernel
+        described = {"a_desc": 64, "b_desc": 64, "c_desc": config.block, "d_desc": config.block}
         overlap = True if step == "backward_q" else config.overlap
         constants |= {
             "KV": step == "backward_kv",
@@ -148,10 +160,8 @@ def compile_gluon(
         }
     constants |= options
     signature, constexprs, attributes = arguments(kernel, constants, dtype)
-    layout = gl.NVMMASharedLayout.get_default_for([64, width], {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])
-    for name in described:
-        signature[name] = f"tensordesc<{dtype}[64,{width}],{layout!r}>"
-        attributes.pop((kernel.arg_names.index(name),), None)
+    for name, rows in described.items():
+        describe(kernel, name, (1, 1, rows, 1, width), dtype, signature, attributes)
     source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
     compiled = triton.compile(
         source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": config.max_registers}
@@ -169,6 +179,8 @@ def compile_fused(activation: str, config: table.FusedConfig, dtype: str, shared
         "CONSUMER_REGS": config.registers, "MASKED": masked, "BOTTOM_RIGHT": True,
     }  # fmt: skip
     signature, constexprs, attributes = arguments(kernel, constants, dtype)
+    for name in ("q_desc", "k_desc", "v_desc", "do_desc"):
+        describe(kernel, name, (1, 1, 64, 1, table.FUSED_HEAD_DIM), dtype, signature, attributes)
     source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     report(f"backward {activation} {config}", compiled)

@@ -1,6 +1,6 @@
 """Compile the FP8 attention kernels for a GPU that need not be there, and print what came out, one JSON object a line.
 
-Run in a process of its own by test_jagged_attention_fp8.py: `python compiled_attention_fp8.py gluon sm_90 softmax`.
+Run in a process of its own by test_jagged_attention_fp8.py: `python compiled_attention_fp8.py gluon sm_90 128`.
 """
 
 from __future__ import annotations
@@ -34,23 +34,27 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 def types_of(names: list[str], special: dict[str, str], constants: dict[str, Any]) -> dict[str, str]:
     rest = dict.fromkeys(("bounds_q", "bounds_k", "tile_sample", "tile_row", "num_tiles"), "*i32")
-    rest |= {"scale": "fp32", "lse": "*fp32", "lse_ptr": "*fp32", "sq_ptr": "*fp32"}
+    rest |= {"scale": "fp32", "lse": "*fp32", "lse_ptr": "*fp32"}
     return {n: "constexpr" if n in constants else special.get(n, rest.get(n, "i32")) for n in names}
 
 
-def gluon(capability: int, activation: str) -> Any:
+def gluon(capability: int, width: int) -> Any:
     from gemworks.jagged.ops.attention_fp8.kernel_fp8_hopper import fp8_hopper_kernel as kernel
-    from gemworks.jagged.ops.attention_fp8.launch import BLOCK_N, REGISTERS, STAGES
+    from gemworks.jagged.ops.attention_fp8.launch import HOPPER
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    rows = gl.NVMMASharedLayout.get_default_for([64, 128], gl.float8e4nv)
-    constants = {"ACT": activation, "HEADS": 4, "GROUP_HEADS": 1, "H": 128, "BN": BLOCK_N, "STAGES": STAGES}
-    constants["CONSUMER_REGS"] = REGISTERS
-    special = {"q_desc": f"tensordesc<fp8e4nv[64,128],{rows!r}>", "sk_ptr": "*fp32"}
-    special |= {"k_ptr": "*fp8e4nv", "v_ptr": "*bf16", "out_ptr": "*bf16"}
+    def box(rows: int, columns: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.float8e4nv)
+        return f"tensordesc<fp8e4nv[{rows},{columns}],{layout!r}>"
+
+    constants: dict[str, Any] = {"HEADS": 4, "GROUP_HEADS": 1, "H": width, "BN": HOPPER.block}
+    constants |= {"STAGES": HOPPER.stages, "QSTAGES": HOPPER.query_stages}
+    constants |= {"CONSUMER_REGS": HOPPER.registers}
+    special = {"q_desc": box(64, width), "k_desc": box(HOPPER.block, width), "v_desc": box(width, HOPPER.block)}
+    special |= dict.fromkeys(("sq_ptr", "sk_ptr", "sv_ptr"), "*u8") | {"out_ptr": "*bf16"}
     names = kernel.arg_names
-    aligned = ("k_ptr", "v_ptr", "out_ptr", "k_stride_t", "k_stride_n", "v_stride_t", "v_stride_n", "out_stride_t")
+    aligned = ("sq_ptr", "sk_ptr", "sv_ptr", "out_ptr", "out_stride_t", "out_stride_n")
     source = GluonASTSource(
         kernel,
         types_of(names, special, constants),
@@ -60,27 +64,30 @@ def gluon(capability: int, activation: str) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
 
 
-def plain(capability: int, activation: str) -> Any:
-    from gemworks.jagged.ops.attention_fp8.kernel_fp8 import fp8_kernel as kernel
-    from gemworks.jagged.ops.attention_fp8.launch import PLAIN_KEYS, PLAIN_ROWS
+def values(capability: int, which: str) -> Any:
+    from gemworks.jagged.ops.attention_fp8.kernel_values import rows_kernel, tiles_kernel
+    from gemworks.jagged.ops.attention_fp8.launch import SEARCH
 
-    constants = {"ACT": activation, "MASKED": False, "BOTTOM_RIGHT": True, "HEADS": 4, "GROUP": 1, "H": 128, "V": 128}
-    constants |= {"R": 32, "W": 32, "RV": 32, "WV": 32, "V_CODES": True, "DTYPE": triton.language.bfloat16}
-    constants |= {"BM": PLAIN_ROWS, "BN": PLAIN_KEYS, "PRECISION": "ieee"}
-    special = dict.fromkeys(("q", "k", "v", "sq", "sk", "sv"), "*u8") | {"out": "*bf16"}
+    kernel: Any = rows_kernel if which == "rows" else tiles_kernel
+    constants: dict[str, Any] = {"HEADS": 4, "H": 128}
+    if which == "rows":
+        constants |= {"BH": 128, "R": 32, "W": 32, "BM": 32}
+    else:
+        constants |= {"SEARCH": SEARCH, "TRANSPOSED": True}
     names = kernel.arg_names
     source = triton.compiler.ASTSource(
         fn=kernel,
-        signature=types_of(names, special, constants),
+        signature=types_of(names, {"codes": "*u8", "scales": "*u8", "offsets": "*i64", "out": "*bf16"}, constants),
         constexprs={(names.index(n),): value for n, value in constants.items()},
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in ("q", "k", "v", "q_st", "k_st", "v_st", "out")},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in ("codes", "out", "code_st") if n in names},
     )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8, "num_stages": 2})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
 
 
 if __name__ == "__main__":
-    which, architecture, activation = sys.argv[1:]
-    compiled = {"gluon": gluon, "plain": plain}[which](int(architecture[3:]), activation)
+    which, architecture, last = sys.argv[1:]
+    capability = int(architecture[3:])
+    compiled = gluon(capability, int(last)) if which == "gluon" else values(capability, last)
     registers, spilled = resources(compiled.asm["cubin"])
     print(
         json.dumps(
@@ -89,7 +96,9 @@ if __name__ == "__main__":
                 "registers": registers,
                 "spill_bytes": spilled,
                 "shared": compiled.metadata.shared,
-                "fp8_products": "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in compiled.asm["ptx"],
+                "fp8_products": len(re.findall(r"wgmma.mma_async[.\w]*k32.f32.e4m3.e4m3", compiled.asm["ptx"])),
+                "other_products": len(re.findall(r"wgmma.mma_async[.\w]*bf16", compiled.asm["ptx"])),
+                "shuffled_bytes": compiled.asm["ptx"].count("prmt"),
             }
         )
     )

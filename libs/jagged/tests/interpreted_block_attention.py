@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gemworks.jagged import BlockSchedule, Rope, block_attention, block_attention_qkv, offsets_from_lengths
+from gemworks.jagged import BlockSchedule, Rope, block_attention, offsets_from_lengths
 from gemworks.jagged.ops.block_attention.custom_op import split_heads
 from gemworks.jagged.ops.block_attention.formulas import BlockArgs
 from gemworks.jagged.ops.block_attention.launch import (
     block_attention_backward,
     block_attention_forward,
-    block_attention_projected_forward,
 )
 from torch import Tensor
 
@@ -179,30 +178,3 @@ def test_qk_norm_without_eps_ignores_absent_rows() -> None:
     block_attention_backward(dout, q, k, v, *grads, args)
     for x in (block_attention_forward(q, k, v, args), *grads):
         assert bool(x.isfinite().all())
-
-
-@pytest.mark.parametrize(
-    ("block", "width", "heads", "key_heads", "dim", "norm", "rope"),
-    [(64, 16, 2, 1, 40, True, True), (32, 48, 1, 1, 16, False, False), (32, 32, 2, 2, 70, False, True)],
-)
-def test_projection_in_the_kernel(
-    block: int, width: int, heads: int, key_heads: int, dim: int, norm: bool, rope: bool
-) -> None:
-    """q, k and v computed from x where they are used; NaN past the end stays there."""
-    generator = torch.Generator().manual_seed(5)
-    offsets = offsets_from_lengths(lengths_of(block))
-    used = int(offsets[-1])
-    x = torch.randn(used + 3, dim, generator=generator)
-    weight = torch.randn((heads + 2 * key_heads) * width, dim, generator=generator) / dim**0.5
-    tables = Rope(time_fraction=0.0).tables(offsets, width, total=used + 3) if rope else None
-    truth = block_attention_qkv(
-        (x.double() @ weight.double().T).unflatten(-1, (-1, width)), offsets, num_heads=heads, max_length=1000,
-        block=block, scale=0.3, rope=tables, qk_norm=norm,
-    )  # fmt: skip
-    x[used:] = NAN
-    table = BlockSchedule.make(offsets, total=used + 3, block=block).table_S3
-    cos, sin = (None, None) if tables is None else (tables.cos_TJ, tables.sin_TJ)
-    out = torch.full((used + 3, heads, width), NAN)
-    args = BlockArgs(table, cos, sin, 0.3, block, False, norm, 1e-6)
-    block_attention_projected_forward(x, weight, heads, width, args, out=out)
-    torch.testing.assert_close(out.double(), truth, rtol=1e-4, atol=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import multiprocessing
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from gemworks.jagged.bench import __main__ as bench
-from gemworks.jagged.bench import cases, peers, report, timing
+from gemworks.jagged.bench import cases, peers, prepare, report, timing
 from gemworks.jagged.bench.timing import Time
 
 pytestmark = pytest.mark.reference
@@ -154,6 +155,52 @@ def test_shards_share_the_cases(tmp_path: Path) -> None:
         shapes += list(dict.fromkeys((r["op"], r["shape"]) for r in rows if r["op"] != "tile_schedule"))
         assert not list((tmp_path / str(i)).glob("*.png"))
     assert sorted(shapes) == sorted({(c.op, c.shape) for c in cases.SMOKE})
+
+
+def chosen(*more: str) -> Any:
+    return bench.parser().parse_args([*QUICK, *more])
+
+
+def test_what_shares_binaries_is_prepared_once(tmp_path: Path) -> None:
+    cpu, dtype = torch.device("cpu"), torch.float32
+    whole = prepare.units(bench.parser().parse_args([]), cpu, dtype)
+    labels = [unit.label for unit in whole]
+    assert len(set(labels)) == len(labels)
+    assert [unit.rank for unit in whole] == sorted(unit.rank for unit in whole)
+    flash = [label for label in labels if label.endswith("gemworks flash_attention")]
+    assert [label.split(":")[0] for label in flash if "max1024" in label] == [
+        f"flash_attention B256 max1024 uniform H{width}" for width in (128, 64)
+    ]
+    assert not any("B1152 max1024" in label for label in labels)
+    flex = [label for label in labels if label.endswith("FlexAttention")]
+    assert len(flex) == 2  # of each shape beside which it is measured
+    file = tmp_path / "shared.py"
+    file.write_text(
+        "SHARES, PRIORITY, done = 3, 1, []\ndef make(x): ...\ndef prepare(i, n):\n    print(f'share {i} of {n}')\n"
+    )
+    shares = [u for u in prepare.units(chosen("--peer", f"mine={file}:make"), cpu, dtype) if u.label.startswith("mine")]
+    assert [u.label for u in shares] == [f"mine {i}/3" for i in range(3)]
+
+
+def test_every_unit_runs(capsys: Any) -> None:
+    for unit in prepare.units(chosen("--skip", "flash-attn-4"), torch.device("cpu"), torch.float32):
+        unit.run()
+
+
+def test_units_are_taken_once_and_the_heavy_ones_a_few_at_a_time() -> None:
+    plan = [prepare.Unit(str(i), print, i, weight) for i, weight in enumerate((2, 2, 2, 0))]
+    taken = multiprocessing.get_context("spawn").Array("i", len(plan))
+    assert [prepare._next(plan, taken) for _ in range(4)] == [0, 1, 3, -1]
+    taken[0] = 2
+    assert [prepare._next(plan, taken) for _ in range(2)] == [2, None]
+
+
+@pytest.mark.slow
+def test_processes_prepare_side_by_side(capfd: Any) -> None:
+    assert bench.main([*QUICK, "--skip", "flash-attn-4", "--prepare", "2"]) == 0
+    told = capfd.readouterr().out
+    assert "gdpa B3 max16 uniform H16: gemworks gdpa: ready" in told
+    assert " 0 failed, 0 cut off" in told
 
 
 def test_long_calls_are_repeated_less() -> None:

@@ -32,6 +32,28 @@ class Recorder:
         self.calls += 1
 
 
+def test_one_descriptor_reaches_every_row_of_every_sequence() -> None:
+    """The sum of the coordinates of `load_rows` names the row, and a box ends where its sequence does."""
+    pytest.importorskip("triton")
+    from gemworks.jagged.ops.attention_core import launch_hopper
+
+    generator = torch.Generator().manual_seed(0)
+    for heads, width, gap in ((1, 64, 0), (4, 128, 0), (3, 128, 2)):
+        fused = torch.zeros(50, heads * (1 + gap), width, dtype=torch.bfloat16)
+        x = fused[:, :: 1 + gap] if gap else fused
+        d = launch_hopper.ragged(launch_hopper.streamable(x), 64)
+        assert d.base.data_ptr() == x.data_ptr(), "no copy"
+        for begin, length, row in torch.randint(0, 1 << 29, (200, 3), generator=generator).tolist():
+            at = (1 << 30, begin + length, (1 << 30) - length + row, heads - 1, 0)
+            assert all(0 <= c < n for c, n in zip((*at[:2], *at[3:]), (*d.shape[:2], *d.shape[3:]), strict=True))
+            assert (at[2] < d.shape[2]) == (row < length)  # past the end: zeros
+            address = 2 * sum(c * s for c, s in zip(at, d.strides, strict=True)) % (1 << 64)
+            assert address == 2 * ((begin + row) * x.stride(0) + (heads - 1) * x.stride(1)) % (1 << 64)
+        assert all(0 <= 2 * s < 1 << 40 and 2 * s % 16 == 0 for s in d.strides[:-1])
+    empty = launch_hopper.ragged(x[:0], 64)
+    assert empty.base.numel() > 0
+
+
 @pytest.mark.parametrize("mask", [Mask(), Mask(right=0)], ids=["full", "causal"])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("activation", ["softmax", "fast_gelu"])

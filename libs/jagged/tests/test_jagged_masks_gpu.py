@@ -1,13 +1,8 @@
-"""Causal and window masks in the Hopper kernels, on a CUDA device, against float64 and against plain Triton.
-
-Beside the GPU tier, in a process of its own: kernels that never ran may hang.
-
-    GEMWORKS_UNPROVEN=1 python -m pytest libs/jagged/tests/test_jagged_masks_gpu.py -m gpu
-"""
+"""Causal and window masks in the Hopper kernels, on a CUDA device, against float64 and against plain Triton."""
 
 from __future__ import annotations
 
-import os
+import itertools
 from typing import Any
 
 import pytest
@@ -18,7 +13,6 @@ from torch import Tensor
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(not os.environ.get("GEMWORKS_UNPROVEN"), reason="runs kernels that no device has run yet"),
 ]
 LENGTHS = [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 700, 2]
 LENGTHS_K = [129, 5, 0, 64, 1, 65, 300, 128, 127, 63, 2, 257, 0]
@@ -32,18 +26,20 @@ MASKS = {
 }
 
 
-def arguments(kind: str, activation: str, mask: str, lengths: tuple[list[int], list[int]]) -> tuple[Any, ...]:
+def arguments(
+    kind: str, activation: str, mask: str, lengths: tuple[list[int], list[int]], width: int = 128, heads_k: int = 2
+) -> tuple[Any, ...]:
     from gemworks.jagged import offsets_from_lengths
 
     torch.manual_seed(0)
     offsets_q, offsets_k = (offsets_from_lengths(torch.tensor(n)).cuda() for n in lengths)
     rows_q, rows_k = sum(lengths[0]) + 5, sum(lengths[1]) + 5
     rows_k = rows_q if kind == "self" else rows_k
-    fused = torch.randn(max(rows_q, rows_k), 6, 128, device="cuda", dtype=torch.bfloat16)
-    q, k, v = fused[:rows_q, :2], fused[:rows_k, 2:4], fused[:rows_k, 4:]
+    fused = torch.randn(max(rows_q, rows_k), 2 + 2 * heads_k, width, device="cuda", dtype=torch.bfloat16)
+    q, k, v = fused[:rows_q, :2], fused[:rows_k, 2 : 2 + heads_k], fused[:rows_k, 2 + heads_k :]
     left, right, align = MASKS[mask]
     return (
-        q, k, v, offsets_q, None if kind == "self" else offsets_k, [], "", len(lengths[0]), -1, 1024, 512, 128**-0.5,
+        q, k, v, offsets_q, None if kind == "self" else offsets_k, [], "", len(lengths[0]), -1, 1024, 512, width**-0.5,
         activation, left, right, align, False,
     )  # fmt: skip
 
@@ -61,12 +57,7 @@ def to_host(x: Any) -> Any:
     return x.double().cpu() if x.is_floating_point() else x.cpu()
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kind", ["self", "cross"])
-@pytest.mark.parametrize("activation", ["softmax", "fast_gelu", "silu"])
-def test_masks(activation: str, kind: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "MASKS_ON_GLUON", True)
-    args = arguments(kind, activation, mask, (LENGTHS, LENGTHS_K))
+def compare_with_float64(args: tuple[Any, ...]) -> None:
     ours, again = run(args), run(args)
     truth = run(tuple(to_host(x) for x in args))
     for name, x, y, exact in zip(("out", "dq", "dk", "dv"), ours, again, truth, strict=True):
@@ -76,13 +67,27 @@ def test_masks(activation: str, kind: str, mask: str, monkeypatch: pytest.Monkey
         assert error <= 1.2e-2, f"{name}: {error:.2e}"
 
 
+CALLS = [*itertools.product(("softmax", "fast_gelu"), ("self", "cross"), MASKS), ("silu", "self", "causal")]
+
+
+@pytest.mark.parametrize(("activation", "kind", "mask"), CALLS)
+def test_masks(activation: str, kind: str, mask: str) -> None:
+    compare_with_float64(arguments(kind, activation, mask, (LENGTHS, LENGTHS_K)))
+
+
+@pytest.mark.parametrize(("width", "heads_k"), [(64, 2), (128, 1)], ids=["narrow", "grouped"])
+@pytest.mark.parametrize("activation", ["softmax", "fast_gelu"])
+def test_masked_forwards_whose_backward_is_plain(activation: str, width: int, heads_k: int) -> None:
+    compare_with_float64(arguments("cross", activation, "window", (LENGTHS, LENGTHS_K), width, heads_k))
+
+
 @pytest.mark.parametrize("mask", MASKS)
 def test_long_sequences(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More key tiles than multiprocessors, which have to take turns; beside plain Triton."""
     many = torch.randint(0, 1500, (48,), generator=torch.Generator().manual_seed(3)).tolist()
     args = arguments("self", "softmax", mask, (many, many))
-    twin = run(args)
-    monkeypatch.setattr(table, "MASKS_ON_GLUON", True)
-    for name, x, y in zip(("out", "dq", "dk", "dv"), run(args), twin, strict=True):
+    ours = run(args)
+    monkeypatch.setattr(table, "GLUON_ARCHITECTURES", ())
+    for name, x, y in zip(("out", "dq", "dk", "dv"), ours, run(args), strict=True):
         error = float((x.double() - y.double()).norm() / y.double().norm())
         assert error <= 1.2e-2, f"{name}: {error:.2e}"

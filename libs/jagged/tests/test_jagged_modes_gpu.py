@@ -115,6 +115,19 @@ def test_one_inductor_graph_for_every_total_j7(name: str) -> None:
     assert graphs == graphs[:1] * 3
 
 
+def test_compiled_tables_of_rope_equal_eager_ones() -> None:
+    def tables(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
+        made = Rope().tables(offsets, 128, total=total)
+        return made.cos_TJ, made.sin_TJ
+
+    torch._dynamo.reset()
+    compiled = torch.compile(tables, fullgraph=True, dynamic=True)
+    for lengths in (LENGTHS, [7, 100, 0, 0, 256, 31]):
+        offsets = offsets_from_lengths(torch.tensor(lengths)).to(DEVICE)
+        for ours, eager in zip(compiled(offsets, sum(lengths)), tables(offsets, sum(lengths)), strict=True):
+            torch.testing.assert_close(ours, eager, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_export_with_a_dynamic_total(name: str) -> None:
     class Module(torch.nn.Module):

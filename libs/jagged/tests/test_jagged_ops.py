@@ -234,7 +234,7 @@ def test_every_supported_call_has_a_configuration() -> None:
         assert config is not None
         is_gluon = isinstance(config, table.GluonConfig)
         assert is_gluon == (table.gluon_refusal(step, shape, place) is None)
-        assert not (is_gluon and masked)  # see table.MASKS_ON_GLUON
+        assert not (is_gluon and masked and step != "forward")
     shape = table.Shape("softmax", torch.float64, 64, 64, False, False, False, 8)
     assert table.choose("forward", shape, "sm_90") is None
     assert table.choose("forward", dataclasses.replace(shape, dtype=torch.float16), "sm_75") is None
@@ -255,8 +255,8 @@ def test_explain_names_the_features_that_decide() -> None:
         return str(explain("flash_attention", architecture="sm_90", **kwargs))
 
     assert told(head_dim=128).startswith("flash_attention: gluon")
-    assert "mask" in told(head_dim=128, features=("masked",))
-    assert told(head_dim=128, features=("masked",)).startswith("flash_attention: triton")
+    assert told(head_dim=128, features=("masked",)).startswith("flash_attention: gluon")
+    assert "no mask with a shared query" in told(head_dim=128, features=("masked", "shared_query"))
     assert told(head_dim=96).startswith("flash_attention: triton")
     assert told(head_dim=64, features=("bias",)).startswith("flash_attention: triton (gluon has no bias")
     assert "qk_norm and rope run before it" in told(head_dim=64, features=("qk_norm", "rope"))

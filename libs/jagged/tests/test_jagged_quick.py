@@ -78,7 +78,7 @@ def test_a_launch_like_one_before_goes_to_the_compiled_kernel(kernel: Kernel):
         run[(n,)](x, n, FLAG=True, BLOCK=16)
     assert len(kernel.slow) == 1
     first, second = kernel.fast
-    assert first == (48, 1, 1, 7, "f", "m", None, None, None, x, 48, 16, True)
+    assert first == (48, 1, 1, 7, "f", "m", None, None, None, x.data_ptr(), 48, 16, True)
     assert second[:1] == (64,)
 
 

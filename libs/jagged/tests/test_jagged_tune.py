@@ -77,7 +77,8 @@ def test_candidates_begin_with_what_is_shipped() -> None:
 
 
 def test_the_command_writes_what_each_process_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(key: str, limit_s: float) -> tune.Entry | None:
+    def found(key: str, limit_s: float, jobs: int) -> tune.Entry | None:
+        assert jobs == 3
         if key.endswith("8192"):
             return None  # its process was stopped
         return tune.Entry(key, {"rows": 2, "num_warps": 4}, 1.0, 2.0)
@@ -86,7 +87,7 @@ def test_the_command_writes_what_each_process_found(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(tune.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(tune.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tune.main(["--only", "norm forward"]) == 0
+    assert tune.main(["--only", "norm forward", "--jobs", "3"]) == 0
     path = tune.default_path("NVIDIA H200")
     assert path == tmp_path / "gemworks" / "jagged" / "nvidia_h200.json"
     lines = json.loads(path.read_text())["entries"]
@@ -100,3 +101,32 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.skip("there is one")
     assert tune.main([]) == 2
     assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_shares_compile_every_candidate_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[int] = []
+
+    def runner(key: str) -> Any:
+        def run(config: int) -> Any:
+            compiled.append(config)
+            if config == 2:
+                raise RuntimeError("out of resource: shared memory")
+            return list
+
+        return iter([0, 1, 2, 3, 1, 4]), run
+
+    monkeypatch.setattr(tune, "norm_runner", runner)
+    monkeypatch.setattr(tune.torch.cuda, "synchronize", lambda: None)
+    for i in range(2):
+        tune.compile_share("norm forward 128", i, 2)
+    assert sorted(compiled) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not tune.torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_key_is_tuned_on_the_device() -> None:
+    """Of candidates that are all right, one that is at least as fast as the shipped one."""
+    entry = tune.tune("norm forward 512")
+    assert entry.key == "norm forward 512"
+    assert 0 < entry.ms <= entry.shipped_ms
+    configs.NormConfig(**entry.config)

@@ -18,6 +18,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,11 +87,15 @@ def chosen(device: torch.device, only: Sequence[str]) -> dict[str, Callable[[], 
     return {k: v for k, v in steps(device, torch.bfloat16).items() if not only or any(o in k for o in only)}
 
 
-def child(only: Sequence[str]) -> None:
-    """Of each step once to warm up, and once inside the profiler's range."""
+def child(only: Sequence[str], limit_s: float) -> None:
+    """Of each step once to warm up, and once inside the profiler's range; ncu writes once this process has ended."""
+    began = time.monotonic()
     device = torch.device("cuda", torch.cuda.current_device())
     runtime: Any = torch.cuda.cudart()
     for label, make in chosen(device, only).items():
+        if time.monotonic() - began > limit_s:
+            print(f"{label}: not run, {limit_s:.0f} s are spent", flush=True)
+            continue
         try:
             forward, backward = make()
             for run in (forward, backward):
@@ -109,13 +114,13 @@ def child(only: Sequence[str]) -> None:
         torch.cuda.empty_cache()
 
 
-def command_of(ncu: str, only: Sequence[str], log: Path) -> list[str]:
+def command_of(ncu: str, only: Sequence[str], log: Path, limit_s: float) -> list[str]:
     metrics = ",".join((TIME, TENSOR, ISSUE, DRAM, L2, WARPS))
     return [
         *(ncu, "--profile-from-start", "off", "--nvtx", "--clock-control", "none", "--kernel-name", OUR_KERNELS),
         *("--csv", "--page", "raw", "--log-file", str(log), "--metrics", metrics),
         *(x for section in SECTIONS for x in ("--section", section)),
-        *(sys.executable, __file__, "--child", *(("--only", *only) if only else ())),
+        *(sys.executable, __file__, "--child", "--limit-s", str(0.8 * limit_s), *(("--only", *only) if only else ())),
     ]
 
 
@@ -180,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--child", action="store_true", help="only run the steps, without ncu")
     args = parser.parse_args(argv)
     if args.child:
-        child(args.only)
+        child(args.only, args.limit_s)
         return 0
     device = torch.device("cuda")
     common = {
@@ -192,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     log = args.out.with_suffix(".ncu.csv")
     try:
-        subprocess.run(command_of(args.ncu, args.only, log), timeout=args.limit_s, check=True)
+        subprocess.run(command_of(args.ncu, args.only, log, args.limit_s), timeout=args.limit_s, check=True)
     except (OSError, subprocess.SubprocessError) as error:  # what was written until then counts
         print(f"{type(error).__name__}: {error}"[:300], flush=True)
     kernels = parse(log.read_text()) if log.exists() else []

@@ -51,6 +51,17 @@ def attention() -> Iterator[tuple[str, Call]]:
             f"gdpa {name}",
             lambda q=q, k=k, v=v, o=options: gdpa(q, k, v, offsets, scale=0.1, activation="fast_gelu", **o),
         )
+    for window in (40, (150, 0)):
+        q, k, v = (leaf(total, 2, 128) for _ in range(3))
+        options = {"max_length_q": 256, "window": window}
+        yield (
+            f"flash_attention window {window}",
+            lambda q=q, k=k, v=v, o=options: flash_attention(q, k, v, offsets, **o),
+        )
+        yield (
+            f"gdpa window {window}",
+            lambda q=q, k=k, v=v, o=options: gdpa(q, k, v, offsets, scale=0.1, activation="silu", **o),
+        )
     q, k, v = leaf(total, 2, 128), leaf(b, 256, 2, 128), leaf(b, 256, 2, 128)
     yield "gdpa kv256", lambda: gdpa(q, k, v, offsets, max_length_q=256, scale=0.1, activation="fast_gelu")
     for rows in (64, 200):
@@ -58,6 +69,10 @@ def attention() -> Iterator[tuple[str, Call]]:
         yield (
             f"flash_attention seeds{rows}",
             lambda s=s, k=k2, v=v2: flash_attention(s, k, v, None, offsets, max_length_k=256, shared_query=True),
+        )
+        yield (
+            f"gdpa seeds{rows}",
+            lambda s=s, k=k2, v=v2: gdpa(s, k, v, None, offsets, max_length_k=256, shared_query=True, scale=0.1),
         )
 
 

@@ -17,15 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gemworks.jagged.bench.cases import draw_lengths
+from gemworks.jagged.bench import norms
+from gemworks.jagged.bench.blocks import VARIANTS as BLOCK_VARIANTS
+from gemworks.jagged.bench.cases import CASES, draw_lengths
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = ROOT / "docs/measured/jagged_h200.csv"
-SOURCES = (
-    ROWS,
-    ROOT / "docs/measured/jagged_norms_h200.csv",
-    ROOT / "docs/measured/jagged_tiles_h200.csv",
-)
+SOURCES = (ROWS,)
 COUNTERS = ROOT / "docs/measured/jagged_counters_h200.csv"
 PAGE = ROOT / "docs/jagged.md"
 README = ROOT / "libs/jagged/README.md"
@@ -276,6 +274,27 @@ def counters_block(counters: Sequence[Row], rows: Rows) -> str:
     return table(columns, lines)
 
 
+def coverage_block(rows: Rows) -> str:
+    """How many of the benchmark's cases have rows, and which have none."""
+    measured = {(r["op"], r["shape"], r["law"], r["head_dim"]) for r in rows.rows if r["impl"] == OURS and r["ms"]}
+    memory = {(r["op"], r["shape"]) for r in rows.rows if r["impl"] == OURS and r["ms"]}
+    attention = dict.fromkeys((c.op, c.shape, c.law, str(c.head_dim)) for c in CASES)
+    bound = [
+        *(f"{v} {norms.num_rows(w)}x{w}" for v, w in norms.CASES),
+        *(f"block_attention {v} {BLOCKS}" for v in BLOCK_VARIANTS),
+    ]
+    absent = [
+        f"`{op}` {shape} {law} H{width}"
+        for op, shape, law, width in attention
+        if (op, shape, law, width) not in measured
+    ]
+    absent += [f"`{label}`" for label in bound if not any(label == f"{op} {shape}" for op, shape in memory)]
+    total = len(attention) + len(bound)
+    ran = dict.fromkeys(r["impl"] for r in rows.rows if r["ms"] and r["impl"] != OURS)
+    text = f"{total - len(absent)} of the benchmark's {total} cases have rows, beside {', '.join(ran)}."
+    return text + (f" Without: {'; '.join(absent)}." if absent else "")
+
+
 def sweep_block() -> str:
     """The sweep's plot, where a run has drawn it."""
     image = ROWS.with_suffix(".sweep.png")
@@ -296,6 +315,7 @@ def blocks() -> dict[str, Callable[[], str]]:
         "main cases": lambda: cases_block(rows(), main=True),
         "all cases": lambda: cases_block(rows(), main=False),
         "memory-bound": lambda: memory_block(rows()),
+        "coverage": lambda: coverage_block(rows()),
         "sweep plot": sweep_block,
         "refusals": lambda: refusals_block(rows()),
         "counters": lambda: counters_block(read(COUNTERS), rows()),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gemworks.parallel import SimulationConfig, presets
 from gemworks.parallel.simulation import with_validation
-from gemworks.parallel.validate import Case, ErrorRow, predict_ms, validate, write_errors
+from gemworks.parallel.validate import Case, ErrorRow, HostTimes, predict_ms, validate, write_errors
 from parallel_spawn import spawn
 
 
@@ -36,7 +36,7 @@ def test_rows_of_both_splits_and_a_file_that_the_simulator_quotes(tmp_path) -> N
     ]
     names = [r.config for r in rows if r.split == "calibrate"]
     assert sum("blocks" in n for n in names) == 2 * 2 * 3, "kinds x depths x sizes"
-    assert sum("launch" in n for n in names) == 3
+    assert sum("launch" in n for n in names) == 2 * 3
     assert sum("slowdown" in n for n in names) == 1
     for r in rows:
         assert r.measured_ms > 0 or "launch" in r.config
@@ -48,8 +48,7 @@ def test_rows_of_both_splits_and_a_file_that_the_simulator_quotes(tmp_path) -> N
     for _ in range(2):  # the second time replaces its own rows and keeps the others
         write_errors(path, rows, {"gpu": "cpu"})
     text = with_validation(SimulationConfig(), path.read_text()).validation
-    assert "over 4 measured steps" in text
-    assert "(cpu)" in text
+    assert "over 4 measured steps (2 x cpu)" in text
 
 
 @pytest.mark.dist
@@ -61,12 +60,25 @@ def test_one_process_predicts_depths() -> None:
 def test_a_step_that_the_host_is_too_slow_for_takes_as_long_as_the_host() -> None:
     case = Case(kind="shard", depth=4, width=64, tokens=32)
     times = (1.0, 2.0, 0.0, 0.0)
-    quick, slow = (
-        predict_ms(case, times, presets.h200_host(2), torch.bfloat16, host=host) for host in ((0.1, 0.2), (2.0, 4.0))
-    )
+    hosts = (HostTimes(forward=0.1, backward=0.2), HostTimes(forward=2.0, backward=4.0))
+    quick, slow = (predict_ms(case, times, presets.h200_host(2), torch.bfloat16, host=host) for host in hosts)
     assert quick < 4 * 3.0 * 1.3
     # The last block's backward starts when half of its launch is over, and nothing waits for it.
     assert slow == pytest.approx(4 * 6.0 + max(0.0, 2.0 - 4.0 / 2), rel=0.01)
+
+
+def test_what_the_host_does_once_a_step_is_half_hidden_by_a_busy_device_and_not_at_all_by_an_idle_one() -> None:
+    case = Case(kind="replica", depth=4, width=64, tokens=32)
+    cluster = presets.h200_host(2)
+
+    def ms(device: float, **host: float) -> float:
+        times = (device, 2 * device, 0.0, 0.0)
+        return predict_ms(case, times, cluster, torch.bfloat16, host=HostTimes(forward=0.1, backward=0.1, **host))
+
+    # The device waits for half of what begins the step; the rest runs beside it.
+    assert ms(5.0, forward_once=2.0) - ms(5.0) == pytest.approx(1.0, abs=0.01)
+    assert ms(5.0, backward_once=2.0) - ms(5.0) == pytest.approx(0.0, abs=0.01)
+    assert ms(0.001, forward_once=2.0, backward_once=3.0) - ms(0.001) == pytest.approx(5.0, abs=0.2)
 
 
 def test_a_prediction_of_one_gpu_is_its_layers() -> None:

@@ -1,11 +1,14 @@
 """Layouts for cuBLAS, checked without a GPU: shapes, strides, values, the swizzle against its index formula."""
 
+import contextlib
+
 import pytest
 import torch
 from gemworks.precision import quantize, quantize_square
 from gemworks.precision import scaled_mm as module
 from gemworks.precision.scaled_mm import scaled_mm, square_scales, swizzle_32_4_4, wide_scales
 from gemworks.precision.scales import scale_values
+from torch.nn.functional import ScalingType, SwizzleType
 
 pytestmark = pytest.mark.reference
 
@@ -48,40 +51,87 @@ def test_operands_reach_cublas_in_its_layouts(monkeypatch, block, square):
     w = torch.randn(72, 256)
     b = quantize_square(w, block=block) if square else quantize(w, 1, block=block)
 
-    def stand_in(x, y, scale_a, recipe_a, scale_b, recipe_b, *, swizzle_a, swizzle_b, output_dtype):
+    def stand_in(x, y, scales_a, recipes_a, swizzles_a, scales_b, recipes_b, swizzles_b, bias, output_dtype, *, out):
+        (scale_a,), (recipe_a,), (swizzle_a,) = scales_a, recipes_a, swizzles_a
+        (scale_b,), (recipe_b,), (swizzle_b,) = scales_b, recipes_b, swizzles_b
         m, k = x.shape
         n = y.shape[1]
         assert x.stride() == (k, 1)
         assert y.stride() == (1, k)
         assert m % 16 == n % 16 == k % 128 == 0
+        assert out.shape == (m, n)
+        assert out.dtype is output_dtype
+        assert bias is None
         if block == 32:
-            assert recipe_a.name == recipe_b.name == "BlockWise1x32"
-            assert swizzle_a.name == swizzle_b.name == "SWIZZLE_32_4_4"
+            assert recipe_a == recipe_b == ScalingType.BlockWise1x32.value
+            assert swizzle_a == swizzle_b == SwizzleType.SWIZZLE_32_4_4.value
             assert scale_a.numel() == -(-m // 128) * 128 * -(-k // 32 // 4) * 4
             assert scale_a.dtype is torch.float8_e8m0fnu
+            out.zero_()
         else:
-            assert recipe_a.name == "BlockWise1x128"
-            assert scale_a.shape == (m, k // 128)
-            assert scale_a.stride() == (1, m)
-            if square:
-                assert recipe_b.name == "BlockWise128x128"
-                assert scale_b.shape == (4, -(-n // 128))
-                assert scale_b.stride() == (1, 4)
-            else:
-                assert recipe_b.name == "BlockWise1x128"
-                assert scale_b.shape == (n, k // 128)
-                assert scale_b.stride() == (1, n)
-            left = x.float() * scale_a.repeat_interleave(128, 1)
-            wide_b = scale_b[: k // 128].t().repeat_interleave(128, 0)[:n] if square else scale_b
-            right = y.t().float() * wide_b.repeat_interleave(128, 1)
-            return (left @ right.t()).to(output_dtype)
-        return torch.zeros(m, n, dtype=output_dtype)
+            assert recipe_a == ScalingType.BlockWise1x128.value
+            expected = ScalingType.BlockWise128x128 if square else ScalingType.BlockWise1x128
+            assert recipe_b == expected.value
+            out.copy_(by_definition(x, y.t(), scale_a, scale_b, square))
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", stand_in)
+    monkeypatch.setattr(torch, "_scaled_mm_v2", stand_in)
     out = scaled_mm(a, b, torch.float32)
     assert out.shape == (100, 72)
     if block == 128:
         torch.testing.assert_close(out, a.dequantize() @ b.dequantize().t(), rtol=1e-5, atol=1e-5)
+
+
+def by_definition(left, right, scale_a, scale_b, square):
+    """The product of 128-wide operands as their layouts say, which are checked."""
+    (m, k), n = left.shape, right.shape[0]
+    assert scale_a.shape == (m, k // 128)
+    assert scale_a.stride() == (1, m)
+    if square:
+        padded = -(-k // 512) * 4
+        assert scale_b.shape == (padded, -(-n // 128))
+        assert scale_b.stride() == (1, padded)
+        scale_b = scale_b[: k // 128].t().repeat_interleave(128, 0)[:n]
+    else:
+        assert scale_b.shape == (n, k // 128)
+        assert scale_b.stride() == (1, n)
+    return (left.float() * scale_a.repeat_interleave(128, 1)) @ (right.float() * scale_b.repeat_interleave(128, 1)).t()
+
+
+@pytest.mark.parametrize("pieces", [2, 4])
+def test_pieces_of_a_contraction_add_up(monkeypatch, pieces):
+    """Each piece reaches cuBLAS with scales of its own layout; their sum is the product."""
+    multiplied = []
+
+    def stand_in(x, y, scales_a, _ra, _sa, scales_b, _rb, _sb, _bias, _dtype, *, out):
+        multiplied.append(x.shape)
+        assert x.stride(0) == y.stride(1) == 2048
+        out.copy_(by_definition(x, y.t(), scales_a[0], scales_b[0], square=True))
+
+    class Stream:
+        def wait_stream(self, other):
+            multiplied.append(other)
+
+    caller, others = Stream(), tuple(Stream() for _ in range(min(pieces, 4) - 1))
+    monkeypatch.setattr(torch, "_scaled_mm_v2", stand_in)
+    monkeypatch.setattr(module, "num_pieces", lambda *_: pieces)
+    monkeypatch.setattr(module, "side_streams", lambda *_: others)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: caller)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    a = quantize(torch.randn(48, 2048), 1, block=128)
+    b = quantize_square(torch.randn(128, 2048), block=128)
+    out = scaled_mm(a, b, torch.float32)
+    torch.testing.assert_close(out, a.dequantize() @ b.dequantize().t(), rtol=1e-5, atol=1e-4)
+    piece = (48, 2048 // pieces)
+    assert multiplied == [*[caller for _ in others], *[piece] * pieces, *others]
+
+
+def test_a_product_is_split_only_where_processors_idle_for_long():
+    assert module.num_pieces(1024, 1024, 262144, 132) == 8  # five turns of an eighth
+    assert module.num_pieces(512, 1536, 262144, 132) == 2
+    assert module.num_pieces(512, 512, 262144, 132) == 4
+    assert module.num_pieces(512, 512, 32768, 132) == 2
+    assert module.num_pieces(512, 512, 65536 + 128, 132) == 1
+    assert module.num_pieces(4096, 1024, 262144, 132) == 1
 
 
 def test_empty_products_and_square_first_operands():

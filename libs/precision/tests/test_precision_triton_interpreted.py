@@ -19,9 +19,10 @@ from gemworks.precision.casts import CastSpec, cast, cast_both
 from gemworks.precision.contract import CASES, check_backend
 from gemworks.precision.formats import Format
 from gemworks.precision.gemms import gemm
+from gemworks.precision.head_tiles import head_tiles
 from gemworks.precision.recipe import GemmKind, recipe
 from gemworks.precision.scales import ScaleMode
-from gemworks.precision.triton_casts import triton_cast, triton_dequantize
+from gemworks.precision.triton_casts import triton_cast, triton_dequantize, triton_transpose
 
 pytestmark = [
     pytest.mark.interpret,
@@ -204,3 +205,22 @@ def test_wide_scales_in_the_layout_of_the_product():
     ours, expected = triton_wide_scales(square.scales.t(), 8, 3), square_scales(square, 6)
     assert torch.equal(ours, expected)
     assert ours.stride() == expected.stride() == (1, 8)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_head_tiles(transposed):
+    """Tiles of samples: which one a tile belongs to is found by the kernel."""
+    torch.manual_seed(5)
+    offsets = torch.tensor([0, 0, 1, 128, 256, 385, 385, 390], dtype=torch.int32)
+    x = torch.randn(400, 2, 32)
+    x[300, 0, 3] = math.inf
+    x[1:128] *= 2.0**-60
+    ours, reference = (head_tiles(x, offsets, transposed=transposed, backend=b) for b in ("triton", "reference"))
+    assert torch.equal(ours.scales, reference.scales)
+    assert torch.equal(ours.codes, reference.codes)
+
+
+@pytest.mark.parametrize("shape", [(130, 70), (1, 300), (256, 128)])
+def test_transpose(shape):
+    codes = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    assert torch.equal(triton_transpose(codes), codes.t())

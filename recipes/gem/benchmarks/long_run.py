@@ -5,7 +5,8 @@ python recipes/gem/benchmarks/long_run.py --run-dir /tmp/long --parts parts --se
 One piece: put the run folder together from the files in `--parts` (none at the first piece), train until the time is
 over (the scheduler's SIGTERM: the run saves and ends), and cut the folder into files again, at most `--files` of
 `--file-mib` MiB. With `--kill-after` the trainer is killed with SIGKILL that many seconds in, and started again: it
-goes on from its newest whole checkpoint. Progress goes to `long_run_h200.csv`: steps, NE, throughput, memory.
+goes on from its newest whole checkpoint. Progress goes to `long_run_h200.csv` (steps, NE, throughput, memory), which
+travels in the run folder, so that the last machine's has the rows of all pieces; `--out` gets a copy of it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ SETS = (
     *("model.num_experts=1", "model.expert_dim=32", "data.num_samples=67108864", "train.eval_every=1000000000"),
     *("train.save_every=200", "train.keep_last=1", "train.log_every=50", "train.compile=true"),
 )
+CSV = "long_run_h200.csv"
 COLUMNS: tuple[str, ...] = (
     "piece",
     "second",
@@ -123,8 +125,7 @@ class Piece:
 
     def __init__(self, args: argparse.Namespace, number: int) -> None:
         self.args, self.number, self.began = args, number, time.monotonic()
-        self.path: Path = args.out / "long_run_h200.csv"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path: Path = args.run_dir / CSV
         self._last_step = 0
         if self.path.is_file():
             with self.path.open(newline="") as file:
@@ -143,6 +144,7 @@ class Piece:
             if new:
                 writer.writeheader()
             writer.writerow(row)
+        shutil.copyfile(self.path, self.args.out / CSV)
         print(" ".join(f"{k}={v}" for k, v in row.items() if v != ""), flush=True)
 
     def take_progress(self, pid: int) -> None:
@@ -159,7 +161,7 @@ class Piece:
         new = not (args.run_dir / "config.toml").exists()
         command = [sys.executable, "-W", "ignore", "-m", "gemworks.gem.train", "--run-dir", str(args.run_dir)]
         command += ["--preset", args.preset, "--set", *(SETS if not args.bare else ()), *args.sets] if new else []
-        with (args.out / "long_run.log").open("ab") as log:
+        with (args.run_dir / "long_run.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     def run(self) -> int:
@@ -206,10 +208,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--bare", action="store_true", help="leave out this script's own settings")
     parser.add_argument("--grace", type=float, default=90.0, help="seconds that saving may take")
     parser.add_argument("--poll", type=float, default=1.0)
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder of long_run_h200.csv")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder of a copy of the CSV")
     args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.run_dir.mkdir(parents=True, exist_ok=True)
     resumed = put_together(args.parts, args.run_dir)
-    earlier = args.out / "long_run_h200.csv"
+    earlier = args.run_dir / CSV
     numbers = []
     if earlier.is_file():
         with earlier.open(newline="") as file:
@@ -218,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     piece.say("resumed from files" if resumed else "first piece")
     code = piece.run()
     number = cut(args.run_dir, args.parts, num_files=args.files, file_mib=args.file_mib)
-    piece.say(f"cut into {number} files")
+    print(f"cut into {number} files")
     return code
 
 

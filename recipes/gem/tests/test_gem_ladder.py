@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from gemworks.gem.config import GemConfig
+from gemworks.gem.config import ConfigError, GemConfig
 from gemworks.gem.data import open_source
 from gemworks.gem.implement import quantise_linears
 from gemworks.gem.ladder.__main__ import main
 from gemworks.gem.ladder.page import in_order, write_page
 from gemworks.gem.ladder.rows import COLUMNS
-from gemworks.gem.ladder.settings import FULL_STACK, RUNGS, WITHOUT, build
+from gemworks.gem.ladder.settings import FULL_STACK, RUNGS, SETTINGS, WITHOUT, build
 from gemworks.gem.ladder.step import (
     StepCost,
     TrainingRow,
@@ -41,6 +41,22 @@ def differing(a: object, b: object, path: str = "") -> set[str]:
     if isinstance(a, dict) and isinstance(b, dict):
         return {name for key in a for name in differing(a[key], b[key], f"{path}.{key}" if path else key)}
     return set() if a == b else {path}
+
+
+def test_fp8_attention_is_a_row_of_full_attention_only():
+    """Codes in, and a training step near the one without them; the ladder of block attention says why it has none."""
+    block, full = tiny(), tiny(model__attention="full")
+    assert SETTINGS["fp8_attention"](full).kernels.attention_format == "fp8"
+    with pytest.raises(ConfigError, match="full attention only"):
+        SETTINGS["fp8_attention"](block)
+    with pytest.raises(ConfigError, match="attention_format: got"):
+        block.with_kernels(attention_format="fp8")
+    source = open_source(full.data)
+    batches = read_batches(full, source, 3, pin=False)
+    plain = run_steps(full, source, batches, CPU, warmup=1).loss
+    coded = run_steps(full.with_kernels(attention_format="fp8"), source, batches, CPU, warmup=1).loss
+    assert coded == pytest.approx(plain, rel=2e-2)
+    assert coded != plain
 
 
 def test_every_row_adds_one_thing():
@@ -70,7 +86,7 @@ def test_every_row_adds_one_thing():
     for name, keys in sets.items():
         assert changed[name] == keys, name
     for rung in RUNGS:
-        assert bool(changed[rung.name]) != bool(rung.refusal), rung.name
+        assert bool(changed[rung.name]) != bool(rung.refusal(config)), rung.name
     full = configs[FULL_STACK].to_mapping()
     for name, change in WITHOUT.items():
         assert differing(full, change(configs[FULL_STACK]).to_mapping()), name
@@ -217,3 +233,21 @@ def test_the_largest_batch_stops_where_memory_does(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ladder, "run_steps", steps)
     assert ladder.largest_batch(tiny(), CPU, limit=64) == 4
     assert ladder.largest_batch(tiny(), CPU, limit=3) == 3
+
+
+@pytest.mark.parametrize(("error", "stays"), [(RuntimeError, True), (ImportError, True), (AssertionError, False)])
+def test_a_row_may_be_refused_and_may_not_be_broken(
+    error: type[Exception], stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*args: object, **options: object) -> None:
+        raise error("why")
+
+    monkeypatch.setattr("gemworks.gem.ladder.__main__.TrainingRow", fail)
+    command = ["--smoke", "--attention", "block", "--no-local", "--rows", "norms", "--out", str(tmp_path)]
+    if not stays:
+        with pytest.raises(error, match="why"):
+            main(command)
+        return
+    assert main(command) == 0
+    with (tmp_path / "ladder_h200.csv").open(newline="") as file:
+        assert [row["note"] for row in csv.DictReader(file)] == [f"{error.__name__}: why"]

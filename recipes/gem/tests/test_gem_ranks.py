@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from gem_ranks import Faults, Outcome, run_ranks, trained
-from gemworks.gem import checkpoint
+from gem_ranks import Faults, Outcome, assert_close_runs, run_ranks, trained
 from gemworks.gem import checkpoint_files as files
 from gemworks.gem.data import open_source
 from gemworks.gem.evaluate import evaluate_run
@@ -42,47 +41,6 @@ SETTINGS = (
     "train.device=cpu",
     "train.rank_timeout_seconds=60",
 )
-
-
-def figures(path: Path) -> list[dict[str, Any]]:
-    return RunDir.open(path).rows()
-
-
-def parameters(path: Path) -> dict[str, torch.Tensor]:
-    """The last checkpoint's tensors, read by one process."""
-    folder = RunDir.open(path)
-    trainer = Trainer(folder.config(), open_source(folder.config().data), torch.device("cpu"))
-    trainer.load(checkpoint.find(folder.checkpoints, "last"))
-    state = trainer.optimizers.state_dict()["state"]
-    moments = {f"{name}/{key}": t for name, entry in state.items() for key, t in entry.items()}
-    return trainer.model.state_dict() | moments
-
-
-def assert_close_runs(one: Path, other: Path) -> None:
-    """Every line, the last checkpoint and the result, to float tolerance; what is counted, exactly."""
-    exact = ("kind", "step", "total_steps", "lr", "sparse_lr", "num_skipped", "best", "num_samples")
-    close = ("loss", "ne", "grad_norm", "auc", "log_loss", "calibration")
-    first, second = figures(one), figures(other)
-    assert len(first) == len(second)
-    for a, b in zip(first, second, strict=True):
-        assert [a.get(key) for key in exact] == [b.get(key) for key in exact]
-        for key in close:
-            if a.get(key) is not None:
-                assert b[key] == pytest.approx(a[key], rel=2e-4, abs=2e-5), (a["kind"], a["step"], key)
-    mine, others = parameters(one), parameters(other)
-    assert mine.keys() == others.keys()
-    for name, tensor in mine.items():
-        # A weight before a norm has a gradient of rounding errors, of which AdamW makes whole steps: less than one of
-        # them (3e-3) for weights, little for what they come from.
-        atol = 2e-3 if "/" not in name and not name.startswith("embeddings.") else 1e-4
-        torch.testing.assert_close(tensor, others[name], rtol=1e-3, atol=atol, msg=name)
-    a, b = RunDir.open(one).summary(), RunDir.open(other).summary()
-    assert a is not None
-    assert b is not None
-    assert (a["best_step"], a["num_steps"]) == (b["best_step"], b["num_steps"])
-    assert b["ne"] == pytest.approx(a["ne"], rel=1e-4)
-    for key in ("num_dense_parameters", "num_table_parameters"):
-        assert a[key] == b[key]
 
 
 @pytest.fixture(scope="module")

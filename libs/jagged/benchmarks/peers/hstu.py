@@ -2,17 +2,17 @@
 
     export GEMWORKS_PEERS=FOLDER
     python -m gemworks.jagged.bench --peer "HSTU Triton=libs/jagged/benchmarks/peers/hstu.py:make"
-    python libs/jagged/benchmarks/peers/hstu.py --shard 3/14   # beforehand: compiles a share of it
 
 FOLDER/hstu/generative_recommenders holds of that repository common.py, ops/utils.py and, in ops/triton,
-triton_hstu_attention.py and triton_attention_utils.py. All of its configurations for stock Triton are tuned over.
+triton_hstu_attention.py and triton_attention_utils.py. Tuned over are its configurations for stock Triton whose tile
+has 64 x 64 elements or more (17 forward, 9 backward). The benchmark's --prepare compiles them beforehand, a share at a
+time.
 
 It computes `silu(scale q k^T) v / N` under a causal mask, N the longest length.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -20,8 +20,11 @@ from typing import Any
 
 import torch
 from gemworks.jagged.bench.cases import Case, Inputs, make_inputs
-from gemworks.jagged.bench.peers import Contender
+from gemworks.jagged.bench.peers import Contender, quick_contest
 from torch import Tensor
+
+SHARES, PRIORITY = 13, 1
+SMALLEST_TILE = 64 * 64
 
 
 def load() -> Any:
@@ -32,6 +35,9 @@ def load() -> Any:
         triton_hstu_attention as module,
     )
 
+    for kernel in (module._hstu_attn_fwd, module._hstu_attn_bwd):
+        kernel.configs = [c for c in kernel.configs if c.kwargs["BLOCK_M"] * c.kwargs["BLOCK_N"] >= SMALLEST_TILE]
+        kernel._do_bench = quick_contest()
     return module
 
 
@@ -48,19 +54,20 @@ def make(x: Inputs) -> Contender:
     return Contender(attend, activation="silu", out_scale=1.0 / longest)
 
 
-def main() -> None:
+def prepare(index: int, count: int) -> None:
     """Compile every n-th configuration on a tiny batch, so that n processes fill Triton's cache side by side."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shard", required=True, metavar="I/N")
-    index, count = map(int, parser.parse_args().shard.split("/"))
     module = load()
-    for kernel in (module._hstu_attn_fwd, module._hstu_attn_bwd):
-        kernel.configs = kernel.configs[index::count] or kernel.configs[:1]
-    x = make_inputs(Case("gdpa", "self", 16, 1024, causal=True), torch.device("cuda"), torch.bfloat16)
-    out = make(x).attend(*x.leaves)
-    torch.autograd.grad(out, x.leaves, torch.randn_like(out))
-    torch.cuda.synchronize()
-
-
-if __name__ == "__main__":
-    main()
+    kernels = (module._hstu_attn_fwd, module._hstu_attn_bwd)
+    every = [kernel.configs for kernel in kernels]
+    try:
+        for kernel, configs in zip(kernels, every, strict=True):
+            kernel.configs = configs[index::count] or configs[:1]
+            kernel.cache.clear()  # what it chose from another share
+        x = make_inputs(Case("gdpa", "self", 16, 1024, causal=True), torch.device("cuda"), torch.bfloat16)
+        out = make(x).attend(*x.leaves)
+        torch.autograd.grad(out, x.leaves, torch.randn_like(out))
+        torch.cuda.synchronize()
+    finally:
+        for kernel, configs in zip(kernels, every, strict=True):
+            kernel.configs = configs
+            kernel.cache.clear()

@@ -2,18 +2,17 @@
 
     export GEMWORKS_PEERS=FOLDER
     python -m gemworks.jagged.bench --peer "Meta Triton GDPA=libs/jagged/benchmarks/peers/meta_gdpa.py:make"
-    python libs/jagged/benchmarks/peers/meta_gdpa.py --shard 3/14   # beforehand: compiles a share of it
 
 FOLDER/meta/ads_mkl/ops/oss/gdpa holds that repository's gdpa/triton and gdpa/utils. Stock Triton does not compile its
 backward until the `: object` annotations in the kernels' signatures are removed. Autotuning stays on; of its 36
-forward configurations those with a tile of 32 rows are left out (24 are kept), of the 20 backward ones none.
+forward configurations those with a tile of 32 rows are left out (24 are kept), of the 20 backward ones none. The
+benchmark's --prepare compiles them beforehand, a share at a time.
 
 It computes `act(q k^T) v`, so the scale of the logits is 1.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from dataclasses import replace
@@ -22,8 +21,10 @@ from typing import Any
 
 import torch
 from gemworks.jagged.bench.cases import Case, Inputs, make_inputs
-from gemworks.jagged.bench.peers import Contender
+from gemworks.jagged.bench.peers import Contender, tune_quickly
 from torch import Tensor
+
+SHARES, PRIORITY = 12, 0
 
 
 def load() -> Any:
@@ -40,6 +41,7 @@ def load() -> Any:
         triton_generalized_dot_product_attention as module,
     )
 
+    tune_quickly()
     kept = tuple(c for c in module.fwd_autotune_configs["default"] if c.kwargs["BLOCK_M"] > 32)
     module.fwd_autotune_configs["default"] = kept
     return module
@@ -64,22 +66,28 @@ def make(x: Inputs) -> Contender:
     return Contender(attend, leaves, activation="gelu_tanh", logit_scale=1.0)
 
 
-def main() -> None:
+def prepare(index: int, count: int) -> None:
     """Compile every n-th configuration on tiny batches, so that n processes fill Triton's cache side by side."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shard", required=True, metavar="I/N")
-    index, count = map(int, parser.parse_args().shard.split("/"))
     module = load()
-    for table in (module.fwd_autotune_configs, module.bwd_autotune_configs):
-        table["default"] = table["default"][index::count] or table["default"][:1]
-    pffn = Case("gdpa", "pffn", 16, 2048, "full", rows=256)
-    for case in (Case("gdpa", "self", 16, 1024), pffn, replace(pffn, kind="pool", law="uniform")):
-        x = make_inputs(case, torch.device("cuda"), torch.bfloat16)
-        contender = make(x)
-        out = contender.attend(*x.leaves)
-        torch.autograd.grad(out, x.leaves, torch.randn_like(out))
-    torch.cuda.synchronize()
+    tables = (module.fwd_autotune_configs, module.bwd_autotune_configs)
+    every = [table["default"] for table in tables]
+    forget(module)
+    try:
+        for table, configs in zip(tables, every, strict=True):
+            table["default"] = configs[index::count] or configs[:1]
+        pffn = Case("gdpa", "pffn", 16, 2048, "full", rows=256)
+        for case in (Case("gdpa", "self", 16, 1024), pffn, replace(pffn, kind="pool", law="uniform")):
+            x = make_inputs(case, torch.device("cuda"), torch.bfloat16)
+            out = make(x).attend(*x.leaves)
+            torch.autograd.grad(out, x.leaves, torch.randn_like(out))
+        torch.cuda.synchronize()
+    finally:
+        for table, configs in zip(tables, every, strict=True):
+            table["default"] = configs
+        forget(module)
 
 
-if __name__ == "__main__":
-    main()
+def forget(module: Any) -> None:
+    """The tuners that it keeps hold the configurations of their first call."""
+    module.get_autotune_fwd_kernel.cache_clear()
+    module.get_autotune_bwd_kernel.cache_clear()

@@ -1,7 +1,7 @@
 """Finds the fastest configurations of the kernels on this GPU and writes them to a table; training never tunes.
 
     python -m gemworks.jagged.tune --out h200.json       # a named file; without --out, the user's cache
-    python -m gemworks.jagged.tune --only norm --budget-s 60
+    python -m gemworks.jagged.tune --only norm --budget-s 60 --jobs 8   # eight processes compile what one then times
 
 The shipped table stays in force until a process asks for another one by its name: `use_table("h200.json")` at its
 start, before anything is compiled. Every candidate is compared with the shipped configuration before it is timed, in a
@@ -200,11 +200,38 @@ def tune(key: str) -> Entry:
     return Entry(key, asdict(best), best_ms, shipped_ms)
 
 
-def in_a_process(key: str, limit_s: float) -> Entry | None:
-    """`tune(key)` in a child; None, with the reason on stderr, if it fails or takes longer."""
+def compile_share(key: str, index: int, count: int) -> None:
+    """Run every `count`-th candidate once, so that its binaries lie in Triton's cache when it is timed."""
+    candidates, runner = (norm_runner if key.startswith("norm") else attention_runner)(key)
+    for config in list(dict.fromkeys(candidates))[index::count]:
+        try:
+            runner(config)()
+            torch.cuda.synchronize()
+        except (RuntimeError, ValueError):  # needs more than there is; the process that times says so
+            continue
+
+
+def in_a_process(key: str, limit_s: float, jobs: int = 1) -> Entry | None:
+    """`tune(key)` in a child; None, with the reason on stderr, if it fails or takes longer.
+
+    Args:
+        jobs: processes that compile the candidates side by side before that.
+    """
     command = [sys.executable, "-m", "gemworks.jagged.tune", "--child", key]
+    deadline = time.monotonic() + limit_s
+    if jobs > 1:
+        compilers = [
+            subprocess.Popen([*command, "--share", f"{i}/{jobs}"], stderr=subprocess.DEVNULL) for i in range(jobs)
+        ]
+        for compiler in compilers:
+            try:
+                compiler.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                compiler.kill()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=max(1.0, deadline - time.monotonic()), check=True
+        )
     except subprocess.SubprocessError as error:
         print(f"{key}: {type(error).__name__}; the shipped configuration stays", file=sys.stderr)
         return None
@@ -234,8 +261,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="keys that contain this, e.g. 'attention forward' or 'norm'")
     parser.add_argument("--budget-s", type=float, default=900.0, help="begin no key after this many seconds")
     parser.add_argument("--limit-s", type=float, default=120.0, help="of one key")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes that compile the candidates of a key side by side"
+    )
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--share", default="", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.child and args.share:
+        index, count = map(int, args.share.split("/"))
+        compile_share(args.child, index, count)
+        return 0
     if args.child:
         print(json.dumps(asdict(tune(args.child))), flush=True)
         return 0
@@ -251,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
         if time.monotonic() - began > args.budget_s:
             print(f"{key}: not run, the budget of {args.budget_s:.0f} s is spent", flush=True)
             continue
-        entry = in_a_process(key, args.limit_s)
+        entry = in_a_process(key, args.limit_s, args.jobs)
         if entry is not None:
             entries.append(entry)
             print(f"{key}: {entry.shipped_ms:.4f} -> {entry.ms:.4f} ms {entry.config}", flush=True)

@@ -4,7 +4,7 @@ from gemworks.parallel.cluster import COLLECTIVES, TIERS, ClusterSpec, Collectiv
 from gemworks.parallel.costs import CollectiveCost, GroupShape, collective_cost, edge_bytes
 from gemworks.parallel.describe import Description, describe
 from gemworks.parallel.embeddings import FeatureSpec, FullyShardedEmbeddings
-from gemworks.parallel.experts import EnsembleExperts
+from gemworks.parallel.experts import EnsembleExperts, ExpertExchange
 from gemworks.parallel.fsdp import FsdpPolicy, apply_fsdp
 from gemworks.parallel.layout import Layout
 from gemworks.parallel.lengths import CostModel, LengthLaw, fit_cost_model
@@ -30,6 +30,7 @@ __all__ = [
     "DensePlan",
     "Description",
     "EnsembleExperts",
+    "ExpertExchange",
     "ExpertPlan",
     "FeatureSpec",
     "FsdpPolicy",

@@ -190,8 +190,8 @@ class Scattering:
     transfer: _Transfer | None
 
 
-class EnsembleExperts(nn.Module):
-    """Experts spread over a group of ranks.
+class ExpertExchange(nn.Module):
+    """What surrounds experts that are spread over a group of ranks; a subclass holds the experts.
 
     `forward(x)` is `finish(run(start(x)))`. Call the three apart to hide communication: what you compute between
     `start` and `run` overlaps the gather, between `run` and `finish` the scatter, and the same in backward.
@@ -200,8 +200,6 @@ class EnsembleExperts(nn.Module):
     times the longest; row counts are exchanged by a small all-gather and one host read unless the caller knows them.
 
     Args:
-        make_expert: expert index -> module [J, ...] -> [J, ...]; called for this rank's experts only. Seed by the
-            index.
         num_experts: in all; a multiple of the group's size. Experts `rank * k ... rank * k + k - 1` live here.
         group: the expert axis' process group; None for one rank.
         gradient: "mean": weight gradients are scaled so that averaging them over the other ranks' copies gives the
@@ -210,15 +208,13 @@ class EnsembleExperts(nn.Module):
     Raises:
         ValueError: `num_experts` is not a multiple of the group's size.
 
-    Example:
-        >>> experts = EnsembleExperts(lambda i: nn.Identity(), 3)
-        >>> experts(torch.ones(2, 1)).tolist()
-        [[3.0], [3.0]]
+    Attributes:
+        size, rank: of the group, and in it.
+        indices: of the experts that live here.
     """
 
     def __init__(
         self,
-        make_expert: Callable[[int], nn.Module],
         num_experts: int,
         group: dist.ProcessGroup | None = None,
         *,
@@ -237,7 +233,11 @@ class EnsembleExperts(nn.Module):
         self.rank = 0 if group is None else dist.get_rank(group)
         self.gradient = gradient
         k = num_experts // size
-        self.local = LocalExperts({i: make_expert(i) for i in range(self.rank * k, (self.rank + 1) * k)})
+        self.indices = range(self.rank * k, (self.rank + 1) * k)
+
+    def experts_here(self) -> nn.Module:
+        """The module of this rank's experts, [J, ...] -> [J, ...], the sum over them; FSDP shards it as a unit."""
+        raise NotImplementedError
 
     def start(self, x: Tensor, rows: Sequence[int] | None = None) -> Gathering:
         """Launch the gather.
@@ -264,12 +264,12 @@ class EnsembleExperts(nn.Module):
         t = _Transfer(self.group, list(rows), self.rank, backward_scale=scale)
         return Gathering(_LaunchGather.apply(x, t), t)  # type: ignore[arg-type]
 
-    def run(self, gathering: Gathering) -> Scattering:
-        """Run this rank's experts on the joint batch and launch the scatter."""
+    def run(self, gathering: Gathering, *more: Any) -> Scattering:
+        """Run this rank's experts on the joint batch, and `more`, and launch the scatter."""
         if gathering.transfer is None:
-            return Scattering(self.local(gathering.token), None)
+            return Scattering(self.experts_here()(gathering.token, *more), None)
         joint = _WaitGather.apply(gathering.token, gathering.transfer)
-        y = self.local(joint)
+        y = self.experts_here()(joint, *more)
         scale = 1.0 / self.size if self.gradient == "mean" else 1.0
         t = _Transfer(self.group, gathering.transfer.rows, self.rank, backward_scale=scale)
         return Scattering(_LaunchScatter.apply(y, t), t)  # type: ignore[arg-type]
@@ -282,3 +282,35 @@ class EnsembleExperts(nn.Module):
 
     def forward(self, x: Tensor, rows: Sequence[int] | None = None) -> Tensor:
         return self.finish(self.run(self.start(x, rows)))
+
+
+class EnsembleExperts(ExpertExchange):
+    """Experts spread over a group of ranks, their outputs summed with learned scalar gates; see `ExpertExchange`.
+
+    Args:
+        make_expert: expert index -> module [J, ...] -> [J, ...]; called for this rank's experts only. Seed by the
+            index.
+        num_experts, group, gradient: as for `ExpertExchange`.
+
+    Raises:
+        ValueError: `num_experts` is not a multiple of the group's size.
+
+    Example:
+        >>> experts = EnsembleExperts(lambda i: nn.Identity(), 3)
+        >>> experts(torch.ones(2, 1)).tolist()
+        [[3.0], [3.0]]
+    """
+
+    def __init__(
+        self,
+        make_expert: Callable[[int], nn.Module],
+        num_experts: int,
+        group: dist.ProcessGroup | None = None,
+        *,
+        gradient: Literal["mean", "sum"] = "mean",
+    ) -> None:
+        super().__init__(num_experts, group, gradient=gradient)
+        self.local = LocalExperts({i: make_expert(i) for i in self.indices})
+
+    def experts_here(self) -> nn.Module:
+        return self.local

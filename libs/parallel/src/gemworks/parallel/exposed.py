@@ -1,7 +1,8 @@
 """How much of a collective's time no compute hid: read from a profiler trace.
 
 A collective's kernel is *exposed* while no compute kernel, copy or memset runs on the same GPU. Kernel time includes
-waiting for the peer, so on an unbalanced pair the wait shows too.
+waiting for the peer, so on an unbalanced pair the wait shows too. Copies between GPUs and the barriers around them, by
+which copy engines gather, are communication of two kinds of their own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,18 @@ _NAMES = {
     "broadcast": "broadcast",
 }
 _BUSY = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def _kind_of(event: Mapping[str, Any]) -> str | None:
+    """Which kind of communication an activity is; None for all else."""
+    name = str(event["name"]).lower()
+    if event["cat"] == "gpu_memcpy":
+        return "peer_copy" if "ptop" in name else None
+    if event["cat"] != "kernel":
+        return None
+    if "nccl" in name:
+        return next((v for k, v in _NAMES.items() if k in name.replace("_", "")), "other")
+    return "barrier" if "barrier_kernel" in name or "put_signal" in name or "wait_signal" in name else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +77,8 @@ def exposure(events: Sequence[Mapping[str, Any]], num_steps: int = 1) -> dict[st
             continue
         start = float(e["ts"])
         span = (start, start + float(e.get("dur", 0.0)))
-        name = str(e["name"])
-        if "nccl" in name.lower() and e["cat"] == "kernel":
-            kind = next((v for k, v in _NAMES.items() if k in name.lower().replace("_", "")), "other")
+        kind = _kind_of(e)
+        if kind is not None:
             moves.setdefault(kind, []).append(span)
         else:
             busy.append(span)

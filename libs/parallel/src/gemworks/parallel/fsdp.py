@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from gemworks.parallel.experts import EnsembleExperts
+from gemworks.parallel.experts import ExpertExchange
 from gemworks.parallel.meshes import Meshes
 from gemworks.parallel.replicas import GradientAverager, check_equal_replicas
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ def apply_fsdp(
     if unknown:
         known = sorted(n for n in modules if n)[:12]
         raise ValueError(f"blocks: got {unknown}, expected names of submodules such as {known}")
-    experts = {n: m for n, m in modules.items() if isinstance(m, EnsembleExperts)}
+    experts = {n: m for n, m in modules.items() if isinstance(m, ExpertExchange)}
     expert_params = _expert_ids(experts)
     ignored = {id(p) for p in ignore}
     dense = [(n, p) for n, p in model.named_parameters() if id(p) not in expert_params | ignored]
@@ -149,34 +149,34 @@ def apply_fsdp(
     return FsdpReport(blocks=kept, block_bytes=sizes, replicated=tuple(n for n, _ in small), experts=how)
 
 
-def _expert_ids(experts: Mapping[str, EnsembleExperts]) -> set[int]:
-    return {id(p) for m in experts.values() for p in m.local.parameters()}
+def _expert_ids(experts: Mapping[str, ExpertExchange]) -> set[int]:
+    return {id(p) for m in experts.values() for p in m.experts_here().parameters()}
 
 
-def _apply_experts(module: EnsembleExperts, meshes: Meshes, rules: FsdpPolicy) -> str:
-    plan = meshes.layout.plan.experts
+def _apply_experts(module: ExpertExchange, meshes: Meshes, rules: FsdpPolicy) -> str:
+    plan, experts = meshes.layout.plan.experts, module.experts_here()
     if plan is None:
         raise ValueError("model: has EnsembleExperts but the plan has no experts view; give ParallelPlan experts")
     if plan.expert_shard > 1:
         mesh = meshes.mesh("experts", ("replica", "expert_shard"))
         assert mesh is not None
-        fully_shard(module.local, mesh=mesh, mp_policy=_mixed(rules), reshard_after_forward=True)
-        _set_all_gather(module.local, rules)
+        fully_shard(experts, mesh=mesh, mp_policy=_mixed(rules), reshard_after_forward=True)
+        _set_all_gather(experts, rules)
         return f"FSDP over {plan.expert_shard} x {plan.replica} replicas"
     group = meshes.group("experts", "replica")
     if group is not None:
-        averager = GradientAverager(module.local, list(module.local.parameters()), group)
-        module.local.gradient_averager = averager  # type: ignore[assignment]
+        averager = GradientAverager(experts, list(experts.parameters()), group)
+        experts.gradient_averager = averager  # type: ignore[assignment]
         return f"averaged over {plan.replica} replicas"
     return "one copy"
 
 
-def _check_experts(experts: Mapping[str, EnsembleExperts], meshes: Meshes) -> None:
+def _check_experts(experts: Mapping[str, ExpertExchange], meshes: Meshes) -> None:
     for name, module in experts.items():
         for axis in ("expert_shard", "replica"):
             group = meshes.group("experts", axis)
             if group is not None:
-                check_equal_replicas(((f"{name}.local.{n}", p) for n, p in module.local.named_parameters()), group)
+                check_equal_replicas(((f"{name}: {n}", p) for n, p in module.experts_here().named_parameters()), group)
 
 
 def _wrap_weights(model: nn.Module, wrap: Callable[[str, nn.Parameter], Tensor | None], ignored: set[int]) -> None:

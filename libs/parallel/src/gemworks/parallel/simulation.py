@@ -24,6 +24,7 @@ from typing import Any
 from gemworks.parallel.cluster import ClusterSpec, Tier
 from gemworks.parallel.costs import GroupShape
 from gemworks.parallel.lengths import expected_imbalance
+from gemworks.parallel.measured_error import error_rows, text_of
 from gemworks.parallel.memory import InfeasiblePlan, MemoryEstimate, estimate_memory, infeasible_report
 from gemworks.parallel.placement import Split, split_shape
 from gemworks.parallel.plan import ParallelPlan, View
@@ -205,25 +206,6 @@ def with_validation(config: SimulationConfig, csv_text: str) -> SimulationConfig
     """`config` that states the measured error of the simulator.
 
     Args:
-        csv_text: of simulator_error.csv: columns config, split, predicted_ms, measured_ms, error_pct; only rows with
-            split "validate" count.
+        csv_text: of simulator_error.csv; see `error_rows`.
     """
-    import csv
-    import io
-    import statistics
-
-    rows = [r for r in csv.DictReader(io.StringIO(csv_text)) if r["split"] == "validate"]
-    if not rows:
-        raise ValueError(
-            "csv_text: got no row with split=validate, expected measurements that were not used to calibrate"
-        )
-    by_device: dict[str, list[float]] = {}
-    for r in rows:
-        by_device.setdefault(r.get("gpu", "") or "device not named", []).append(abs(float(r["error_pct"])))
-    parts = [
-        f"median {statistics.median(found):.1f} %, worst {max(found):.1f} % over {len(found)} measured steps ({device})"
-        for device, found in sorted(by_device.items())
-    ]
-    said = "; ".join(parts)
-    text = f"prediction error: {said}; none of them was used to calibrate, and beyond them it is extrapolation"
-    return dataclasses.replace(config, validation=text)
+    return dataclasses.replace(config, validation=text_of(error_rows(csv_text)))

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from gemworks.parallel.cluster import ClusterSpec, Collective, Tier
 from gemworks.parallel.costs import CollectiveCost, GroupShape, Posting, collective_cost
+from gemworks.parallel.measured_error import MEASURED, text_of
 from gemworks.parallel.plan import ParallelPlan, View
 from gemworks.parallel.profile import LayerProfile, ModelProfile
 from gemworks.parallel.timeline import Op, Queue
@@ -34,7 +35,8 @@ class SimulationConfig:
         posting: what an all-to-all's network messages cost besides their bytes; None for nothing.
         blocking: every collective keeps the host waiting, as torch's FSDP does on gloo: nothing overlaps.
         wire_factor: collective -> bytes on the wire / those of a ring, for a backend that does more; `GLOO` for gloo.
-        validation: the error of these predictions on hardware, printed with every result.
+        validation: the error of such predictions on hardware, printed with every result; the default is what this
+            version was measured at.
     """
 
     balance: Balance = "bbs"
@@ -48,7 +50,7 @@ class SimulationConfig:
     posting: Posting | None = field(default_factory=Posting)
     blocking: bool = False
     wire_factor: Mapping[str, float] = field(default_factory=dict)
-    validation: str = "prediction error: no measurement on file for this cluster; closed forms and conservation only"
+    validation: str = text_of(MEASURED)
 
 
 # gloo has no reduce-scatter: torch runs an all-reduce and keeps this rank's part, twice a ring reduce-scatter's bytes.

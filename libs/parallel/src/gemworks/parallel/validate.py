@@ -66,7 +66,22 @@ class ErrorRow:
 
 
 Times = tuple[float, float, float, float]  # of a block forward and backward, of the loss forward and backward, ms
-HostTimes = tuple[float, float]  # of the host to launch a block forward and backward, ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTimes:
+    """Of the host, ms.
+
+    Attributes:
+        forward, backward: to launch a block.
+        forward_once, backward_once: of a step, whatever its depth: its first block's gather, the loss, the end of
+            backward. A step begins on an idle device, so some of it nothing hides.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    forward_once: float = 0.0
+    backward_once: float = 0.0
 
 
 class Timer:
@@ -146,7 +161,7 @@ class LayerTimes:
 
 
 def host_times(kind: Kind, timer: Timer, dtype: torch.dtype) -> HostTimes:
-    """What the host needs for a block: steps so small that the device waits for it, at two depths."""
+    """What the host needs: steps so small that the device waits for it, at two depths."""
     found: list[tuple[float, float]] = []
     for depth in HOST_DEPTHS:
         case = Case(kind=kind, depth=depth, width=HOST_WIDTH, tokens=HOST_TOKENS)
@@ -155,7 +170,14 @@ def host_times(kind: Kind, timer: Timer, dtype: torch.dtype) -> HostTimes:
         found.append((ahead, whole - ahead))
     (f0, b0), (f1, b1) = found
     blocks = HOST_DEPTHS[1] - HOST_DEPTHS[0]
-    return max(0.0, (f1 - f0) / blocks), max(0.0, (b1 - b0) / blocks)
+    f, b = max(0.0, (f1 - f0) / blocks), max(0.0, (b1 - b0) / blocks)
+    # Of the deeper one, whose depth is nearer to a step's: a slope that is off is made up for there.
+    return HostTimes(
+        forward=f,
+        backward=b,
+        forward_once=max(0.0, f1 - HOST_DEPTHS[1] * f),
+        backward_once=max(0.0, b1 - HOST_DEPTHS[1] * b),
+    )
 
 
 def predict_ms(
@@ -164,7 +186,7 @@ def predict_ms(
     cluster: ClusterSpec,
     dtype: torch.dtype,
     *,
-    host: HostTimes = (0.0, 0.0),
+    host: HostTimes | None = None,
     sm_slowdown: float | None = None,
 ) -> float:
     """The simulator's step time of a case.
@@ -174,12 +196,13 @@ def predict_ms(
         times: of the block at the case's tokens (for experts: of the joint batch), and of the loss at the case's.
         cluster: with measured tiers.
         dtype: of weights on the wire; gradients travel in float32 when sharded, in `dtype` when replicated.
-        host: to launch a block.
+        host: None: takes no time.
         sm_slowdown: of compute beside a collective; None: the simulator's own.
     """
     world = 1 if case.kind == "alone" else cluster.num_gpus
     params = 8 * case.width**2
     expert = case.kind == "expert"
+    host = host or HostTimes()
     forward, backward, loss_forward, loss_backward = times
     layers = tuple(
         LayerProfile(
@@ -192,8 +215,8 @@ def predict_ms(
             length_share=0.0,
             exchange_bytes=case.tokens * case.width * dtype.itemsize if expert else 0.0,
             kind="expert" if expert else "dense",
-            forward_host_us=1e3 * host[0],
-            backward_host_us=1e3 * host[1],
+            forward_host_us=1e3 * (host.forward + (host.forward_once if i == 0 else 0.0)),
+            backward_host_us=1e3 * (host.backward + (host.backward_once if i == 0 else 0.0)),
         )
         for i in range(case.depth)
     )
@@ -297,8 +320,10 @@ def validate(
     hosts: dict[Kind, HostTimes] = {}
     if world > 1:
         hosts = {kind: host_times(kind, timer, dtype) for kind in kinds}
-        for kind, (f, b) in hosts.items():
-            add(f"{kind} launch of a block", "calibrate", f + b, f + b)
+        for kind, host in hosts.items():
+            block, once = host.forward + host.backward, host.forward_once + host.backward_once
+            add(f"{kind} launch of a block", "calibrate", block, block)
+            add(f"{kind} launch of a step itself", "calibrate", once, once)
     for width in widths:
         layers = {"dense": LayerTimes("dense", width, calibrate_tokens, timer, dtype)}
         if "expert" in kinds:
@@ -314,14 +339,15 @@ def validate(
             # An expert sees the joint batch; each rank runs one expert.
             joint = case.tokens * (world if case.kind == "expert" else 1)
             times = (*layer.at(joint)[:2], *layer.at(case.tokens)[2:])
-            host = hosts.get(case.kind, (0.0, 0.0))
-            return predict_ms(case, times, cluster, dtype, host=host, sm_slowdown=slowdown)
+            return predict_ms(case, times, cluster, dtype, host=hosts.get(case.kind), sm_slowdown=slowdown)
 
         slowdown: float | None = None
         if world > 1:
             # Where the device is what a step waits for, or else at the largest size.
             blocks_ms = {tokens: sum(layers["dense"].at(tokens)[:2]) for tokens in calibrate_tokens}
-            long_enough = [t for t, ms in blocks_ms.items() if ms > 1.5 * sum(hosts["shard"])]
+            long_enough = [
+                t for t, ms in blocks_ms.items() if ms > 1.5 * (hosts["shard"].forward + hosts["shard"].backward)
+            ]
             box: list[Any] = [min(long_enough, default=calibrate_tokens[-1])]
             dist.broadcast_object_list(box, src=0, device=device)  # ranks' own times differ by their rounding
             beside = Case(kind="shard", depth=4, width=width, tokens=box[0])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from gemworks.precision.backends import choose
 from gemworks.precision.casts import CastSpec, cast, cast_both, device_of
-from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.mxtensor import MXTensor, padded_rows
 from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, fused_tile_config
 from torch import Tensor, nn
 
@@ -88,28 +88,32 @@ def _activation_tiles(x: Tensor, spec: CastSpec, activation: str, columns: bool,
     from gemworks.precision.kernel_activation import ACTIVATIONS as CODES
     from gemworks.precision.kernel_activation import activation_tile_kernel
     from gemworks.precision.launch import launch
-    from gemworks.precision.triton_casts import planes_of, tile_planes, tile_setup
+    from gemworks.precision.triton_casts import planes_of, tile_planes, tile_setup, tile_words
 
     num_rows, num_columns = x.shape
     y = torch.empty_like(x) if return_y else x
     directions = ALONG_ROWS | ALONG_COLUMNS if columns else ALONG_ROWS
     written = tile_planes(x, spec, spec.block, directions)
     config = fused_tile_config(spec.block, spec.regroups, directions)
-    setup = tile_setup(config, spec, spec.block, directions, ACTIVATION=CODES[activation], WRITE_Y=return_y)
+    constants = {"ACTIVATION": CODES[activation], "WRITE_Y": return_y, "RAGGED": num_rows % 16 != 0}
+    setup = tile_setup(config, spec, spec.block, directions, **constants)
     grid, column_tiles = setup.grid(num_rows, num_columns)
     launch(
         activation_tile_kernel,
         grid,
         (
-            x.view(torch.int32),
-            y.view(torch.int32),
-            *written.arguments(directions),
-            num_rows,
+            x,
+            y,
+            *written.tensors,
+            padded_rows(num_rows),
             num_columns,
             column_tiles,
+            num_rows,
         ),
         setup.constants,
         setup.options,
+        None,
+        (torch.int32, torch.int32, *tile_words(directions)),
     )
     planes = planes_of(x, spec, spec.block, written, directions)
     return ActivationCast(planes[0], planes[1] if columns else None, y if return_y else None, written.inexact)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
-from gemworks.precision import norm as norm_module
+from gemworks.precision import linear as linear_module
 from gemworks.precision.activation import ACTIVATIONS, activation_cast
 from gemworks.precision.attention import head_plane
 from gemworks.precision.backends import PrecisionCostWarning
@@ -31,7 +31,7 @@ from gemworks.precision.probe import sqnr_db
 from gemworks.precision.projection import project_heads
 from gemworks.precision.recipe import GemmKind, recipe
 from gemworks.precision.rng import Stochastic
-from gemworks.precision.scaled_mm import square_scales, wide_scales
+from gemworks.precision.scaled_mm import num_pieces, num_processors, operands, square_scales, wide_scales
 from gemworks.precision.scales import ScaleMode
 from torch import Tensor
 
@@ -97,9 +97,9 @@ def _check_runs(device: torch.device, runs: list[Run]) -> None:
 
 
 def check_tile_casts(device: torch.device) -> None:
-    """Sizes in multiples of 16, which go through the tile kernel; regrouping under every scale mode and on data that
+    """Features in multiples of 16, which go through the tile kernel; regrouping under every scale mode and on data that
     loses few codes, many, and none."""
-    shapes = ((144, 272), (256, 1024))
+    shapes = ((144, 272), (256, 1024), (261, 1024))
     _check_runs(device, [(shape, torch.bfloat16, kind, None) for shape in shapes for kind in KINDS])
     _check_runs(device, [((48, 80), d, GemmKind.MXFP8, None) for d in (torch.float32, torch.float16)])
     generator = torch.Generator().manual_seed(9)
@@ -124,7 +124,7 @@ def check_tile_casts(device: torch.device) -> None:
 def check_squares(device: torch.device) -> None:
     """Squares stored both ways, with the fp32 scales that products take."""
     spec = CastSpec(GemmKind.FP8_BLOCK128)
-    for shape in ((144, 272), (1024, 640)):
+    for shape in ((144, 272), (1024, 640), (1001, 640)):
         x = _data(*shape, device)
         ours, expected = cast_squares(x, spec), cast_squares(x, spec, "reference")
         for name in ("rows", "columns", "transposed"):
@@ -134,7 +134,10 @@ def check_squares(device: torch.device) -> None:
                 wide, made = plane.wide, square_scales(other, plane.scales.shape[1])
             else:
                 plane, other = (plane, other) if plane.dim == 1 else (plane.t(), other.t())
-                wide, made = plane.wide, wide_scales(other, plane.shape[0], plane.scales.shape[1])
+                wide, made = plane.wide, wide_scales(other, plane.tensors[0].shape[0], plane.scales.shape[1])
+            if wide is not None:
+                real = plane.shape[0]  # behind them one writes ones, the other the scale of zeros
+                wide, made = (w if plane.dim is None else w[:real] for w in (wide, made))
             if wide is None and device.type == "cpu":
                 continue  # the reference keeps the bytes alone
             if (
@@ -198,17 +201,7 @@ def check_large(device: torch.device) -> None:
 
 
 def check_norm(device: torch.device) -> None:
-    """Planes of the fused norm are those of its own y, and y is that of the reference to bf16 rounding; as two kernels
-    and as one grid."""
-    for one_grid in (False, True):
-        norm_module.ONE_GRID = one_grid
-        try:
-            _check_norm(device)
-        finally:
-            norm_module.ONE_GRID = False
-
-
-def _check_norm(device: torch.device) -> None:
+    """Planes of the fused norm are those of its own y, and y is that of the reference to bf16 rounding."""
     # The general kernel, a row in one tile, rows of several tiles.
     runs = [((300, 520), "rms", kind) for kind in KINDS] + [((304, 528), "rms", kind) for kind in KINDS]
     runs += [((304, 528), "layer", kind) for kind in (GemmKind.MXFP8, GemmKind.FP8_BLOCK128)]
@@ -354,6 +347,25 @@ def check_exact_products(device: torch.device) -> None:
                 raise AssertionError(f"{kind.value} {name}: off by {worst:.3g} where the product is exact")
 
 
+def check_pieces(device: torch.device) -> None:
+    """A weight gradient that is split over its contraction against the same in one piece; equal bits twice."""
+    m, k, n = (65536, 256, 384) if device.type == "cuda" else (512, 256, 384)
+    generator = torch.Generator(device).manual_seed(5)
+    x, dy = (torch.randn(m, c, device=device, generator=generator).bfloat16() for c in (k, n))
+    spec = CastSpec(GemmKind.FP8_BLOCK128)
+    columns, squares = cast_squares(dy, spec).columns.t(), cast_squares(x, spec).transposed
+    if device.type != "cuda" or num_pieces(n, k, m, num_processors(device)) == 1:
+        return
+    split, again = (gemm(columns, squares, spec.kind, torch.float32) for _ in range(2))
+    single = torch.empty_like(split)
+    operands(columns, squares).multiply(single)
+    if not torch.equal(split, again):
+        raise AssertionError("pieces: two runs differ")
+    noise = sqnr_db(single.double(), split)
+    if not noise >= 60:
+        raise AssertionError(f"pieces: {noise:.1f} dB from one piece, expected 60")
+
+
 def check_linear(device: torch.device) -> None:
     """SQNR of y, dx, dw against float64 products of the unquantised operands."""
     m, k, n = 515, 1024, 512
@@ -376,6 +388,44 @@ def check_linear(device: torch.device) -> None:
                 noise = sqnr_db(exact, got)
                 if not noise >= gate:
                     raise AssertionError(f"{kind} {settings} {name}: {noise:.1f} dB, expected at least {gate}")
+
+
+def check_ways(device: torch.device) -> None:
+    """The short way of an eager layer on Hopper gives the bits of the general one: y, dx, dw, with bf16 and fp32
+    weights, and with rows enough for the weight gradient to be split."""
+    settings: list[tuple[str, dict[str, str | bool]]] = [
+        ("fp8_block128", {}),
+        ("fp8_block128", {"save": "both"}),
+        ("fp8_block128", {"square_inputs": True}),
+        ("fp8_square128", {}),
+        ("fp8_wgrad_bf16", {}),
+    ]
+    short = linear_module._plan_of
+    for m, k, n, dtype in ((515, 1024, 384, torch.float32), (65536, 256, 384, torch.bfloat16)):
+        if device.type != "cuda" and m > 1000:
+            continue
+        for name, changes in settings:
+            results = []
+            for way in (short, lambda *_: None):
+                generator = torch.Generator(device).manual_seed(8)
+                x = torch.randn(m, k, device=device, generator=generator).bfloat16().requires_grad_()
+                w = (torch.randn(n, k, device=device, generator=generator) / 32).to(dtype).requires_grad_()
+                dy = torch.randn(m, n, device=device, generator=generator).bfloat16()
+                linear_module._plan_of = way
+                try:
+                    y = mx_linear(x, w, None, recipe(name, **changes))
+                finally:
+                    linear_module._plan_of = short
+                y.backward(dy)
+                results.append((y.detach(), x.grad, w.grad))
+            for what, ours, expected in zip(("y", "dx", "dw"), *results, strict=True):
+                assert ours is not None
+                assert expected is not None
+                if ours.dtype is not expected.dtype or not torch.equal(ours, expected):
+                    count = (ours != expected).sum().item()
+                    raise AssertionError(
+                        f"{name} {changes} {(m, k, n)} {what}: {count} elements differ between two ways"
+                    )
 
 
 def check_transformer_engine(device: torch.device) -> None:
@@ -413,7 +463,9 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     "projection": check_projection,
     "gemm": check_products,
     "gemm:exact": check_exact_products,
+    "gemm:pieces": check_pieces,
     "linear": check_linear,
+    "linear:ways": check_ways,
     "cast:large": check_large,
 }
 NEED_GPU = ("cast:large",)

@@ -13,6 +13,7 @@ import argparse
 import csv
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 COLUMN = "gathered_mib"
+COMMAND = "torchrun --nproc-per-node 2 -m gemworks.precision.bench_fsdp"
 
 
 @contextmanager
@@ -103,14 +105,18 @@ def main(arguments: list[str] | None = None) -> int:
     """Run on the ranks that torchrun started."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/precision_fsdp"))
+    parser.add_argument("--shapes", type=int, nargs="*", default=[0, 1, 2], help="which of the three shapes")
+    parser.add_argument("--repetitions", type=int, default=20, help="timed steps of each; 1 only compiles")
     chosen = parser.parse_args(arguments)
+    begun = time.perf_counter()
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
     bench = Bench(device, smoke=not gpu)
-    shapes = [(8192, 4096, 8), (8192, 8192, 4), (32768, 8192, 4)] if gpu else [(32, 256, 2)]
+    known = [(8192, 4096, 8), (8192, 8192, 4), (32768, 8192, 4)]
+    shapes = [known[i] for i in chosen.shapes] if gpu else [(32, 256, 2)]
     for rows, features, depth in shapes:
         x = bench.randn(rows, features, dtype=torch.bfloat16 if gpu else torch.float32)
         results: dict[str, Any] = {}
@@ -120,7 +126,10 @@ def main(arguments: list[str] | None = None) -> int:
                 losses = [step().item()]
                 nbytes = sum(received)
             losses += [step().item() for _ in range(2)]
-            results[impl] = losses, nbytes, timed(step, device, 20 if gpu else 3)
+            results[impl] = losses, nbytes, timed(step, device, chosen.repetitions if gpu else 3)
+            if dist.get_rank() == 0:
+                print(f"{impl} {rows}x{features}: done after {time.perf_counter() - begun:.1f} s", flush=True)
+            del step
         if results["gather_bf16"][0] != results["gemworks"][0]:
             losses = results["gather_bf16"][0], results["gemworks"][0]
             print(f"CHECK FAILED {rows}x{features}x{depth}: losses {losses}; not published", flush=True)
@@ -145,6 +154,8 @@ def main(arguments: list[str] | None = None) -> int:
                     num_gpus=dist.get_world_size() if gpu else 0,
                 )
                 bench.rows[-1][COLUMN] = mib
+                # Ceilings are not measured here.
+                bench.rows[-1] |= {"copy_gbps": "", "bf16_tflops": "", "command": " ".join([COMMAND, *sys.argv[1:]])}
     if dist.get_rank() == 0:
         chosen.out.mkdir(parents=True, exist_ok=True)
         path = chosen.out / ("precision_h200x2.csv" if gpu else "precision_fsdp_cpu_smoke.csv")

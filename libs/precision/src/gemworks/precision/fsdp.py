@@ -16,6 +16,7 @@ the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from gemworks.precision.backends import warn_once
 from gemworks.precision.casts import CastSpec, cast, cast_backend
 from gemworks.precision.convert import MXLinear
 from gemworks.precision.formats import Format
-from gemworks.precision.linear import backward_op, forward_op, recipe_of
+from gemworks.precision.linear import PlaneWeight, backward_op, forward_op, recipe_of
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.recipe import GemmKind, Recipe
 from gemworks.precision.scales import ScaleMode
@@ -130,6 +131,11 @@ class FP8GatherWeight(_Wrapper):
     def __init__(self, tensor: Tensor, meta: PlaneMeta, requires_grad: bool = False) -> None:
         self._tensor, self._meta = tensor, meta
 
+    @property
+    def stored(self) -> Tensor:
+        """The weight itself, sharing its memory: what a checkpoint holds, which must not need this class."""
+        return self._tensor
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"FP8GatherWeight({self._tensor!r}, {self._meta.form})"
 
@@ -184,7 +190,7 @@ class FP8GatherWeight(_Wrapper):
         return GatheredWeight(codes, scales, metadata, param_dtype), (codes, scales)
 
 
-class GatheredWeight(_Wrapper):
+class GatheredWeight(PlaneWeight):
     """A whole weight that exists only as codes and scales; `mx_linear` multiplies with them as they are."""
 
     _codes: Tensor
@@ -230,13 +236,16 @@ class GatheredWeight(_Wrapper):
         return func(*plain_args, **plain_kwargs)
 
 
-def gather_in_fp8(model: nn.Module, num_ranks: int) -> list[GatherDecision]:
+def gather_in_fp8(
+    model: nn.Module, num_ranks: int, filter: Callable[[str, MXLinear], bool] | None = None
+) -> list[GatherDecision]:
     """Make FSDP2 gather the converted layers of a model in FP8 where the rule allows; call between `convert` and
     `fully_shard`.
 
     Args:
         model: converted; parameters on their device, not sharded yet.
         num_ranks: size of the shard axis.
+        filter: called with (name, layer); False leaves the layer alone, as one that is not sharded.
 
     Returns:
         One decision per converted layer, with its reason and bytes.
@@ -248,7 +257,7 @@ def gather_in_fp8(model: nn.Module, num_ranks: int) -> list[GatherDecision]:
         raise ValueError(f"num_ranks: got {num_ranks}, expected at least 1")
     decisions = []
     for name, module in model.named_modules():
-        if not isinstance(module, MXLinear):
+        if not isinstance(module, MXLinear) or (filter is not None and not filter(name, module)):
             continue
         weight = module.weight
         if hasattr(weight, "device_mesh"):

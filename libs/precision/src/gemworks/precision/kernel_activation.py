@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from gemworks.precision.kernel_norm_tile import load_pairs, round_to_bf16, store_pairs
-from gemworks.precision.kernel_tile import store_tile
-from gemworks.precision.kernel_words import value
+from gemworks.precision.kernel_tile import load_tile, store_pairs, store_tile
+from gemworks.precision.kernel_words import round_to_bf16, value
 
 RELU, SILU, GELU, GELU_TANH = 0, 1, 2, 3
 ACTIVATIONS = {"relu": RELU, "silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH}
@@ -49,20 +48,20 @@ def activate(x, ACTIVATION: tl.constexpr, HARDWARE: tl.constexpr):
         return times_sigmoid(x, x * (-2.302208198 - 0.1029432397 * (x * x)), HARDWARE)
 
 
-@triton.jit(do_not_specialize=["num_column_tiles"])  # else widths of 16 tiles are another kernel
+# Else widths of 16 tiles and lucky numbers of rows are other kernels.
+@triton.jit(do_not_specialize=["num_column_tiles", "real_rows"])
 def activation_tile_kernel(
     x_ptr,
     y_ptr,
     codes_ptr,
     scales_ptr,
-    wide_ptr,
     codes_t_ptr,
     scales_t_ptr,
-    wide_t_ptr,
     inexact_ptr,
     num_rows,
     num_columns,
     num_column_tiles,
+    real_rows,
     ACTIVATION: tl.constexpr,
     WRITE_Y: tl.constexpr,
     R8: tl.constexpr,
@@ -72,20 +71,22 @@ def activation_tile_kernel(
     MODE: tl.constexpr,
     REGROUP: tl.constexpr,
     DIRECTIONS: tl.constexpr,
+    RAGGED: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """x, y: bf16 `[M, K]` contiguous as int32; planes as in `store_tile`."""
+    """x, y: bf16 `[real_rows, K]` contiguous as int32; planes as in `store_tile`."""
     tile = tl.program_id(0)
     first_row = (tile // num_column_tiles).to(tl.int64) * (R8 * 8)
     first_column = (tile % num_column_tiles) * C
-    left_rows = num_rows - first_row
-    offset = first_row * (num_columns // 2)
+    left_rows = real_rows - first_row
+    half = (num_columns // 16) * 8
+    offset = first_row * half
+    xs = load_tile(x_ptr + offset, half, left_rows, first_column, num_columns, R8, C, True, RAGGED, True)
     ys = ()
     for i in tl.static_range(8):
-        x = load_pairs(x_ptr + offset, i, first_column, left_rows, num_columns, R8, C)
         v = ()
         for j in tl.static_range(4):
-            v = v + (activate(value(x, j, True, False, HARDWARE), ACTIVATION, HARDWARE),)  # noqa: RUF005
+            v = v + (activate(value(xs[i], j, True, False, HARDWARE), ACTIVATION, HARDWARE),)  # noqa: RUF005
         pair = (round_to_bf16(v[0], v[1], HARDWARE), round_to_bf16(v[2], v[3], HARDWARE))
         if WRITE_Y:
             store_pairs(pair, y_ptr + offset, i, first_column, left_rows, num_columns, R8, C)
@@ -96,10 +97,8 @@ def activation_tile_kernel(
         first_column,
         codes_ptr,
         scales_ptr,
-        wide_ptr,
         codes_t_ptr,
         scales_t_ptr,
-        wide_t_ptr,
         inexact_ptr,
         num_rows,
         num_columns,

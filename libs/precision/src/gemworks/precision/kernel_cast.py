@@ -409,6 +409,7 @@ def dequantise_kernel(
     out_ptr,
     num_rows,
     num_columns,
+    stride_out_row,
     stride_code_row,
     stride_code_column,
     stride_scale_row,
@@ -420,7 +421,7 @@ def dequantise_kernel(
     FORMAT: tl.constexpr,
     SWAP: tl.constexpr,
 ):
-    """out `[M, K]` contiguous, bf16: code times scale, exact for scale bytes 3..246; blocks of BLOCK_ROWS x
+    """out `[M, K]`, columns contiguous, bf16: code times scale, exact for scale bytes 3..246; blocks of BLOCK_ROWS x
     BLOCK_COLUMNS."""
     row = tl.program_id(1 if SWAP else 0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0 if SWAP else 1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -439,7 +440,7 @@ def dequantise_kernel(
     bits = tl.where(scale == 0, 0x400000, scale << 23)
     bits = tl.where(scale == 255, 0x7FC00000, bits)
     value = decode(code, FORMAT) * bits.to(tl.float32, bitcast=True)
-    tl.store(out_ptr + row[:, None] * num_columns + column[None, :], value.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row[:, None] * stride_out_row + column[None, :], value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

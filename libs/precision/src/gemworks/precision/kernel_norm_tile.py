@@ -1,8 +1,8 @@
 # Triton's language is typed by its own compiler, not by Python's: pyright is quiet in this file.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportAssignmentType=false, reportOptionalMemberAccess=false
-"""Residual + norm + cast of bf16: the sum and each row's statistics, then tiles of the sum; as two kernels, or as one
-grid that reads the sum back from cache.
+"""Residual + norm + cast of bf16: the sum and each row's statistics, and tiles of the sum, in one grid that reads the
+sum back from cache.
 
 Tiles are held as in `kernel_words`: a tuple of eight rows modulo 8, each two int32 `[R8, C4]` of bf16 pairs.
 """
@@ -11,45 +11,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from gemworks.precision.kernel_tile import store_tile
-from gemworks.precision.kernel_words import high_half, low_half, quads, value
-
-
-@triton.jit
-def round_to_bf16(low, high, HARDWARE: tl.constexpr):
-    """Two fp32 rounded to nearest even bf16, in an int32."""
-    if HARDWARE:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        a, b = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
-        a_nan, b_nan = (a & 0x7FFFFFFF) > 0x7F800000, (b & 0x7FFFFFFF) > 0x7F800000
-        a = tl.where(a_nan, 0x7FC0, ((a + 0x7FFF + ((a >> 16) & 1)) >> 16) & 0xFFFF)
-        b = tl.where(b_nan, 0x7FC0, ((b + 0x7FFF + ((b >> 16) & 1)) >> 16) & 0xFFFF)
-        return a | (b << 16)
-
-
-@triton.jit
-def load_pairs(x_ptr, i: tl.constexpr, first_column, left_rows, num_columns, R8: tl.constexpr, C: tl.constexpr):
-    """Row i of every eight as two int32 `[R8, C4]`, zero outside; columns are contiguous, the last use of the line."""
-    row = tl.arange(0, R8) * 8 + i
-    column = first_column // 2 + tl.arange(0, C // 2)
-    half = (num_columns // 16) * 8
-    inside = (row < left_rows)[:, None] & (column < half)[None, :]
-    x = tl.load(x_ptr + (row * half)[:, None] + column[None, :], mask=inside, other=0, eviction_policy="evict_first")
-    return tl.split(tl.reshape(x, [R8, C // 4, 2]))
-
-
-@triton.jit
-def store_pairs(pair, x_ptr, i: tl.constexpr, first_column, left_rows, num_columns, R8: tl.constexpr, C: tl.constexpr):
-    """The inverse of `load_pairs`."""
-    row = tl.arange(0, R8) * 8 + i
-    column = first_column // 2 + tl.arange(0, C // 2)
-    half = (num_columns // 16) * 8
-    inside = (row < left_rows)[:, None] & (column < half)[None, :]
-    x = tl.reshape(tl.join(pair[0], pair[1]), [R8, C // 2])
-    tl.store(x_ptr + (row * half)[:, None] + column[None, :], x, mask=inside)
+from gemworks.precision.kernel_tile import load_tile, store_pairs, store_tile
+from gemworks.precision.kernel_words import high_half, low_half, quads, round_to_bf16, value
 
 
 @triton.jit
@@ -170,15 +133,14 @@ def apply_tile(
     rstd_ptr,
     codes_ptr,
     scales_ptr,
-    wide_ptr,
     codes_t_ptr,
     scales_t_ptr,
-    wide_t_ptr,
     inexact_ptr,
     first_row,
     first_column,
     num_rows,
     num_columns,
+    real_rows,
     HAS_BIAS: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
     WRITE_Y: tl.constexpr,
@@ -189,15 +151,15 @@ def apply_tile(
     FORMAT: tl.constexpr,
     MODE: tl.constexpr,
     REGROUP: tl.constexpr,
+    RAGGED: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """A tile of the sum, normalised and quantised."""
-    left_rows = num_rows - first_row
+    """A tile of the sum, normalised and quantised; planes as in `store_tile`."""
+    left_rows = real_rows - first_row
     octet = tl.arange(0, R8) * 8
-    offset = first_row * (num_columns // 2)
-    hs = ()
-    for i in tl.static_range(8):
-        hs = hs + (load_pairs(sum_ptr + offset, i, first_column, left_rows, num_columns, R8, C),)  # noqa: RUF005
+    half = (num_columns // 16) * 8
+    offset = first_row * half
+    hs = load_tile(sum_ptr + offset, half, left_rows, first_column, num_columns, R8, C, True, RAGGED, True)
     means = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     if SUBTRACT_MEAN:
         means = ()
@@ -230,10 +192,8 @@ def apply_tile(
         first_column,
         codes_ptr,
         scales_ptr,
-        wide_ptr,
         codes_t_ptr,
         scales_t_ptr,
-        wide_t_ptr,
         inexact_ptr,
         num_rows,
         num_columns,
@@ -249,108 +209,8 @@ def apply_tile(
     )
 
 
-@triton.jit
-def norm_sum_kernel(
-    x_ptr,
-    residual_ptr,
-    sum_ptr,
-    mean_ptr,
-    rstd_ptr,
-    num_rows,
-    num_columns,
-    eps,
-    HAS_RESIDUAL: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """The first of two passes: a program a share of rows."""
-    first_row = tl.program_id(0).to(tl.int64) * ROWS
-    sum_rows(
-        x_ptr,
-        residual_ptr,
-        sum_ptr,
-        mean_ptr,
-        rstd_ptr,
-        first_row,
-        num_rows,
-        num_columns,
-        eps,
-        HAS_RESIDUAL,
-        SUBTRACT_MEAN,
-        ROWS,
-        WIDTH,
-        HARDWARE,
-    )
-
-
-@triton.jit(do_not_specialize=["num_column_tiles"])  # else widths of 16 tiles are another kernel
-def norm_apply_kernel(
-    sum_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    codes_ptr,
-    scales_ptr,
-    wide_ptr,
-    codes_t_ptr,
-    scales_t_ptr,
-    wide_t_ptr,
-    inexact_ptr,
-    num_rows,
-    num_columns,
-    num_column_tiles,
-    HAS_BIAS: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    WRITE_Y: tl.constexpr,
-    DIRECTIONS: tl.constexpr,
-    R8: tl.constexpr,
-    C: tl.constexpr,
-    B: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MODE: tl.constexpr,
-    REGROUP: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """The second of two passes: a program a tile of the sum."""
-    tile = tl.program_id(0)
-    apply_tile(
-        sum_ptr,
-        weight_ptr,
-        bias_ptr,
-        y_ptr,
-        mean_ptr,
-        rstd_ptr,
-        codes_ptr,
-        scales_ptr,
-        wide_ptr,
-        codes_t_ptr,
-        scales_t_ptr,
-        wide_t_ptr,
-        inexact_ptr,
-        (tile // num_column_tiles).to(tl.int64) * (R8 * 8),
-        (tile % num_column_tiles) * C,
-        num_rows,
-        num_columns,
-        HAS_BIAS,
-        SUBTRACT_MEAN,
-        WRITE_Y,
-        DIRECTIONS,
-        R8,
-        C,
-        B,
-        FORMAT,
-        MODE,
-        REGROUP,
-        HARDWARE,
-    )
-
-
 # Else widths of 16 tiles and every length of a turn are other kernels.
-@triton.jit(do_not_specialize=["num_column_tiles", "blocks_per_turn"])
+@triton.jit(do_not_specialize=["num_column_tiles", "real_rows", "blocks_per_turn"])
 def norm_cast_kernel(
     x_ptr,
     residual_ptr,
@@ -363,14 +223,13 @@ def norm_cast_kernel(
     ready_ptr,
     codes_ptr,
     scales_ptr,
-    wide_ptr,
     codes_t_ptr,
     scales_t_ptr,
-    wide_t_ptr,
     inexact_ptr,
     num_rows,
     num_columns,
     num_column_tiles,
+    real_rows,
     blocks_per_turn,
     eps,
     HAS_RESIDUAL: tl.constexpr,
@@ -387,6 +246,7 @@ def norm_cast_kernel(
     FORMAT: tl.constexpr,
     MODE: tl.constexpr,
     REGROUP: tl.constexpr,
+    RAGGED: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     """Two kinds of programs in one grid, so that the sum is read back from cache and one kind computes while the other
@@ -406,7 +266,7 @@ def norm_cast_kernel(
     tile = i * tiles // (sums + tiles)
     if (i + 1) * tiles // (sums + tiles) == tile:
         first_row = turn.to(tl.int64) * (blocks_per_turn * R) + (i - tile) * SHARE
-        if first_row < num_rows:
+        if first_row < real_rows:
             for step in range(STEPS):
                 sum_rows(
                     x_ptr,
@@ -415,7 +275,7 @@ def norm_cast_kernel(
                     mean_ptr,
                     rstd_ptr,
                     first_row + step * ROWS,
-                    num_rows,
+                    real_rows,
                     num_columns,
                     eps,
                     HAS_RESIDUAL,
@@ -430,7 +290,7 @@ def norm_cast_kernel(
         block = (turn - 1) * blocks_per_turn + tile // num_column_tiles
         first_row = block.to(tl.int64) * R
         if (turn > 0) & (first_row < num_rows):
-            awaited = (tl.minimum(num_rows - first_row, R) + SHARE - 1) // SHARE
+            awaited = (tl.minimum(real_rows - first_row, R) + SHARE - 1) // SHARE
             seen = tl.atomic_add(ready_ptr + block, 0, sem="acquire")
             while seen < awaited:
                 seen = tl.atomic_add(ready_ptr + block, 0, sem="acquire")
@@ -443,15 +303,14 @@ def norm_cast_kernel(
                 rstd_ptr,
                 codes_ptr,
                 scales_ptr,
-                wide_ptr,
                 codes_t_ptr,
                 scales_t_ptr,
-                wide_t_ptr,
                 inexact_ptr,
                 first_row,
                 (tile % num_column_tiles) * C,
                 num_rows,
                 num_columns,
+                real_rows,
                 HAS_BIAS,
                 SUBTRACT_MEAN,
                 WRITE_Y,
@@ -462,5 +321,6 @@ def norm_cast_kernel(
                 FORMAT,
                 MODE,
                 REGROUP,
+                RAGGED,
                 HARDWARE,
             )

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from gemworks.precision.kernel_words import column_words, quads, row_words, total_lost
+from gemworks.precision.kernel_pairs import column_pair_words, row_pair_words, store_row_pairs
+from gemworks.precision.kernel_words import column_words, high_half, low_half, quads, row_words, total_lost
 
 
 @triton.jit
@@ -27,10 +28,8 @@ def store_tile(
     first_column,
     codes_ptr,
     scales_ptr,
-    wide_ptr,
     codes_t_ptr,
     scales_t_ptr,
-    wide_t_ptr,
     inexact_ptr,
     num_rows,
     num_columns,
@@ -47,12 +46,14 @@ def store_tile(
     """Quantise a tile (zero outside) along its rows (DIRECTIONS & 1) and its columns (DIRECTIONS & 2), and store it.
 
     codes as int32 `[M, K / 4]`, transposed codes as int64 `[K, M / 8]`. Scales lie block by block, so that a tile
-    writes whole lines: `[K / width, M]` and `[M / width, K]`, as bytes and, where blocks are 128 wide, also as the fp32
-    that cuBLAS takes. M and K are multiples of 16; offsets inside a tile fit 32 bits (the launcher checks).
+    writes whole lines: `[K / width, M]` and `[M / width, K]`, as bytes or, where blocks are 128 wide, as the fp32 that
+    cuBLAS takes. K is a multiple of 16, M (num_rows) of 128: products read no more than was written, whatever the
+    number of rows that are real. Offsets inside a tile fit 32 bits (the launcher checks).
     """
     WIDTH: tl.constexpr = 128 if REGROUP else B
     C4: tl.constexpr = C // 4
-    R: tl.constexpr = R8 * 8
+    # Regrouped E5M2 is rare enough for the plain way alone.
+    PAIRS: tl.constexpr = PACKED and not (REGROUP and FORMAT != 0)
     octet = tl.arange(0, R8)
     # In this form the compiler sees that masks are constant over whole vectors.
     num_quads = (num_columns // 16) * 4
@@ -65,88 +66,128 @@ def store_tile(
         inside = (octet < left_octets)[:, None] & (quad < num_quads)[None, :]
         codes_ptr += first_row * num_quads
         at = (octet * 8 * num_quads)[:, None] + quad[None, :]
+        group = tl.arange(0, C // WIDTH)
+        first_group = first_column // WIDTH
+        start = num_rows.to(tl.int64) * first_group + first_row
+        inside_group = (octet < left_octets)[:, None] & (group < num_groups - first_group)[None, :]
+        at_scale = scales_ptr + start + (group * num_rows)[None, :] + (octet * 8)[:, None]
         b = ()
-        for i in tl.static_range(8):
-            word, byte, lost = row_words(xs[i], lost, R8, C, B, FORMAT, MODE, REGROUP, PACKED, HARDWARE)
-            tl.store(codes_ptr + i * num_quads + at, word, mask=inside)
-            b = b + (byte,)  # noqa: RUF005
-        # One store of all scales: eight stores would each cross shared memory.
-        even, odd = tl.join(tl.join(b[0], b[4]), tl.join(b[2], b[6])), tl.join(tl.join(b[1], b[5]), tl.join(b[3], b[7]))
-        bytes_ = tl.reshape(tl.join(even, odd), [R8, C // WIDTH, 8])
-        bytes_ = tl.reshape(tl.permute(bytes_, [0, 2, 1]), [R, C // WIDTH])
-        store_scales(
-            tl.trans(bytes_), scales_ptr, wide_ptr, first_column // WIDTH, first_row, num_groups, num_rows, WIDTH
-        )
+        if PAIRS:
+            for j in tl.static_range(4):
+                even, odd, scale, lost = row_pair_words(xs, lost, j, R8, C, B, FORMAT, MODE, REGROUP, HARDWARE)
+                tl.store(codes_ptr + (2 * j) * num_quads + at, even, mask=inside)
+                tl.store(codes_ptr + (2 * j + 1) * num_quads + at, odd, mask=inside)
+                b = b + (scale,)  # noqa: RUF005
+            store_row_pairs(b[0], b[1], b[2], b[3], at_scale, inside_group, WIDTH, HARDWARE)
+        else:
+            for i in tl.static_range(8):
+                word, byte, lost = row_words(xs[i], lost, R8, C, B, FORMAT, MODE, REGROUP, PACKED, HARDWARE)
+                tl.store(codes_ptr + i * num_quads + at, word, mask=inside)
+                store_scales(byte, at_scale + i, inside_group, WIDTH)
     if DIRECTIONS & 2:
-        word, byte, lost = column_words(xs, lost, R8, C, B, FORMAT, MODE, REGROUP, PACKED, HARDWARE)
         num_groups_t = (num_rows + WIDTH - 1) // WIDTH
         column = tl.arange(0, C)
         left_columns = num_columns - first_column
         inside = (column < left_columns)[:, None] & (octet < left_octets)[None, :]
         target = codes_t_ptr + num_octets.to(tl.int64) * first_column + first_row // 8
+        group = tl.arange(0, R8 * 8 // WIDTH)
+        first_group = first_row // WIDTH
+        start = num_columns.to(tl.int64) * first_group + first_column
+        inside_group = (group < num_groups_t - first_group)[:, None] & (column < left_columns)[None, :]
+        at_scale = scales_t_ptr + start + (group * num_columns)[:, None] + column[None, :]
+        if PAIRS:
+            word, scale, lost = column_pair_words(xs, lost, R8, C, B, FORMAT, MODE, REGROUP, HARDWARE)
+            if WIDTH == 128:
+                both = tl.join(low_half(scale), high_half(scale))
+            else:
+                both = tl.join((scale >> 7) & 0xFF, (scale >> 23) & 0xFF).to(tl.uint8)
+            tl.store(at_scale, tl.reshape(both, [R8 * 8 // WIDTH, C]), mask=inside_group)
+        else:
+            word, byte, lost = column_words(xs, lost, R8, C, B, FORMAT, MODE, REGROUP, PACKED, HARDWARE)
+            store_scales(byte, at_scale, inside_group, WIDTH)
         tl.store(target + (column * num_octets)[:, None] + octet[None, :], tl.trans(word), mask=inside)
-        store_scales(byte, scales_t_ptr, wide_t_ptr, first_row // WIDTH, first_column, num_groups_t, num_columns, WIDTH)
     if REGROUP:
-        count = total_lost(lost, FORMAT, HARDWARE)
+        count = total_lost(lost, PAIRS and HARDWARE)
         if count > 0:
             tl.atomic_add(inexact_ptr, count.to(tl.int64))
 
 
 @triton.jit
-def store_scales(byte, scales_ptr, wide_ptr, first_group, first, num_groups, num_lines, WIDTH: tl.constexpr):
-    """Bytes `[groups, lines]` of a tile into `[num_groups, num_lines]`, and as fp32 where blocks are wide."""
-    group = tl.arange(0, byte.shape[0])
-    line = tl.arange(0, byte.shape[1])
-    inside = (group < num_groups - first_group)[:, None] & (line < num_lines - first)[None, :]
-    start = num_lines.to(tl.int64) * first_group + first
-    at = group[:, None] * num_lines + line[None, :]
-    tl.store(scales_ptr + start + at, byte.to(tl.uint8), mask=inside)
+def store_scales(byte, ptr, inside, WIDTH: tl.constexpr):
+    """Scale bytes, or the fp32 that they mean where blocks are wide."""
     if WIDTH == 128:
-        tl.store(wide_ptr + start + at, wide_value(byte), mask=inside)
+        tl.store(ptr, wide_value(byte), mask=inside)
+    else:
+        tl.store(ptr, byte.to(tl.uint8), mask=inside)
 
 
 @triton.jit
 def load_tile(
-    x_ptr, stride_row, left_rows, first_column, num_columns, R8: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr
+    x_ptr,
+    stride_row,
+    left_rows,
+    first_column,
+    num_columns,
+    R8: tl.constexpr,
+    C: tl.constexpr,
+    PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+    LAST_USE: tl.constexpr,
 ):
     """Rows 0 to 7 modulo 8, each a tuple of its columns modulo 4, zero outside; `x_ptr` is at the tile's first row.
 
-    PACKED: x as int32 `[M, K / 2]`, stride_row in int32. One mask and one set of offsets serve all eight loads.
+    PACKED: x as int32 `[M, K / 2]`, stride_row in int32. Without RAGGED, rows are a multiple of 16, and one mask serves
+    all eight loads. LAST_USE: nobody reads x again soon.
     """
+    policy: tl.constexpr = "evict_first" if LAST_USE else ""
     octet = tl.arange(0, R8)
     left_octets = (left_rows // 16) * 2
     xs = ()
     if PACKED:
         column = first_column // 2 + tl.arange(0, C // 2)
-        inside = (octet < left_octets)[:, None] & (column < (num_columns // 16) * 8)[None, :]
-        at = (octet * 8 * stride_row)[:, None] + column[None, :]
-        for i in tl.static_range(8):
-            x = tl.load(x_ptr + i * stride_row + at, mask=inside, other=0)
-            xs = xs + (tl.split(tl.reshape(x, [R8, C // 4, 2])),)  # noqa: RUF005
+        real = (column < (num_columns // 16) * 8)[None, :]
     else:
         column = first_column + tl.arange(0, C)
-        inside = (octet < left_octets)[:, None] & (column < num_columns)[None, :]
-        at = (octet * 8 * stride_row)[:, None] + column[None, :]
-        for i in tl.static_range(8):
-            x = tl.load(x_ptr + i * stride_row + at, mask=inside, other=0.0).to(tl.float32)
-            xs = xs + (quads(x, R8, C),)  # noqa: RUF005
+        real = (column < num_columns)[None, :]
+    inside = (octet < left_octets)[:, None] & real
+    at = (octet * 8 * stride_row)[:, None] + column[None, :]
+    for i in tl.static_range(8):
+        mask = inside
+        if RAGGED:
+            mask = (octet * 8 + i < left_rows)[:, None] & real
+        x = tl.load(x_ptr + i * stride_row + at, mask=mask, other=0, eviction_policy=policy)
+        if PACKED:  # noqa: SIM108
+            xs = xs + (tl.split(tl.reshape(x, [R8, C // 4, 2])),)  # noqa: RUF005
+        else:
+            xs = xs + (quads(x.to(tl.float32), R8, C),)  # noqa: RUF005
     return xs
 
 
-@triton.jit(do_not_specialize=["num_column_tiles"])  # else widths of 16 tiles are another kernel
+@triton.jit
+def store_pairs(pair, x_ptr, i: tl.constexpr, first_column, left_rows, num_columns, R8: tl.constexpr, C: tl.constexpr):
+    """Row i of every eight of a tile of bf16 pairs, `[M, K]` contiguous, x_ptr at the tile's first row."""
+    row = tl.arange(0, R8) * 8 + i
+    column = first_column // 2 + tl.arange(0, C // 2)
+    half = (num_columns // 16) * 8
+    inside = (row < left_rows)[:, None] & (column < half)[None, :]
+    x = tl.reshape(tl.join(pair[0], pair[1]), [R8, C // 2])
+    tl.store(x_ptr + (row * half)[:, None] + column[None, :], x, mask=inside)
+
+
+# Else widths of 16 tiles and lucky numbers of rows are other kernels.
+@triton.jit(do_not_specialize=["num_column_tiles", "real_rows"])
 def cast_tile_kernel(
     x_ptr,
     codes_ptr,
     scales_ptr,
-    wide_ptr,
     codes_t_ptr,
     scales_t_ptr,
-    wide_t_ptr,
     inexact_ptr,
     num_rows,
     num_columns,
     stride_row,
     num_column_tiles,
+    real_rows,
     R8: tl.constexpr,
     C: tl.constexpr,
     B: tl.constexpr,
@@ -155,24 +196,24 @@ def cast_tile_kernel(
     REGROUP: tl.constexpr,
     DIRECTIONS: tl.constexpr,
     PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Planes of `x [M, K]` (columns contiguous) out of one read; neighbouring programs take neighbouring columns."""
+    """Planes of `x [real_rows, K]` (columns contiguous) out of one read, with zero rows up to num_rows; neighbouring
+    programs take neighbouring columns."""
     tile = tl.program_id(0)
     first_row = (tile // num_column_tiles).to(tl.int64) * (R8 * 8)
     first_column = (tile % num_column_tiles) * C
     base = x_ptr + first_row * stride_row
-    xs = load_tile(base, stride_row, num_rows - first_row, first_column, num_columns, R8, C, PACKED)
+    xs = load_tile(base, stride_row, real_rows - first_row, first_column, num_columns, R8, C, PACKED, RAGGED, False)
     store_tile(
         xs,
         first_row,
         first_column,
         codes_ptr,
         scales_ptr,
-        wide_ptr,
         codes_t_ptr,
         scales_t_ptr,
-        wide_t_ptr,
         inexact_ptr,
         num_rows,
         num_columns,

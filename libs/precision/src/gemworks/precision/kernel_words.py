@@ -67,6 +67,31 @@ def larger_halves(a, b):
 
 
 @triton.jit
+def pick_bytes(a, b, SELECTOR: tl.constexpr, HARDWARE: tl.constexpr):
+    """Four of the eight bytes of (a, b), named by the digits of SELECTOR from the lowest."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            f"prmt.b32 $0, $1, $2, {SELECTOR};", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        out = a & 0
+        for i in tl.static_range(4):
+            digit: tl.constexpr = (SELECTOR >> (4 * i)) & 7
+            source = a if digit < 4 else b
+            out = out | (((source >> (8 * (digit % 4))) & 0xFF) << (8 * i))
+        return out
+
+
+@triton.jit
+def reduce_halves(m, AXIS: tl.constexpr, HARDWARE: tl.constexpr):
+    """Largest of the low and of the high 16 bits, none negative, along a dim of int32."""
+    if HARDWARE:
+        return tl.reduce(m, AXIS, larger_halves)
+    else:
+        return tl.max(m & 0xFFFF, axis=AXIS) | (tl.max(m >> 16, axis=AXIS) << 16)
+
+
+@triton.jit
 def scaled_pairs(x, factors):
     """Two bf16 times two bf16 powers of two (or NaN), in int32: exact but for results under 2^-126, whose code is 0."""
     return tl.inline_asm_elementwise(
@@ -92,9 +117,33 @@ def high_half(x):
 
 
 @triton.jit
+def half_of(x, HALF: tl.constexpr):
+    """fp32 of the lower (0) or upper (1) of two bf16."""
+    if HALF == 0:
+        return low_half(x)
+    else:
+        return high_half(x)
+
+
+@triton.jit
 def half_factor(byte):
     """bf16 bits of 2^-(byte - 127), NaN for byte 255, which the conversion turns into the code of a NaN."""
     return tl.where(byte == 255, 0x7FC0, (254 - byte) << 7)
+
+
+@triton.jit
+def round_to_bf16(low, high, HARDWARE: tl.constexpr):
+    """Two fp32 rounded to nearest even bf16, in an int32."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        a, b = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+        a_nan, b_nan = (a & 0x7FFFFFFF) > 0x7F800000, (b & 0x7FFFFFFF) > 0x7F800000
+        a = tl.where(a_nan, 0x7FC0, ((a + 0x7FFF + ((a >> 16) & 1)) >> 16) & 0xFFFF)
+        b = tl.where(b_nan, 0x7FC0, ((b + 0x7FFF + ((b >> 16) & 1)) >> 16) & 0xFFFF)
+        return a | (b << 16)
 
 
 @triton.jit
@@ -159,86 +208,22 @@ def pack4(v0, v1, v2, v3, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
 def pack4_merged(
     x0, x1, x2, x3, wide_factor, byte, wide, lost, FORMAT: tl.constexpr, MODE: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """Codes of x under the scale `byte` of their own block of 32, moved to the scale `wide` of 128 (`wide_factor` is
-    its inverse) and rounded again, packed; and `lost` plus the codes that the second rounding changed.
-
-    In hardware: one rounding under the wide scale gives the same codes, none lost, if all four of them are normal
-    numbers above the smallest (that one may have been reached by two roundings) and no mode saturates the first
-    rounding. Otherwise, unless both scales are equal, the definition is followed: the second rounding works on pairs in
-    fp16, in which a code times 2^s, s >= -14, is exact. What is left of the shift down to -24 is a second factor:
-    results that it rounds in fp16 are far under half of the smallest code, and under -24 every code is zero anyway.
-    `lost` holds two fp16 counts (exact up to 2048).
-    """
-    if HARDWARE and FORMAT == 0:
-        # Bit 7 of m + 0x77 is set where the magnitude m >= 9; the sum never carries. A mode that saturates (floor,
-        # even) adds nothing, so that the quick way is never taken.
-        slack: tl.constexpr = 0x77777777 if MODE == 1 or MODE == 2 else 0
-        return tl.inline_asm_elementwise(
-            "{ .reg .pred p, q; .reg .b16 lo, hi; .reg .b32 d, e, f, g, s, wp, wq, sp, sq; .reg .f32 h, v, w;"
-            " mul.rn.f32 v, $2, $6; mul.rn.f32 w, $3, $6;"
-            " cvt.rn.satfinite.e4m3x2.f32 lo, w, v;"
-            " mul.rn.f32 v, $4, $6; mul.rn.f32 w, $5, $6;"
-            " cvt.rn.satfinite.e4m3x2.f32 hi, w, v;"
-            " mov.b32 $0, {lo, hi};"
-            " and.b32 d, $0, 0x7f7f7f7f;"
-            f" add.s32 d, d, {slack};"
-            " and.b32 d, d, 0x80808080;"
-            " setp.eq.u32 p, d, 0x80808080;"
-            " @p bra DONE;"
-            " sub.s32 s, $7, $8;"
-            " setp.ge.s32 q, s, 0;"
-            " @q bra DONE;"
-            " sub.s32 g, 254, $7; max.s32 g, g, 0; shl.b32 g, g, 23; mov.b32 h, g;"
-            " mul.rn.f32 v, $2, h; mul.rn.f32 w, $3, h;"
-            " cvt.rn.satfinite.e4m3x2.f32 lo, w, v;"
-            " mul.rn.f32 v, $4, h; mul.rn.f32 w, $5, h;"
-            " cvt.rn.satfinite.e4m3x2.f32 hi, w, v;"
-            " max.s32 e, s, -14;"
-            " sub.s32 d, s, e;"
-            " max.s32 d, d, -10;"
-            " shl.b32 f, e, 10; add.s32 f, f, 15360; prmt.b32 f, f, f, 0x1010;"
-            " shl.b32 d, d, 10;"
-            " sub.s32 g, 15360, d; prmt.b32 g, g, g, 0x1010;"
-            " add.s32 d, d, 15360; prmt.b32 d, d, d, 0x1010;"
-            " cvt.rn.f16x2.e4m3x2 wp, lo;"
-            " cvt.rn.f16x2.e4m3x2 wq, hi;"
-            " mul.rn.f16x2 wp, wp, f;"
-            " mul.rn.f16x2 wq, wq, f;"
-            " mul.rn.f16x2 sp, wp, d;"
-            " mul.rn.f16x2 sq, wq, d;"
-            " cvt.rn.satfinite.e4m3x2.f16x2 lo, sp;"
-            " cvt.rn.satfinite.e4m3x2.f16x2 hi, sq;"
-            " mov.b32 $0, {lo, hi};"
-            " cvt.rn.f16x2.e4m3x2 sp, lo;"
-            " cvt.rn.f16x2.e4m3x2 sq, hi;"
-            " mul.rn.f16x2 sp, sp, g;"
-            " mul.rn.f16x2 sq, sq, g;"
-            " set.ne.f16x2.f16x2 sp, sp, wp;"
-            " set.ne.f16x2.f16x2 sq, sq, wq;"
-            " add.rn.f16x2 sp, sp, sq;"
-            " add.rn.f16x2 $1, sp, $1;"
-            " DONE: }",
-            "=&r,=&r,f,f,f,f,f,r,r,1",
-            [x0, x1, x2, x3, wide_factor, byte, wide, lost],
-            dtype=(tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        f = inverse_power(byte)
-        shift = tl.minimum(byte - wide, 0)
-        c0, n0 = shift_codes(encode(x0 * f, x0, FORMAT, False, False), shift, FORMAT, False)
-        c1, n1 = shift_codes(encode(x1 * f, x1, FORMAT, False, False), shift, FORMAT, False)
-        c2, n2 = shift_codes(encode(x2 * f, x2, FORMAT, False, False), shift, FORMAT, False)
-        c3, n3 = shift_codes(encode(x3 * f, x3, FORMAT, False, False), shift, FORMAT, False)
-        lost += n0.to(tl.int32) + n1.to(tl.int32) + n2.to(tl.int32) + n3.to(tl.int32)
-        return c0 | (c1 << 8) | (c2 << 16) | (c3 << 24), lost
+    """Codes of x under the scale `byte` of their own block of 32, moved to the scale `wide` of 128 and rounded again,
+    packed; and `lost` plus the codes that the second rounding changed. The definition; `merged_words` is quicker."""
+    f = inverse_power(byte)
+    shift = tl.minimum(byte - wide, 0)
+    c0, n0 = shift_codes(encode(x0 * f, x0, FORMAT, False, False), shift, FORMAT, False)
+    c1, n1 = shift_codes(encode(x1 * f, x1, FORMAT, False, False), shift, FORMAT, False)
+    c2, n2 = shift_codes(encode(x2 * f, x2, FORMAT, False, False), shift, FORMAT, False)
+    c3, n3 = shift_codes(encode(x3 * f, x3, FORMAT, False, False), shift, FORMAT, False)
+    lost += n0.to(tl.int32) + n1.to(tl.int32) + n2.to(tl.int32) + n3.to(tl.int32)
+    return c0 | (c1 << 8) | (c2 << 16) | (c3 << 24), lost
 
 
 @triton.jit
-def total_lost(lost, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
-    """Sum of the counts of `pack4_merged`, int32."""
-    if HARDWARE and FORMAT == 0:
+def total_lost(lost, HALVES: tl.constexpr):
+    """Sum of int32 counts, or of two fp16 counts in each."""
+    if HALVES:
         low = lost.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         high = (lost >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         return tl.sum(low + high).to(tl.int32)
@@ -274,12 +259,7 @@ def row_words(
     """Words `[R8, C4]`, scale bytes `[R8, C / width]` and the count, of one row of every eight, in blocks along it."""
     G: tl.constexpr = C // B
     B4: tl.constexpr = B // 4
-    if PACKED and HARDWARE and B == 32:
-        m = maximum_of_halves(x[0] & 0x7FFF7FFF, x[1] & 0x7FFF7FFF, True)
-        m = tl.reduce(tl.reshape(m, [R8, G, B4]), 2, larger_halves)
-        amax = tl.maximum(m << 16, m & -65536)
-    elif PACKED:
-        # Wide blocks span a warp, over which hardware has an integer maximum.
+    if PACKED:
         m = maximum_of_halves(x[0] & 0x7FFF7FFF, x[1] & 0x7FFF7FFF, HARDWARE)
         m = tl.maximum(m & 0xFFFF, m >> 16)
         amax = tl.max(tl.reshape(m, [R8, G, B4]), axis=2) << 16
@@ -287,10 +267,6 @@ def row_words(
         m = tl.maximum(tl.maximum(magnitude(x[0]), magnitude(x[1])), tl.maximum(magnitude(x[2]), magnitude(x[3])))
         amax = tl.max(tl.reshape(m, [R8, G, B4]), axis=2)
     byte = scale_byte(amax, FORMAT, MODE, 0 if B == 32 else 1)
-    if PACKED and HARDWARE and not REGROUP:
-        f = spread_last(half_factor(byte) * 0x10001, R8, G, B4)
-        low, high = scaled_pairs(x[0], f), scaled_pairs(x[1], f)
-        return pack4(low_half(low), high_half(low), low_half(high), high_half(high), FORMAT, True), byte, lost
     x0 = value(x, 0, PACKED, False, HARDWARE)
     x1 = value(x, 1, PACKED, False, HARDWARE)
     x2 = value(x, 2, PACKED, False, HARDWARE)
@@ -371,24 +347,6 @@ def column_words(
     G: tl.constexpr = R8 * 8 // B
     B8: tl.constexpr = B // 8
     byte = scale_byte(column_amax(xs, R8, C, G, PACKED, HARDWARE), FORMAT, MODE, 0 if B == 32 else 1)
-    if PACKED and HARDWARE and not REGROUP:
-        even, odd = tl.split(tl.reshape(half_factor(byte), [G, C // 2, 2]))
-        factors = tl.split(tl.reshape(spread_first(even | (odd << 16), G, B8, C // 2), [R8, C // 4, 2]))
-        words = ()
-        for j in tl.static_range(2):
-            y = ()
-            for i in tl.static_range(8):
-                y = y + (scaled_pairs(xs[i][j], factors[j]),)  # noqa: RUF005
-            first = wide_word(
-                pack4(low_half(y[0]), low_half(y[1]), low_half(y[2]), low_half(y[3]), FORMAT, True),
-                pack4(low_half(y[4]), low_half(y[5]), low_half(y[6]), low_half(y[7]), FORMAT, True),
-            )
-            second = wide_word(
-                pack4(high_half(y[0]), high_half(y[1]), high_half(y[2]), high_half(y[3]), FORMAT, True),
-                pack4(high_half(y[4]), high_half(y[5]), high_half(y[6]), high_half(y[7]), FORMAT, True),
-            )
-            words = words + (first, second)  # noqa: RUF005
-        return unquads(words[0], words[1], words[2], words[3], R8, C), byte, lost
     if REGROUP:
         # The scale of 128 is that of the largest of its four blocks: scale bytes grow with amax.
         merged = scale_byte(column_amax(xs, R8, C, G // 4, PACKED, HARDWARE), FORMAT, MODE, 1)

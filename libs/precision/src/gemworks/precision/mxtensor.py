@@ -29,8 +29,10 @@ class MXTensor:
         dim: the dim that blocks run along, counted from the front; None for square blocks (over the last two dims).
         block: elements per scale: 32 is OCP MX, 128 the Hopper form, others serve attention heads.
         hadamard: the transform that was applied before quantisation (None: none); it pads `dim`.
-        wide: the scales once more as fp32, in the shape and memory order of Hopper's products (`scaled_mm`), where the
-            cast kernel wrote them on the way; otherwise made when needed.
+        wide: the scales as fp32, in the shape and memory order of Hopper's products (`scaled_mm`), where a cast kernel
+            wrote them so: then `scales` is made from them when somebody asks. Otherwise None; made when needed.
+        whole: where the cast kernel left zero codes behind the matrix, all of them: `codes` is its first corner, and
+            products, whose sizes are multiples of 16 and 128, read it without a copy.
     """
 
     codes: Tensor
@@ -42,6 +44,7 @@ class MXTensor:
     scale_mode: ScaleMode
     hadamard: Hadamard | None = None
     wide: Tensor | None = field(default=None, compare=False, repr=False)
+    whole: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         expected = scale_shape(self.padded_shape, self.dim, self.block)
@@ -63,7 +66,7 @@ class MXTensor:
     def unchecked(
         cls,
         codes: Tensor,
-        scales: Tensor,
+        scales: Tensor | None,
         wide: Tensor | None,
         shape: tuple[int, ...],
         dim: int | None,
@@ -72,16 +75,36 @@ class MXTensor:
         scale_mode: ScaleMode,
         hadamard: Hadamard | None = None,
     ) -> MXTensor:
-        """For callers that made the tensors themselves: checks are most of what making a plane costs the host."""
+        """For callers that made the tensors themselves: checks are most of what making a plane costs the host.
+
+        Codes of a matrix may be larger than it: then they are `whole`. scales may be None where wide is given.
+        """
         plane = object.__new__(cls)
-        values = (codes, scales, shape, dim, block, format, scale_mode, hadamard, wide)
+        whole = None
+        if codes.shape != shape and len(shape) == 2 and hadamard is None and format is not Format.E2M1:
+            whole, codes = codes, codes[: shape[0], : shape[1]]
+        values = (codes, scales, shape, dim, block, format, scale_mode, hadamard, wide, whole)
         plane.__dict__.update(zip(_FIELDS, values, strict=True))
+        if scales is None:
+            del plane.__dict__["scales"]
         return plane
 
+    def __getattr__(self, name: str) -> Tensor:
+        if name != "scales" or self.__dict__.get("wide") is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        assert self.wide is not None
+        rows, columns = scale_shape(self.shape, self.dim, self.block)
+        # A NaN has the exponent field 255, the byte of a NaN scale.
+        bits = (self.wide if self.dim is not None else self.wide.t()).view(torch.int32)
+        scales = (bits[:rows, :columns] >> 23).to(torch.uint8)
+        object.__setattr__(self, "scales", scales)
+        return scales
+
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes, scales and `wide`: the first arguments of `unchecked`."""
-        return self.codes, self.scales, self.wide
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Codes (all of them), scales and `wide`, or None for one of the two: the first arguments of `unchecked`."""
+        codes = self.codes if self.whole is None else self.whole
+        return (codes, self.scales, None) if self.wide is None else (codes, None, self.wide)
 
     @property
     def meta(self) -> tuple[Any, ...]:
@@ -166,8 +189,8 @@ class MXTensor:
         # Squares are padded along their contraction, which is now the other dim.
         wide = None if self.dim is None or self.wide is None else self.wide.t()
         return MXTensor.unchecked(
-            self.codes.t(),
-            self.scales.t(),
+            (self.codes if self.whole is None else self.whole).t(),
+            self.scales.t() if wide is None else None,
             wide,
             (self.shape[1], self.shape[0]),
             None if self.dim is None else 1 - self.dim,
@@ -179,7 +202,7 @@ class MXTensor:
 
 
 _FLOAT8 = {format: dtype for format in Format if (dtype := element_spec(format).torch_dtype) is not None}
-_FIELDS = ("codes", "scales", "shape", "dim", "block", "format", "scale_mode", "hadamard", "wide")
+_FIELDS = ("codes", "scales", "shape", "dim", "block", "format", "scale_mode", "hadamard", "wide", "whole")
 
 
 def _flatten_mx(mx: MXTensor) -> tuple[list[Tensor], tuple[object, ...]]:
@@ -192,6 +215,16 @@ def _unflatten_mx(tensors: Iterable[Any], context: Any) -> MXTensor:
 
 
 pytree.register_pytree_node(MXTensor, _flatten_mx, _unflatten_mx, serialized_type_name="gemworks.precision.MXTensor")
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows of the planes that a tile kernel writes, zero behind the real ones: what the products of any number of rows
+    read, so that nothing is copied in front of them.
+
+    >>> padded_rows(256), padded_rows(257)
+    (256, 384)
+    """
+    return -(-num_rows // 128) * 128
 
 
 def scale_shape(shape: tuple[int, ...], dim: int | None, block: int) -> tuple[int, ...]:

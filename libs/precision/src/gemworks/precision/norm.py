@@ -19,7 +19,7 @@ from gemworks.precision.backends import choose
 from gemworks.precision.casts import CastSpec, cast, cast_backend, device_of
 from gemworks.precision.gemms import gemm
 from gemworks.precision.linear import linear_backward, weight_plane
-from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.mxtensor import MXTensor, padded_rows
 from gemworks.precision.recipe import GemmKind, Recipe, Save, recipe
 from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, TileConfig, fused_tile_config, norm_sum_tile, norm_turn
 from torch import Tensor
@@ -64,7 +64,7 @@ def norm_cast(
     return_y: bool = False,
     backend: str = "auto",
 ) -> NormCast:
-    """Residual addition, norm and cast: two kernels on a GPU, the first of which writes the sum.
+    """Residual addition, norm and cast: one kernel on a GPU.
 
     Args:
         x: `[M, K]`.
@@ -193,8 +193,6 @@ def _norm_general(
     return planes, inexact
 
 
-# One grid of sums and tiles instead of two kernels: off, as no GPU has run it yet (decision 0252).
-ONE_GRID = False
 # Steps of a program of the sum in one grid: what it costs to say that a share is finished is paid once for all of them.
 NORM_STEPS = 4
 
@@ -209,6 +207,7 @@ def _norm_setup(
     has_bias: bool,
     subtract: bool,
     write_y: bool,
+    ragged: bool,
 ) -> TileSetup:
     from gemworks.precision.triton_casts import tile_setup
 
@@ -222,6 +221,7 @@ def _norm_setup(
         HAS_BIAS=has_bias,
         SUBTRACT_MEAN=subtract,
         WRITE_Y=write_y,
+        RAGGED=ragged,
         ROWS=rows,
         STEPS=min(NORM_STEPS, config.rows // rows),
         WIDTH=width,
@@ -242,40 +242,30 @@ def _norm_tiles(
     eps: float,
     columns: bool,
 ) -> tuple[tuple[MXTensor, MXTensor], Tensor]:
-    """Contiguous bf16: the sum with each row's statistics, then tiles of the sum."""
-    from gemworks.precision.kernel_norm_tile import norm_apply_kernel, norm_cast_kernel, norm_sum_kernel
+    """Contiguous bf16: the sum with each row's statistics, and tiles of the sum, in one grid (decision 0252)."""
+    from gemworks.precision.kernel_norm_tile import norm_cast_kernel
     from gemworks.precision.launch import launch
-    from gemworks.precision.triton_casts import planes_of, tile_planes
+    from gemworks.precision.triton_casts import planes_of, tile_planes, tile_words
 
     num_rows, num_columns = x.shape
     directions = ALONG_ROWS | ALONG_COLUMNS if columns else ALONG_ROWS
     config = fused_tile_config(spec.block, spec.regroups, directions)
-    flags = (residual is not None, bias is not None, norm == "layer", y is not None)
+    flags = (residual is not None, bias is not None, norm == "layer", y is not None, num_rows % 16 != 0)
     setup = _norm_setup(config, spec, directions, num_columns, *flags)
     written = tile_planes(x, spec, spec.block, directions)
-    grid, column_tiles = setup.grid(num_rows, num_columns)
-    constants, total = setup.constants, hidden.view(torch.int32)
-    added = (x.view(torch.int32), residual.view(torch.int32) if residual is not None else total, total)
-    affine = (weight, bias if bias is not None else weight, y.view(torch.int32) if y is not None else total)
-    sizes = (num_rows, num_columns)
-    if ONE_GRID:
-        row_blocks = -(-num_rows // config.rows)
-        turn = min(row_blocks, norm_turn(config.rows, num_columns))
-        sums = turn * (config.rows // int(constants["ROWS"] * constants["STEPS"]))
-        programs = (-(-row_blocks // turn) + 1) * (sums + turn * column_tiles)
-        ready = torch.zeros(row_blocks, dtype=torch.int32, device=x.device)
-        planes = written.arguments(directions)
-        arguments = (*added, *affine, mean, rstd, ready, *planes, *sizes, column_tiles, turn, eps)
-        launch(norm_cast_kernel, (programs, 1, 1), arguments, constants, setup.options)
-    else:
-        rows = int(constants["ROWS"])
-        names = ("HAS_RESIDUAL", "SUBTRACT_MEAN", "ROWS", "WIDTH", "HARDWARE")
-        first = {name: constants[name] for name in names}
-        options = {"num_warps": config.num_warps}
-        launch(norm_sum_kernel, (-(-num_rows // rows), 1, 1), (*added, mean, rstd, *sizes, eps), first, options)
-        second = {n: v for n, v in constants.items() if n not in ("HAS_RESIDUAL", "ROWS", "STEPS", "WIDTH")}
-        arguments = (total, *affine, mean, rstd, *written.arguments(directions), *sizes, column_tiles)
-        launch(norm_apply_kernel, grid, arguments, second, setup.options)
+    column_tiles = -(-num_columns // config.columns)
+    sizes = (padded_rows(num_rows), num_columns)
+    row_blocks = -(-sizes[0] // config.rows)
+    turn = min(row_blocks, norm_turn(config.rows, num_columns))
+    sums = turn * (config.rows // int(setup.constants["ROWS"] * setup.constants["STEPS"]))
+    programs = (-(-row_blocks // turn) + 1) * (sums + turn * column_tiles)
+    ready = torch.zeros(row_blocks, dtype=torch.int32, device=x.device)
+    added = (x, residual if residual is not None else hidden, hidden)
+    affine = (weight, bias if bias is not None else weight, y if y is not None else hidden)
+    arguments = (*added, *affine, mean, rstd, ready, *written.tensors, *sizes, column_tiles, num_rows, turn, eps)
+    pairs = torch.int32
+    words = (pairs, pairs, pairs, None, None, pairs, None, None, None, *tile_words(directions))
+    launch(norm_cast_kernel, (programs, 1, 1), arguments, setup.constants, setup.options, None, words)
     return planes_of(x, spec, spec.block, written, directions), written.inexact
 
 

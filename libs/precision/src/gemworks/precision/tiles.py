@@ -38,7 +38,7 @@ def tile_config(block: int, regroup: bool, directions: int) -> TileConfig:
         return TileConfig(256, 64, 8) if block == 32 and not regroup else TileConfig(128, 64, 4)
     if block == 32 and not regroup:
         return TileConfig(128, 64, 4)
-    return TileConfig(128, 128, 8, 128) if regroup else TileConfig(128, 128, 16, 64)
+    return TileConfig(128, 128, 8, 128 if regroup else 80)
 
 
 def fused_tile_config(block: int, regroup: bool, directions: int) -> TileConfig:
@@ -47,7 +47,7 @@ def fused_tile_config(block: int, regroup: bool, directions: int) -> TileConfig:
         return tile_config(block, regroup, directions)
     if block == 32 and not regroup:
         return TileConfig(128, 64, 4, 96)
-    return TileConfig(128, 128, 8, 128 if regroup else None)
+    return TileConfig(128, 128, 8, 128 if regroup else 80)
 
 
 Shape = tuple[int, int, int, int | None]
@@ -56,11 +56,15 @@ Shape = tuple[int, int, int, int | None]
 def tile_candidates(block: int, regroup: bool, directions: int) -> list[TileConfig]:
     """What the benchmark's `--tune` tries: few, as each is a kernel to compile."""
     wide = block == 128 or regroup
-    both: list[Shape] = [(128, 128, 8, None), (128, 128, 8, 80), (128, 128, 16, None), (128, 128, 16, 64)]
-    both += [(128, 256, 16, None), (256, 128, 16, None)]
+    both: list[Shape] = [
+        (128, 128, 8, None),
+        (128, 128, 8, 80),
+        (128, 128, 8, 96),
+        (128, 128, 16, 64),
+        (128, 256, 16, None),
+    ]
     if not wide:
-        both += [(128, 64, 4, None), (128, 64, 4, 80), (128, 64, 8, None), (256, 64, 8, None)]
-        both += [(64, 128, 4, None), (64, 64, 2, None), (64, 64, 4, None)]
+        both += [(128, 64, 4, None), (128, 64, 4, 72), (128, 64, 4, 96), (256, 64, 8, None), (64, 128, 4, None)]
     rows: list[Shape] = [(32, 256, 4, None), (64, 128, 4, None), (64, 256, 8, None), (32, 256, 8, None)]
     columns: list[Shape] = [(128, 64, 4, None), (128, 64, 8, None), (128, 128, 8, None), (256, 64, 8, None)]
     columns += [(256, 128, 16, None), (128, 32, 2, None)]

@@ -22,8 +22,9 @@ from gemworks.precision.kernel_cast import (
 )
 from gemworks.precision.kernel_common import FORMATS, MODES
 from gemworks.precision.kernel_tile import cast_tile_kernel
+from gemworks.precision.kernel_transpose import transpose_kernel
 from gemworks.precision.launch import integers, launch
-from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.mxtensor import MXTensor, padded_rows, scale_shape
 from gemworks.precision.quantization import ROW_BLOCK_SIZES, SQUARE_BLOCK_SIZES, check_input
 from gemworks.precision.rng import STREAM_COLUMNS, STREAM_ROWS
 from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, TileConfig, tile_config
@@ -102,7 +103,6 @@ def fits_tiles(x: Tensor, spec: CastSpec, block: int) -> bool:
     return (
         plain
         and x.stride(1) == 1
-        and num_rows % 16 == 0
         and num_columns % 16 == 0
         # Offsets inside a tile are 32-bit.
         and num_rows < 2**26
@@ -127,7 +127,7 @@ class TileSetup:
     def grid(self, num_rows: int, num_columns: int) -> tuple[tuple[int, int, int], int]:
         """One dim of programs, and how many of them lie side by side."""
         column_tiles = -(-num_columns // self.config.columns)
-        return (-(-num_rows // self.config.rows) * column_tiles, 1, 1), column_tiles
+        return (-(-padded_rows(num_rows) // self.config.rows) * column_tiles, 1, 1), column_tiles
 
 
 def tile_setup(config: TileConfig, spec: CastSpec, block: int, directions: int, **more: int | bool) -> TileSetup:
@@ -139,51 +139,51 @@ def tile_setup(config: TileConfig, spec: CastSpec, block: int, directions: int, 
 
 
 @lru_cache(maxsize=256)
-def _cast_setup(config: TileConfig, spec: CastSpec, block: int, directions: int, packed: bool) -> TileSetup:
-    return tile_setup(config, spec, block, directions, PACKED=packed)
+def _cast_setup(
+    config: TileConfig, spec: CastSpec, block: int, directions: int, packed: bool, ragged: bool
+) -> TileSetup:
+    return tile_setup(config, spec, block, directions, PACKED=packed, RAGGED=ragged)
 
 
 @dataclass(frozen=True)
 class TilePlanes:
     """What a tile kernel writes, as it takes it. A direction that is not asked for may repeat the other's tensors.
 
-    codes uint8 `[M, K]` and `[K, M]`, scales uint8 `[K / width, M]` and `[M / width, K]`, wide: the latter as fp32
-    where blocks are 128 wide, otherwise the scales; inexact: int64 count.
+    codes uint8 `[M, K]` and `[K, M]`; scales `[K / width, M]` and `[M / width, K]`, bytes, or fp32 where blocks are 128
+    wide; inexact: int64 count. M is rounded up (`padded_rows`).
     """
 
     codes: Tensor
     scales: Tensor
-    wide: Tensor
     codes_t: Tensor
     scales_t: Tensor
-    wide_t: Tensor
     inexact: Tensor
 
-    def arguments(self, directions: int) -> tuple[Tensor, ...]:
-        """In the order of the kernels, codes as the words that they store."""
-        codes = self.codes.view(torch.int32) if directions & ALONG_ROWS else self.codes
-        codes_t = self.codes_t.view(torch.int64) if directions & ALONG_COLUMNS else self.codes_t
-        return codes, self.scales, self.wide, codes_t, self.scales_t, self.wide_t, self.inexact
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order of the kernels, which take them as `tile_words`."""
+        return self.codes, self.scales, self.codes_t, self.scales_t, self.inexact
+
+
+def tile_words(directions: int) -> tuple[torch.dtype | None, ...]:
+    """The words in which tile kernels store codes, row codes and column codes."""
+    rows = torch.int32 if directions & ALONG_ROWS else None
+    return rows, None, torch.int64 if directions & ALONG_COLUMNS else None
 
 
 def tile_planes(x: Tensor, spec: CastSpec, block: int, directions: int) -> TilePlanes:
     """Uninitialised planes of `x [M, K]`."""
-    width = _width(spec, block)
-    num_rows, num_columns = x.shape
-    sides = []
-    for rows, columns, wanted in (
-        (num_rows, num_columns, directions & ALONG_ROWS),
-        (num_columns, num_rows, directions & ALONG_COLUMNS),
-    ):
-        if wanted:
-            codes = torch.empty(rows, columns, dtype=torch.uint8, device=x.device)
-            scales = torch.empty(-(-columns // width), rows, dtype=torch.uint8, device=x.device)
-            wide = scales
-            if width == 128:
-                wide = torch.empty(scales.shape, dtype=torch.float32, device=x.device)
-            sides.append((codes, scales, wide))
-    first, last = sides[0], sides[-1]
-    return TilePlanes(*first, *last, new_count(x, spec))
+    width, device = _width(spec, block), x.device
+    dtype = torch.float32 if width == 128 else torch.uint8
+    m, k = padded_rows(x.shape[0]), x.shape[1]
+    sides: list[Tensor] = []
+    if directions & ALONG_ROWS:
+        sides.append(torch.empty(m, k, dtype=torch.uint8, device=device))
+        sides.append(torch.empty(-(-k // width), m, dtype=dtype, device=device))
+    if directions & ALONG_COLUMNS:
+        sides.append(torch.empty(k, m, dtype=torch.uint8, device=device))
+        sides.append(torch.empty(-(-m // width), k, dtype=dtype, device=device))
+    return TilePlanes(*sides[:2], *sides[-2:], new_count(x, spec))
 
 
 def new_count(x: Tensor, spec: CastSpec) -> Tensor:
@@ -199,16 +199,21 @@ def no_count(device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
-def plane_of(
-    codes: Tensor, scales: Tensor, wide: Tensor, dim: int, shape: tuple[int, int], width: int, spec: CastSpec
-) -> MXTensor:
-    """The plane along `dim` that a tile kernel wrote: codes `[lines, length]`, scales `[blocks, lines]`."""
-    factors = wide if width == 128 else None
+def plane_of(codes: Tensor, scales: Tensor, dim: int, shape: tuple[int, int], width: int, spec: CastSpec) -> MXTensor:
+    """The plane along `dim` that a tile kernel wrote: codes `[lines, length]`, scales `[blocks, lines]`.
+
+    Either may be longer than x is, zero behind it; fp32 scales keep their length.
+    """
     if dim == 0:
-        return MXTensor.unchecked(codes.t(), scales, factors, shape, 0, width, spec.format, spec.scale_mode)
-    if factors is not None:
-        factors = factors.t()
-    return MXTensor.unchecked(codes, scales.t(), factors, shape, 1, width, spec.format, spec.scale_mode)
+        codes = codes.t()
+    else:
+        scales = scales.t()
+    if width == 128:
+        return MXTensor.unchecked(codes, None, scales, shape, dim, width, spec.format, spec.scale_mode)
+    if codes.shape != shape:
+        rows, columns = scale_shape(shape, dim, width)
+        scales = scales[:rows, :columns]
+    return MXTensor.unchecked(codes, scales, None, shape, dim, width, spec.format, spec.scale_mode)
 
 
 def planes_of(
@@ -216,34 +221,36 @@ def planes_of(
 ) -> tuple[MXTensor, MXTensor]:
     """Both planes; where only rows were asked for, that plane twice."""
     shape, width = (x.shape[0], x.shape[1]), _width(spec, block)
-    rows = plane_of(written.codes, written.scales, written.wide, 1, shape, width, spec)
+    rows = plane_of(written.codes, written.scales, 1, shape, width, spec)
     if not directions & ALONG_COLUMNS:
         return rows, rows
-    return rows, plane_of(written.codes_t, written.scales_t, written.wide_t, 0, shape, width, spec)
+    return rows, plane_of(written.codes_t, written.scales_t, 0, shape, width, spec)
 
 
 def cast_tiles(x: Tensor, spec: CastSpec, block: int, written: TilePlanes, directions: int) -> None:
     """Run the tile kernel."""
     num_rows, num_columns = x.shape
-    packed = packs(x)
-    setup = _cast_setup(tile_config(block, spec.regroups, directions), spec, block, directions, packed)
+    packed, ragged = packs(x), num_rows % 16 != 0
+    setup = _cast_setup(tile_config(block, spec.regroups, directions), spec, block, directions, packed, ragged)
     grid, column_tiles = setup.grid(num_rows, num_columns)
     stride = x.stride(0) // 2 if packed else x.stride(0)
     launch(
         cast_tile_kernel,
         grid,
         (
-            x.view(torch.int32) if packed else x,
-            *written.arguments(directions),
-            num_rows,
+            x,
+            *written.tensors,
+            padded_rows(num_rows),
             num_columns,
             stride,
             column_tiles,
+            num_rows,
         ),
         setup.constants,
         setup.options,
         # What the kernel writes is new, so aligned; `fits_tiles` leaves sizes of one kind.
         (setup, packed or x.dtype, stride % 16 == 0, x.data_ptr() % 16 == 0),
+        (torch.int32 if packed else None, *tile_words(directions)),
     )
 
 
@@ -276,7 +283,7 @@ def triton_cast(x: Tensor, dim: int | None, spec: CastSpec, block: int | None = 
         written = tile_planes(tiles, spec, block, directions)
         cast_tiles(tiles, spec, block, written, directions)
         shape = (x.shape[0], x.shape[1])
-        plane = plane_of(written.codes, written.scales, written.wide, front, shape, width, spec)
+        plane = plane_of(written.codes, written.scales, front, shape, width, spec)
         return plane, written.inexact
     inexact = torch.zeros((), dtype=torch.int64, device=x.device)
     size = spec.hadamard.size if spec.hadamard is not None else 0
@@ -424,11 +431,13 @@ def _square_setup(spec: CastSpec, block: int, tile: int) -> tuple[dict[str, int 
 
 
 def triton_dequantize(plane: MXTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """`plane.dequantize(dtype, keep_transform=True)` of a matrix in one pass, contiguous `[M, K]`."""
+    """`plane.dequantize(dtype, keep_transform=True)` of a matrix in one pass; lines start on multiples of 8."""
     if len(plane.padded_shape) != 2 or plane.format is Format.E2M1:
         raise ValueError(f"plane: shape {plane.shape}, format {plane.format.value!r}; expected 2 dims of e4m3 or e5m2")
     num_rows, num_columns = plane.padded_shape
-    out = torch.empty(num_rows, num_columns, dtype=dtype, device=plane.codes.device)
+    # Products want lines that start on 16 bytes.
+    length = -(-num_columns // 8) * 8
+    out = torch.empty(num_rows, length, dtype=dtype, device=plane.codes.device)[:, :num_columns]
     if out.numel():
         block_rows = plane.block if plane.dim in (0, None) else 1
         block_columns = plane.block if plane.dim in (1, None) else 1
@@ -439,6 +448,7 @@ def triton_dequantize(plane: MXTensor, dtype: torch.dtype = torch.bfloat16) -> T
             out,
             num_rows,
             num_columns,
+            length,
             *plane.codes.stride(),
             *plane.scales.stride(),
             ROWS=32,
@@ -449,6 +459,21 @@ def triton_dequantize(plane: MXTensor, dtype: torch.dtype = torch.bfloat16) -> T
             SWAP=swap,
             num_warps=4,
         )
+    return out
+
+
+def triton_transpose(codes: Tensor) -> Tensor:
+    """Contiguous uint8 `[K, M]` of contiguous `codes [M, K]`."""
+    rows, columns = codes.shape
+    out = torch.empty(columns, rows, dtype=torch.uint8, device=codes.device)
+    column_tiles = -(-columns // 128)
+    launch(
+        transpose_kernel,
+        (-(-rows // 128) * column_tiles, 1, 1),
+        (codes, out, rows, columns, column_tiles),
+        {"SIZE": 128},
+        {"num_warps": 8},
+    )
     return out
 
 

@@ -8,7 +8,7 @@ import torch
 from gemworks.precision.casts import CastSpec, SquarePlanes
 from gemworks.precision.kernel_square import cast_squares_kernel
 from gemworks.precision.launch import launch
-from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.mxtensor import MXTensor, padded_rows
 from gemworks.precision.triton_casts import cast_flags, fits_tiles, no_count, packs, plane_of
 from torch import Tensor
 
@@ -21,52 +21,52 @@ def fits_squares(x: Tensor, spec: CastSpec) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _setup(spec: CastSpec) -> tuple[dict[str, int | bool], dict[str, int]]:
+def _setup(spec: CastSpec, ragged: bool) -> tuple[dict[str, int | bool], dict[str, int]]:
     flags = cast_flags(spec)
-    return {name: flags[name] for name in ("FORMAT", "MODE", "HARDWARE")}, {"num_warps": SQUARES_WARPS}
+    constants = {name: flags[name] for name in ("FORMAT", "MODE", "HARDWARE")}
+    return {**constants, "RAGGED": ragged}, {"num_warps": SQUARES_WARPS}
 
 
 def triton_cast_squares(x: Tensor, spec: CastSpec) -> SquarePlanes:
     """`casts.cast_squares` by one kernel: 2 bytes an element read, 2 written, and each element rounded once."""
-    m, k = x.shape
-    row_tiles, column_tiles = -(-m // 128), -(-k // 128)
+    real_rows, k = x.shape
+    m, ragged = padded_rows(real_rows), real_rows % 16 != 0
+    row_tiles, column_tiles = m // 128, -(-k // 128)
     padded = -(-row_tiles // 4) * 4
-    new = {"dtype": torch.uint8, "device": x.device}
-    codes, codes_t = torch.empty(m, k, **new), torch.empty(k, m, **new)
-    scales, scales_t = torch.empty(column_tiles, m, **new), torch.empty(row_tiles, k, **new)
-    wide, wide_t = (torch.empty(s.shape, dtype=torch.float32, device=x.device) for s in (scales, scales_t))
-    square = torch.empty(column_tiles, row_tiles, **new)
+    codes = torch.empty(m, k, dtype=torch.uint8, device=x.device)
+    codes_t = torch.empty(k, m, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(column_tiles, m, dtype=torch.float32, device=x.device)
+    scales_t = torch.empty(row_tiles, k, dtype=torch.float32, device=x.device)
     # What pads a contraction must be finite.
     fresh = torch.empty if padded == row_tiles else torch.ones
-    square_wide = fresh(column_tiles, padded, dtype=torch.float32, device=x.device)
+    square = fresh(column_tiles, padded, dtype=torch.float32, device=x.device)
     stride = x.stride(0) // 2
     launch(
         cast_squares_kernel,
         (row_tiles * column_tiles, 1, 1),
         (
-            x.view(torch.int32),
-            codes.view(torch.int32),
+            x,
+            codes,
             scales,
-            wide,
-            codes_t.view(torch.int64),
+            codes_t,
             scales_t,
-            wide_t,
             square,
-            square_wide,
             m,
             k,
             stride,
             column_tiles,
             padded,
+            real_rows,
         ),
-        *_setup(spec),
-        (spec, stride % 16 == 0, x.data_ptr() % 16 == 0),
+        *_setup(spec, ragged),
+        (spec, ragged, stride % 16 == 0, x.data_ptr() % 16 == 0),
+        (torch.int32, torch.int32, None, torch.int64),
     )
-    shape = (m, k)
-    transposed = MXTensor.unchecked(codes_t, square, square_wide.t(), (k, m), None, 128, spec.format, spec.scale_mode)
+    shape = (real_rows, k)
+    form = (None, 128, spec.format, spec.scale_mode)
     return SquarePlanes(
-        plane_of(codes, scales, wide, 1, shape, 128, spec),
-        plane_of(codes_t, scales_t, wide_t, 0, shape, 128, spec),
-        transposed,
+        plane_of(codes, scales, 1, shape, 128, spec),
+        plane_of(codes_t, scales_t, 0, shape, 128, spec),
+        MXTensor.unchecked(codes_t, None, square.t(), (k, real_rows), *form),
         no_count(x.device),
     )

@@ -285,7 +285,17 @@ def differences(
 def _model_state(model: nn.Module) -> dict[str, Any]:
     """Its tensors; of a sharded table the pieces held here. They share memory with the model's own."""
     state = model.state_dict()
-    return {name: table_pieces(t) if isinstance(t, ShardedTensor) else t for name, t in state.items()}
+    return {name: table_pieces(t) if isinstance(t, ShardedTensor) else _as_stored(t) for name, t in state.items()}
+
+
+def _as_stored(value: Any) -> Any:
+    """A weight that is gathered in FP8 is wrapped for it; a checkpoint holds what is inside."""
+    if isinstance(value, DTensor) and (inner := getattr(value.to_local(), "stored", None)) is not None:
+        shape, stride = value.shape, value.stride()
+        return DTensor.from_local(
+            inner, value.device_mesh, value.placements, run_check=False, shape=shape, stride=stride
+        )
+    return value
 
 
 def table_pieces(table: ShardedTensor) -> Tensor:
@@ -313,7 +323,8 @@ def _rank_key(rank: int) -> str:
 
 def _read(state: dict[str, Any], path: Path, ranks: Ranks) -> None:
     ranks.on_first(lambda: files.verify(path))
-    own = {name: tuple(t.shape) for name, t in state["model"].items() if isinstance(t, Tensor)}
+    shapes = {name: tuple(t.shape) for name, t in state["model"].items() if isinstance(t, Tensor)}
+    own = {name: shape for found in ranks.gather(shapes) for name, shape in found.items()}
     metadata = read_metadata(path)
     lines = differences(tensor_shapes(metadata, "model."), own)
     if lines:
@@ -358,7 +369,8 @@ def _local(value: Any) -> list[Tensor]:
 
 def _refuse_non_finite(model_state: dict[str, Any], step: int, ranks: Ranks) -> None:
     own = [n for n, value in model_state.items() if not all(bool(torch.isfinite(x).all()) for x in _local(value))]
-    names = sorted({name for found in ranks.gather(own) for name in found}, key=list(model_state).index)
+    place = {name: i for i, name in enumerate(model_state)}  # a rank has not the experts of others
+    names = sorted({n for found in ranks.gather(own) for n in found}, key=lambda n: (place.get(n, len(place)), n))
     if names:
         raise NonFiniteError(
             f"no checkpoint is written at step {step}: {', '.join(names[:MAX_TENSORS_IN_A_MESSAGE])} "

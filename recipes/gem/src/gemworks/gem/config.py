@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from gemworks.gem.kernels import KernelConfig
+from gemworks.gem.parallel_config import ParallelConfig
 from gemworks.gem.typed_config import ConfigError, build, to_mapping, to_toml
 
 AttentionKind = Literal["block", "window", "full"]
@@ -246,6 +247,11 @@ class ModelConfig:
         """H."""
         return self.dim // self.num_heads
 
+    @property
+    def only_full_attention(self) -> bool:
+        """Whether every event type has full attention, also those that `events` does not name."""
+        return self.attention == "full" and all(self.event(name).attention == "full" for name in self.events)
+
     def event(self, name: str) -> EventSizes:
         """The sizes of one event type: its own where given, otherwise the model's."""
         own = self.events.get(name, EventConfig())
@@ -390,6 +396,8 @@ class TrainConfig:
         accumulate: batches per step; the dense gradient is the mean over the samples of all of them.
         compile: torch.compile of feature tokens, interactions, gates and the head's MLP, or of what
             `kernels.compile_scope` names.
+        cuda_graphs: forward and backward of everything but the tables are replayed as CUDA graphs, one per bucket of
+            packed rows; the batch is padded to its bucket with samples that no loss sees. On a CPU it is only padded.
         save_every: steps between two checkpoints; None: after each evaluation.
         keep_last: newest checkpoints kept beside the best one.
         max_skipped: steps with a loss or gradient that is not finite are skipped, up to this many in a run.
@@ -412,6 +420,7 @@ class TrainConfig:
     task_weights: tuple[float, ...] | None = None
     accumulate: int = 1
     compile: bool = False
+    cuda_graphs: bool = False
     save_every: int | None = None
     keep_last: int = 2
     max_skipped: int = 10
@@ -456,14 +465,74 @@ class GemConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
+        _check(
+            self.model.num_experts % self.parallel.experts == 0,
+            "parallel.experts",
+            self.parallel.experts,
+            f"a divisor of model.num_experts = {self.model.num_experts}: every rank computes equally many",
+        )
+        _check(
+            self.parallel.experts == 1 or self.kernels.experts == "separate",
+            "kernels.experts",
+            self.kernels.experts,
+            f"'separate', as parallel.experts is {self.parallel.experts}: spread experts compute one after the other",
+        )
+        _check(
+            self.parallel.gather == "stored" or self.train.dtype == "bfloat16",
+            "parallel.gather",
+            self.parallel.gather,
+            f"'stored', as train.dtype is {self.train.dtype!r}; or set train.dtype=bfloat16 too",
+        )
+        _check(
+            self.parallel.gather != "fp8" or self.kernels.linears != "bf16",
+            "parallel.gather",
+            self.parallel.gather,
+            "'stored' or 'bfloat16', as kernels.linears is 'bf16'; or set kernels.linears=fp8_block128 too",
+        )
         _check(
             self.data.source != "synthetic" or self.data.num_event_types == self.model.num_event_types,
             "data.num_event_types",
             self.data.num_event_types,
             f"model.num_event_types = {self.model.num_event_types}; set both",
         )
+        _check(
+            self.kernels.experts == "separate" or self.model.expert_layers == 1,
+            "model.expert_layers",
+            self.model.expert_layers,
+            "1 with kernels.experts='batched': deeper experts have inputs of their own",
+        )
+        _check(
+            self.kernels.experts == "separate" or self.parallel.experts == 1,
+            "parallel.experts",
+            self.parallel.experts,
+            "1 with kernels.experts='batched': a rank computes the experts that it holds one after another",
+        )
+        _check(
+            self.kernels.attention_format == "autocast" or self.model.only_full_attention,
+            "kernels.attention_format",
+            self.kernels.attention_format,
+            "'autocast', as some event type's attention is not 'full'; FP8 codes have kernels for full attention only",
+        )
+        if self.train.cuda_graphs:
+            self._check_cuda_graphs()
+
+    def _check_cuda_graphs(self) -> None:
+        """Refuses what a replayed graph would not do: anything that the host decides anew in every step."""
+        kernels = self.kernels
+        for key, value, fine in (
+            ("kernels.layout", kernels.layout, kernels.layout == "jagged"),
+            ("kernels.activations", kernels.activations, kernels.activations in ("keep", "recompute")),
+            ("kernels.linears_stochastic", kernels.linears_stochastic, not kernels.linears_stochastic),
+            ("model.dropout", self.model.dropout, self.model.dropout == 0),
+        ):
+            if not fine:
+                raise ConfigError(
+                    f"train.cuda_graphs: got True with {key} {value!r}, which a graph would not draw or move anew in "
+                    f"every step; set train.cuda_graphs=false, or leave {key} at its default"
+                )
 
     def to_mapping(self) -> dict[str, Any]:
         """Nested plain values, ready for JSON."""
@@ -497,3 +566,7 @@ class GemConfig:
     def with_kernels(self, **changes: Any) -> GemConfig:
         """This configuration with other kernels, checked again."""
         return replace(self, kernels=replace(self.kernels, **changes))
+
+    def with_parallel(self, **changes: Any) -> GemConfig:
+        """This configuration spread otherwise, checked again."""
+        return replace(self, parallel=replace(self.parallel, **changes))

@@ -37,7 +37,7 @@ def implement(model: nn.Module, config: GemConfig) -> None:
 def quantise_linears(model: nn.Module, kernels: KernelConfig) -> str:
     """Linear layers of at least `linears_min_features` compute by gemworks.precision; returns its report, a line each.
 
-    The head stays as it is: its logits are what the loss sees.
+    The head stays as it is: its logits are what the loss sees. So do batched experts, whose weights one product takes.
     """
     from gemworks.precision import convert, recipe
 
@@ -47,7 +47,12 @@ def quantise_linears(model: nn.Module, kernels: KernelConfig) -> str:
         hadamard_size=32 if kernels.linears_hadamard else 0,
         stochastic_gradients=kernels.linears_stochastic,
     )
-    return str(convert(model, chosen, filter=lambda name, layer: not name.startswith("head.")))
+    batched = kernels.experts == "batched"
+
+    def takes(name: str, layer: nn.Module) -> bool:
+        return not name.startswith("head.") and not (batched and ".experts." in f".{name}")
+
+    return str(convert(model, chosen, filter=takes))
 
 
 def compile_dense(model: nn.Module, *, with_layers: bool = True) -> None:

@@ -27,12 +27,15 @@ class KernelConfig:
         layout: of sequences between the layers: packed rows, or every sequence padded to the batch's bound.
         attention: self-attention by gemworks.jagged, torch's `varlen_attn` (a GPU only), or
             `scaled_dot_product_attention` (padded only).
-        pooling: the same for the seeds' attention.
+        attention_format: of q, k and v in self-attention: autocast's, or FP8 codes of gemworks.precision; full
+            attention only.
+        pooling: as `attention`, of the seeds' attention.
         pffn: gemworks.jagged's GDPA, or two batched products around an activation, padded while they run.
         norm: gemworks.jagged's norms with their residuals, or torch's with the additions beside them.
         fused_qk: QK-norm and RoPE inside the ops of self-attention and softmax pooling, which take their projection as
             one tensor and return its gradient as one; otherwise op by op before them.
         fused_pffn_norm: the norm after GDPA, its residual and what is added after it inside GDPA's kernel.
+        experts: Wukong experts one after another, or each of their products for all of them at once.
         stream: dtype of the tokens between the layers: autocast's own, or float32, as norms under autocast leave it.
         rope_tables: dtype of the rotations' cosines and sines; float16 errs by 2^-11 of 1, less than a bf16 query does.
         share_schedule: tile schedules are built once per batch; otherwise every op builds its own.
@@ -46,11 +49,13 @@ class KernelConfig:
 
     layout: Layout = "jagged"
     attention: SelfAttentionKernel = "gemworks"
+    attention_format: Literal["autocast", "fp8"] = "autocast"
     pooling: PoolKernel = "gemworks"
     pffn: PffnKernel = "gemworks"
     norm: NormKernel = "gemworks"
     fused_qk: bool = True
     fused_pffn_norm: bool = False
+    experts: Literal["separate", "batched"] = "separate"
     stream: Literal["autocast", "float32"] = "autocast"
     rope_tables: Literal["float32", "float16"] = "float32"
     share_schedule: bool = True
@@ -79,6 +84,11 @@ class KernelConfig:
             raise ConfigError(
                 f"kernels.fused_pffn_norm: got True with kernels.pffn {self.pffn!r}, expected 'gemworks'; it is GDPA's "
                 f"kernel that does it"
+            )
+        if self.attention_format == "fp8" and self.attention != "gemworks":
+            raise ConfigError(
+                f"kernels.attention_format: got 'fp8' with kernels.attention {self.attention!r}, expected 'gemworks'; "
+                f"no other kernel here reads FP8 codes"
             )
         if self.linears_min_features < 1:
             raise ConfigError(

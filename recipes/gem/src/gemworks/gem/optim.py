@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from gemworks.gem.config import OptimizerConfig
 from gemworks.gem.model.gem import Gem
 from torch import Tensor, nn
@@ -76,6 +77,19 @@ class TableOptimizers(Protocol):
         ...
 
 
+class SpreadModel(Protocol):
+    """How a model has been spread over ranks; see `parallelize.Spread`."""
+
+    @property
+    def tables(self) -> TableOptimizers: ...
+
+    @property
+    def experts(self) -> frozenset[str]: ...
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup | None: ...
+
+
 class _OwnTables:
     """Of whole tables in this process."""
 
@@ -104,32 +118,31 @@ class Optimizers:
         model: the model; its parameters keep their identity, the tables get hooks.
         config: learning rates, decay, clipping.
         total_steps: where the schedule ends.
-        tables: of tables that have been sharded; None: they are whole and in this process.
+        spread: how the model has been spread over ranks; None: it is whole and in this process.
 
     Raises:
         ValueError: the model has been given optimizers before; its tables would move twice.
     """
 
     def __init__(
-        self, model: Gem, config: OptimizerConfig, total_steps: int, tables: TableOptimizers | None = None
+        self, model: Gem, config: OptimizerConfig, total_steps: int, spread: SpreadModel | None = None
     ) -> None:
         self.config = config
         self.total_steps = total_steps
         sparse = {id(p) for p in model.sparse_parameters()}
         self._dense = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in sparse}
-        matrices = [p for p in self._dense.values() if p.ndim >= 2]
-        vectors = [p for p in self._dense.values() if p.ndim < 2]
-        # One kernel reads and writes everything once; torch's other way runs a dozen over all parameters.
-        fused = all(p.device.type == "cuda" for p in self._dense.values())
-        self.dense = AdamW(
-            [
-                {"params": matrices, "weight_decay": config.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=config.lr,
-            betas=config.betas,
-            fused=fused,
-        )
+        self._expert_names = frozenset() if spread is None else spread.experts
+        self._expert_group = None if spread is None else spread.expert_group
+        # Parameters of one mesh, or of none, at a time: no operation takes those of several.
+        self._parts = _parts(self._dense, self._expert_names)
+        groups = []
+        for part in self._parts:
+            groups += [
+                {"params": [p for p in part if p.ndim >= 2], "weight_decay": config.weight_decay},
+                {"params": [p for p in part if p.ndim < 2], "weight_decay": 0.0},
+            ]
+        fused = self._fused = _takes_fused(list(self._dense.values()))
+        self.dense = AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=fused)
         # A checkpoint is read into existing tensors, so they exist from the start, also for a parameter without a
         # gradient. RowWiseAdagrad makes its own at once.
         for p in self._dense.values():
@@ -138,10 +151,9 @@ class Optimizers:
                 "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
                 "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
             }
-        if tables is None:
+        if spread is None:
             declare_table_optimizer(model, config)
-            tables = _OwnTables(model)
-        self.tables: TableOptimizers = tables
+        self.tables: TableOptimizers = _OwnTables(model) if spread is None else spread.tables
 
     def begin(self, step: int) -> None:
         """Sets the learning rates of step `step` and drops the dense gradients; the tables move from here on."""
@@ -162,12 +174,43 @@ class Optimizers:
             Its norm before, float32 scalar on the device. Tables are not clipped: Adagrad already divides by the
             gradient's own size, and a fused update is done by now.
         """
-        norm = nn.utils.clip_grad_norm_(list(self._dense.values()), self.config.clip_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if len(self._parts) == 1 and self._expert_group is None:
+            norm = nn.utils.clip_grad_norm_(self._parts[0], self.config.clip_norm)
+            return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        found = [[p.grad for p in part if p.grad is not None] for part in self._parts]
+        squares: list[Tensor] = []
+        for part, gradients in zip(self._parts, found, strict=True):
+            norm = nn.utils.get_total_norm(gradients)
+            square = (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
+            if self._expert_group is not None and part is self._parts[-1]:
+                dist.all_reduce(square, group=self._expert_group)  # every rank of the group has other experts
+            squares.append(square)
+        total = torch.stack(squares).sum().sqrt()
+        factor = (self.config.clip_norm / (total + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+        for gradients in found:
+            local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+            torch._foreach_mul_(local, factor)  # pyright: ignore[reportPrivateImportUsage]  # torch's own clipping uses it
+        return total
 
-    def step_dense(self) -> None:
-        """Updates the dense part."""
+    def step_dense(self, skip: Tensor | None = None) -> None:
+        """Updates the dense part.
+
+        Args:
+            skip: bool scalar on the device: True leaves everything as it is. Only where `skips_on_device`; the host
+                then need not know before the next step is on its way.
+        """
+        if skip is None:
+            self.dense.step()
+            return
+        fused: Any = self.dense  # torch's fused optimizers read this attribute, as GradScaler sets it
+        fused.found_inf = skip.float()
         self.dense.step()
+        del fused.found_inf
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether `step_dense` takes `skip`: the fused optimizer of whole parameters."""
+        return self._fused and not any(isinstance(p, DTensor) for p in self._dense.values())
 
     def learning_rates(self) -> tuple[float, float]:
         """Dense and sparse learning rate of the step begun last."""
@@ -193,6 +236,20 @@ class Optimizers:
                         rows.copy_(given_rows)
                 elif given is not own:
                     own.copy_(given)
+
+
+def _parts(named: dict[str, nn.Parameter], experts: frozenset[str]) -> list[list[nn.Parameter]]:
+    """Parameters by where they are sharded, those of `experts` last."""
+    parts: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    for name, p in named.items():
+        mesh = p.device_mesh if isinstance(p, DTensor) else None
+        parts.setdefault((name in experts, mesh), []).append(p)
+    return [parts[key] for key in sorted(parts, key=lambda key: key[0])]
+
+
+def _takes_fused(parameters: Sequence[nn.Parameter]) -> bool:
+    """One kernel reads and writes everything once; torch's other way runs a dozen over all parameters."""
+    return all(p.device.type == "cuda" for p in parameters)
 
 
 def _in_backward(parameter: nn.Parameter) -> list[Optimizer]:

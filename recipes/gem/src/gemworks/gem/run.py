@@ -154,7 +154,9 @@ class Run:
             row = trainer.take_row()
             self.run_dir.log("train", **row.as_dict())
             self.display.row(row)
-        if not trainer.last_step_finite:
+        # asking waits for the device, so one process asks only when the answer matters; several ask alike
+        asks = self._eval_due or self._save_due or self.stop.requested or not self.ranks.alone
+        if asks and not trainer.last_step_finite:
             return
         if self._eval_due:
             self._validate()

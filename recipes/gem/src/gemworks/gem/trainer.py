@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from gemworks.gem.data import Source, open_loader
 from gemworks.gem.data.hashing import hash_u64
 from gemworks.gem.device import autocast, peak_flops_per_second
 from gemworks.gem.efficiency import count_batch_flops, mfu
+from gemworks.gem.graphs import GraphedStep
 from gemworks.gem.implement import implement
 from gemworks.gem.metrics import BinaryMetrics
 from gemworks.gem.model.gem import Gem
@@ -68,6 +69,31 @@ class Note:
     text: str
 
 
+@dataclass
+class _Launched:
+    """A step on its way: what it learns from, and figures of the device: loss, norm, refusals, then `_counts`."""
+
+    step: int
+    batches: list[Batch]
+    rng: dict[str, Tensor]
+    outcomes: list[tuple[Tensor, Tensor]]
+    figures: Tensor
+    arrival: torch.cuda.Event | None = None
+
+    def fetch(self) -> None:
+        """Starts the figures' way to the host."""
+        if self.figures.device.type == "cuda":
+            pinned = torch.empty(self.figures.shape, dtype=self.figures.dtype, pin_memory=True)
+            self.figures = pinned.copy_(self.figures, non_blocking=True)
+            self.arrival = torch.cuda.Event()
+            self.arrival.record()
+
+    def values(self) -> list[float]:
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        return self.figures.tolist()
+
+
 class Trainer:
     """Model, optimizers and the training part's loader.
 
@@ -90,13 +116,18 @@ class Trainer:
         torch.manual_seed(config.train.seed)
         self.model = Gem(source.schema, config, device=device)
         implement(self.model, config)
+        if config.train.cuda_graphs and not self.ranks.alone:
+            raise ValueError(
+                f"train.cuda_graphs: got True in {self.ranks.world_size} processes, expected one: a graph would hold "
+                "FSDP's collectives; set train.cuda_graphs=false"
+            )
         self.num_dense_parameters = sum(p.numel() for p in self.model.dense_parameters())
         self.num_table_parameters = sum(p.numel() for p in self.model.sparse_parameters())
-        tables = None
+        spread = None
         if not self.ranks.alone:
             from gemworks.gem.parallelize import parallelize  # seconds to import, and one process has no use for it
 
-            tables = parallelize(self.model, config.optimizer, self.ranks, device)
+            spread = parallelize(self.model, config, self.ranks, device)
             self.model.embeddings.min_samples = config.data.batch_size // self.ranks.world_size  # one size on all ranks
             # one seed made equal models; from here on each rank draws its own dropout
             torch.manual_seed(rank_seed(config.train.seed, self.ranks.rank))
@@ -112,13 +143,15 @@ class Trainer:
         self.total_steps = self.steps_per_epoch * config.train.epochs
         if config.train.max_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_steps)
-        self.optimizers = Optimizers(self.model, config.optimizer, self.total_steps, tables)
+        self.optimizers = Optimizers(self.model, config.optimizer, self.total_steps, spread)
         self.step = 0
         self.total = StepClock()
         self.num_skipped = 0
-        self.last_step_finite = True
+        self._last_step_finite = True
+        self._launched: _Launched | None = None
         num_tasks = len(source.schema.tasks)
         self._weights_K = _task_weights(config, num_tasks).to(device)
+        self._graphs = GraphedStep(self.model, config, self._loss, device) if config.train.cuda_graphs else None
         self._phase = PhaseTimer(device)
         self._communication = CommunicationProbe(device, alone=self.ranks.alone)
         self._spikes = SpikeWatch(config.train.spike_factor)
@@ -147,6 +180,8 @@ class Trainer:
                 self._window.wait_seconds += now - mark
                 with self._communication():
                     self._train_step(group)
+                    if self.step >= self.total_steps:
+                        self.settle()
                 self._window.work_seconds += time.perf_counter() - now
                 yield self.step
                 if self.step >= self.total_steps:
@@ -163,43 +198,86 @@ class Trainer:
         for host_batch in batches:
             batch = host_batch.to(self.device, non_blocking=True)
             with self._phase("forward"):
-                logits_BK, part = self._forward(batch)
                 # By its share of the samples, so that the sum is the mean over all of them. Gradients are averaged over
                 # the ranks, so the share is of what one rank has on average.
                 share = batch.num_samples * self.ranks.world_size / max(self._num_step_samples, 1)
-                part = part if share == 1 else part * share
+                if self._graphs is not None and self._graphs.takes(batch):
+                    logits_BK, part, backward = self._graphs(batch, share)
+                else:
+                    logits_BK, part = self._forward(batch)
+                    part = part if share == 1 else part * share
+                    backward = part.backward
             with self._phase("backward"):
-                part.backward()
+                backward()
             loss += part.detach()
             outcomes.append((logits_BK.detach(), batch.labels_BK))
         with self._phase("optimizer"):
             norm = self.optimizers.clip()
             refused = torch.zeros_like(norm) if gate.finite is None else (~gate.finite).to(norm.dtype)
-            counts = torch.tensor(self._counts(batches), dtype=torch.float64, device=self.device)
-            figures = torch.cat([torch.stack([loss, norm, refused]).double(), counts])
-            # the one place where the host waits for the device: whether this step counts must be known before it ends
-            loss_value, norm_value, num_refused, *totals = self.ranks.sum(figures).tolist()
-            self.last_step_finite = is_finite(loss_value, norm_value) and num_refused == 0
-            if self.last_step_finite:
+            counts = [torch.full((), n, dtype=torch.float64, device=self.device) for n in self._counts(batches)]
+            figures = self.ranks.sum(torch.stack([*(x.double() for x in (loss, norm, refused)), *counts]))
+            if self.optimizers.skips_on_device:
+                self.optimizers.step_dense(skip=~figures[:2].isfinite().all() | (figures[2] != 0))
+        self.step += 1
+        launched = _Launched(self.step, batches, rng, outcomes, figures)
+        if not self.optimizers.skips_on_device:
+            self._settle(launched)
+            return
+        # The device decides by itself whether the step counts. So the host looks at the step before, and this one keeps
+        # the device busy meanwhile.
+        launched.fetch()
+        self.settle()
+        self._launched = launched
+
+    def settle(self) -> None:
+        """Waits for the step begun last and counts it; figures, notes and checkpoints do so first.
+
+        Raises:
+            NonFiniteError: it was one too many that is not finite.
+        """
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            self._settle(launched)
+
+    def _settle(self, launched: _Launched) -> None:
+        # the one place where the host waits for the device
+        loss_value, norm_value, num_refused, *totals = launched.values()
+        self._last_step_finite = is_finite(loss_value, norm_value) and num_refused == 0
+        if self._last_step_finite and not self.optimizers.skips_on_device:
+            with self._phase("optimizer"):
                 self.optimizers.step_dense()
         self._add_counts(totals)
-        self.step += 1
         loss_value /= self.ranks.world_size
         norm_value /= self.ranks.world_size  # it is the whole gradient's on each rank
-        if not self.last_step_finite:
-            self._skip(batches, rng, loss_value, norm_value)
+        if not self._last_step_finite:
+            self._skip(launched, loss_value, norm_value)
             return
         self._grad_norm = norm_value
         self._window_loss += loss_value
-        for logits_BK, labels_BK in outcomes:
+        for logits_BK, labels_BK in launched.outcomes:
             self._window_metrics.update(logits_BK, labels_BK)
-        self._watch(batches, loss_value)
+        self._watch(launched, loss_value)
+
+    @property
+    def last_step_finite(self) -> bool:
+        """Whether the step begun last changed the model."""
+        self.settle()
+        return self._last_step_finite
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits [B, K] and the loss."""
         with autocast(self.config, self.device):
             logits_BK = self.model(batch)
-        return logits_BK, task_loss(logits_BK, batch.labels_BK, self._weights_K)
+        return logits_BK, self._loss(logits_BK, batch.labels_BK)
+
+    def _loss(self, logits_BK: Tensor, labels_BK: Tensor) -> Tensor:
+        return task_loss(logits_BK, labels_BK, self._weights_K)
+
+    def prepare(self, batches: Sequence[Batch]) -> None:
+        """Captures the graphs that these batches will need; without `train.cuda_graphs` nothing."""
+        if self._graphs is not None:
+            for batch in sorted(batches, key=lambda b: -sum(e.timestamps_T.shape[0] for e in b.events.values())):
+                self._graphs.prepare(batch.to(self.device))
 
     def _counts(self, batches: list[Batch]) -> list[float]:
         """Samples, tokens and training FLOPs of this rank's batches."""
@@ -216,33 +294,33 @@ class Trainer:
         self._window.num_tokens += int(num_tokens)
         self._window.flops += flops
 
-    def _watch(self, batches: list[Batch], loss: float) -> None:
+    def _watch(self, launched: _Launched, loss: float) -> None:
         ratio = self._spikes.see(loss)
         if ratio is None:
             return
-        ids = self._sample_ids(batches)
-        text = f"loss spike in step {self.step}: {loss:.4f}, {ratio:.1f} times its running mean; samples "
-        self._note("spike", {"loss": loss, "ratio": ratio, "sample_ids": ids}, text + describe_ids(ids))
+        ids, step = self._sample_ids(launched.batches), launched.step
+        text = f"loss spike in step {step}: {loss:.4f}, {ratio:.1f} times its running mean; samples "
+        self._note("spike", step, {"loss": loss, "ratio": ratio, "sample_ids": ids}, text + describe_ids(ids))
 
-    def _skip(self, batches: list[Batch], rng: dict[str, Tensor], loss: float, norm: float) -> None:
+    def _skip(self, launched: _Launched, loss: float, norm: float) -> None:
         """Counts a step that changed nothing, and ends the run when there were too many."""
         self.num_skipped += 1
         self._window_skipped += 1
-        ids = self._sample_ids(batches)
+        step, ids = launched.step, self._sample_ids(launched.batches)
         facts = {"loss": loss, "grad_norm": norm, "num_skipped": self.num_skipped, "sample_ids": ids}
         what = f"loss {loss:.4g}, gradient norm {norm:.4g}, samples {describe_ids(ids)}"
         limit = self.config.train.max_skipped
         if self.num_skipped <= limit:
-            text = f"step {self.step} is not finite and is skipped ({self.num_skipped} of at most {limit}): {what}"
-            self._note("skipped", facts, text)
+            text = f"step {step} is not finite and is skipped ({self.num_skipped} of at most {limit}): {what}"
+            self._note("skipped", step, facts, text)
             return
-        where, culprits = self._search(batches, rng)
+        where, culprits = self._search(launched.batches, launched.rng)
         begins = where or "nowhere when the step is run once more"
         raise NonFiniteError(
-            f"step {self.step} is not finite, and {limit} steps of this run have been skipped already: {what}. "
+            f"step {step} is not finite, and {limit} steps of this run have been skipped already: {what}. "
             f"It begins at: {begins}. Lower optimizer.lr or optimizer.sparse_lr, lengthen optimizer.warmup_steps, "
             "or look at these samples",
-            {"step": self.step, **facts, "first_non_finite": where, "non_finite_sample_ids": culprits},
+            {"step": step, **facts, "first_non_finite": where, "non_finite_sample_ids": culprits},
         )
 
     def _search(self, batches: list[Batch], rng: dict[str, Tensor]) -> tuple[str | None, list[int]]:
@@ -276,8 +354,8 @@ class Trainer:
         own = [i for batch in batches for i in batch.sample_ids_B.tolist()]
         return [i for ids in self.ranks.gather(own) for i in ids]
 
-    def _note(self, kind: str, facts: dict[str, Any], text: str) -> None:
-        self._notes.append(Note(kind, self.step, facts, text))
+    def _note(self, kind: str, step: int, facts: dict[str, Any], text: str) -> None:
+        self._notes.append(Note(kind, step, facts, text))
 
     def take_notes(self) -> list[Note]:
         """What happened since the last call."""
@@ -287,6 +365,7 @@ class Trainer:
     def take_row(self) -> StepRow:
         """The figures since the last call. Skipped steps are in its times, not in its loss and NE."""
         before = time.perf_counter()
+        self.settle()
         for phase, seconds in self._phase.drain().items():
             name = f"{phase}_seconds"
             setattr(self._window, name, getattr(self._window, name) + seconds)
@@ -341,6 +420,7 @@ class Trainer:
 
     def host_state(self) -> dict[str, Any]:
         """Everything of this trainer that is not a tensor of the model or its optimizers, as JSON."""
+        self.settle()
         metrics = self._all_metrics().state_dict()
         return {
             "loader": self.loader.state_dict(),

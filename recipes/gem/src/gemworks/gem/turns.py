@@ -44,6 +44,10 @@ class Turns:
         self.arrive()
         return self._wait_for("ready", self.number)
 
+    def after(self, number: int) -> int:
+        """Waits until so many turns are over; returns how many are."""
+        return self._wait_for("done", number)
+
     def _wait_for(self, kind: str, number: int) -> int:
         deadline = time.monotonic() + self.patience_s
         while (found := len(list(self.folder.glob(f"{kind}.*")))) < number and time.monotonic() < deadline:
@@ -53,7 +57,7 @@ class Turns:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Alone among the processes that meet here, and after those of a lower order."""
-        self._wait_for("done", self.order)
+        self.after(self.order)
         with (self.folder / "turn").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             try:

@@ -5,6 +5,7 @@ import struct
 from gemworks.jagged.ops.gdpa import activations as _definition
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 _GELU = _definition.FAST_GELU_COEFFICIENTS
 # All threads of one partition; Triton 3.7 has another name for it.
@@ -80,6 +81,17 @@ def tile_of(tile, tile_sample, tile_row, bounds_r, bounds_s):
     s_begin = gl.load(bounds_s + sample)
     s_len = gl.load(bounds_s + sample + 1) - s_begin
     return row, r_begin, r_end, s_begin, s_len
+
+
+@gluon.jit
+def load_rows(desc, begin, length, row, head, barrier, smem):
+    """Into smem [rows, H]: rows `row` and after of the `length` rows at `begin`, of one head; zeros past their end.
+
+    `desc` is of `launch_hopper.ragged`, which says why these coordinates name the row begin + row.
+    """
+    FAR: gl.constexpr = 1 << 30
+    box = smem._reinterpret(desc.dtype, [1, 1, smem.shape[0], 1, smem.shape[1]], desc.layout)
+    tma.async_copy_global_to_shared(desc, [FAR, begin + length, FAR - length + row, head, 0], barrier, box)
 
 
 @gluon.jit

@@ -18,19 +18,31 @@ from triton.runtime.jit import JITFunction
 INT32 = 1 << 31
 
 
+class _Integers(dict[int, int]):
+    """What Triton specialises each integer on."""
+
+    def __missing__(self, x: int) -> int:
+        if len(self) > 1 << 16:  # sizes of batches come and go
+            self.clear()
+        found = 1 if x == 1 else (16 if x % 16 == 0 else 0) + (0 if -INT32 <= x < INT32 else 32)
+        self[x] = found
+        return found
+
+
+_integers = _Integers()
+
+
 def look(x: Any) -> Any:
-    """What Triton specialises a run-time argument on.
+    """What Triton specialises a run-time argument on; for a pointer that is not on 16 bytes, more.
 
     >>> look(1), look(32), look(33), look(1 << 31), look(0.5), look(None)
     (1, 16, 0, 48, 'float', None)
     """
     kind = type(x)
     if kind is int:
-        if x == 1:
-            return 1
-        return (16 if x % 16 == 0 else 0) + (0 if -INT32 <= x < INT32 else 32)
+        return _integers[x]
     if isinstance(x, torch.Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
+        return x.dtype, x.data_ptr() & 15
     if kind is float or kind is bool:
         return kind.__name__
     if x is None:
@@ -58,7 +70,21 @@ class Quick:
                 return
             active: Any = driver.active
             device = active.get_current_device()
-            key = (device, *constants, *constants.values(), *map(look, args))
+            # Pointers go as numbers: for a tensor the launcher asks the driver whose memory it is.
+            looks: list[Any] = [device, *constants, *constants.values()]
+            values: list[Any] = []
+            for x in args:
+                if type(x) is int:
+                    looks.append(_integers[x])
+                    values.append(x)
+                elif isinstance(x, torch.Tensor):
+                    pointer = x.data_ptr()
+                    looks += (x.dtype, pointer & 15)
+                    values.append(pointer)
+                else:
+                    looks.append(look(x))
+                    values.append(x)
+            key = tuple(looks)
             found = self.tails.get(key)
             if found is None:
                 compiled = self.kernel[grid](*args, **constants)
@@ -68,7 +94,7 @@ class Quick:
             x, y, z = (*grid, 1, 1)[:3]
             compiled.run(
                 x, y, z, active.get_current_stream(device), compiled.function, compiled.packed_metadata,
-                None, None, None, *args, *tail,
+                None, None, None, *values, *tail,
             )  # fmt: skip
 
         return start

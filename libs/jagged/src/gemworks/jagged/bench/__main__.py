@@ -1,6 +1,7 @@
 """Attention, block attention and norms beside their peers: correctness first, then times in turn, a table, CSV and PNG.
 
 python -m gemworks.jagged.bench --out jagged.csv --budget-s 540     # on a GPU: everything that fits into nine minutes
+python -m gemworks.jagged.bench --prepare 16 --limit-s 110          # before it: only compiles, in 16 processes
 python -m gemworks.jagged.bench --smoke                             # on a CPU: seconds, tiny shapes
 
 A peer that fails, hangs or breaks the device keeps its row, with the reason in place of the ratio.
@@ -11,37 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from gemworks.jagged import TileSchedule
-from gemworks.jagged.bench import bandwidth, blocks, norms, report
-from gemworks.jagged.bench.cases import CASES, SMOKE, Case, Inputs, grouped, make_inputs
-from gemworks.jagged.bench.checks import check
+from gemworks.jagged.bench import bandwidth, report
+from gemworks.jagged.bench.cases import Case, Inputs, make_inputs
+from gemworks.jagged.bench.contend import left_out, set_up
 from gemworks.jagged.bench.guard import Guard, State
-from gemworks.jagged.bench.peers import PEERS, Contender, Maker, from_file, ours
+from gemworks.jagged.bench.peers import PEERS, Maker, from_file, ours
+from gemworks.jagged.bench.prepare import prepare
+from gemworks.jagged.bench.selection import SUITES, attention_groups, is_late, label_of, memory_bound_subjects
 from gemworks.jagged.bench.timing import Clock, Time, measure_ceilings, time_in_turn
-
-SUITES = ("attention", "blocks", "norms")
-# What a peer costs before it runs: FlexAttention compiles for every shape, others tune at every length, cuDNN plans for
-# every padded batch. Targets are measured beside all of them; what else is promised a row, beside what starts at once.
-SLOW_TO_COMPILE = ("FlexAttention",)
-QUICK_PEERS = ("torch varlen_attn", "flash-attn-4", "HSTU Triton")
-
-
-def closures(x: Inputs, contender: Contender) -> dict[str, Callable[[], object]]:
-    leaves = x.leaves if contender.leaves is None else contender.leaves
-    out = contender.attend(*leaves)
-    d_out = x.d_out if contender.unpack is None else torch.randn_like(out)
-
-    def forward() -> object:
-        with torch.no_grad():
-            return contender.attend(*leaves)
-
-    return {"fwd": forward, "bwd": lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True)}
 
 
 def build_schedule(x: Inputs) -> Callable[[], object] | None:
@@ -140,30 +125,18 @@ class Run:
         return 0
 
     def _set_up(self, name: str, make: Maker, x: Inputs, refusals: dict[str, str]) -> dict[str, Callable[[], object]]:
-        args = self.args
-        everything = args.smoke or args.all_peers
-        main = x.case.priority == 0
-        if name in SLOW_TO_COMPILE and not (everything or (main and x.case.kind == "self" and not x.case.window)):
-            refusals[name] = "left out: it compiles for every shape; --all-peers measures it here too"
-            return {}
-        if not (everything or main or name.startswith(report.OURS) or name in QUICK_PEERS):
-            refusals[name] = "left out: it tunes or plans for every shape; --all-peers measures it here too"
+        if reason := left_out(name, x.case, everything=self.args.smoke or self.args.all_peers):
+            refusals[name] = reason
             return {}
         began = self.guard.state.seconds
         self.guard.enter(name)
         try:
-            contender = make(x)
-            if contender.leaves is None and x.case.kind == "pool" and not name.startswith(report.OURS):
-                # Peers have no shared query: they get it repeated, and the copying is not theirs to pay for.
-                repeated = x.q.detach().repeat(x.case.batch, 1, 1).requires_grad_()
-                contender = replace(contender, leaves=[repeated, x.k, x.v])
-            check(x, contender)
-            out = closures(x, contender)
+            out = set_up(name, make, x)
         except Exception as error:  # a peer's failure of any kind is a result, and is printed as one
             self._refuse(name, error, refusals)
             return {}
-        if self.guard.state.seconds - began > 3:
-            print(f"  {name}: set up in {self.guard.state.seconds - began:.0f} s", flush=True)
+        if self.guard.state.seconds - began > 1.5:
+            print(f"  {name}: set up in {self.guard.state.seconds - began:.1f} s", flush=True)
         return out
 
     def _refuse(self, name: str, error: Exception, refusals: dict[str, str]) -> None:
@@ -171,21 +144,6 @@ class Run:
         refusals[name] = f"cannot run: {reason}"
         if self.context.device.type == "cuda":
             self.guard.check_device(torch.cuda.synchronize, name, reason)
-
-
-def memory_bound_subjects(
-    args: Any, device: torch.device, dtype: torch.dtype
-) -> Iterator[tuple[str, Callable[[], bandwidth.Subject]]]:
-    if "blocks" in args.suite:
-        if args.smoke:
-            yield from blocks.subjects(device, dtype, blocks.Shape(5, 150, 2, 16), ("norm rope qkv",))
-        else:
-            yield from blocks.subjects(device, dtype)
-            yield from blocks.subjects(device, dtype, blocks.LONGEST, ("rope",))
-            for block in (32, 128):
-                yield from blocks.subjects(device, dtype, blocks.Shape(block=block), ("plain", "rope fp16 tables"))
-    if "norms" in args.suite:
-        yield from norms.subjects(device, dtype, *([(("layer_norm affine residual", 16),), 64] if args.smoke else []))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -199,6 +157,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--suite", nargs="+", default=list(SUITES), choices=SUITES, help="all by default")
     parser.add_argument("--only", default="", help="cases whose 'op shape law' contains this")
     parser.add_argument("--priority", type=int, default=3, help="cases up to this priority")
+    parser.add_argument("--from-priority", type=int, default=0, help="cases from this priority")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--all-peers", action="store_true", help="also those that compile for a minute, on every case")
     parser.add_argument("--skip", action="append", default=[], choices=list(PEERS), help="leave a peer out")
@@ -217,6 +176,13 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--limit-s", type=float, default=120.0, help="of one contender's set-up or round, until it is left out"
+    )
+    parser.add_argument(
+        "--prepare",
+        type=int,
+        default=0,
+        metavar="N",
+        help="measure nothing: compile in N processes side by side what this run needs, for --limit-s at most",
     )
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default=None)
     parser.add_argument("--resume", default="", help=argparse.SUPPRESS)
@@ -237,6 +203,8 @@ def main(argv: list[str] | None = None, *, restarts: bool = False) -> int:
     state = State(**json.loads(args.resume)) if args.resume else State()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     dtype = getattr(torch, args.dtype) if args.dtype else (torch.bfloat16 if cuda else torch.float32)
+    if args.prepare:
+        return prepare(args)
     makers = {} if args.no_peers else dict(PEERS)
     makers |= dict(from_file(spec) for spec in args.peer)
     clock = Clock(device)
@@ -247,31 +215,17 @@ def main(argv: list[str] | None = None, *, restarts: bool = False) -> int:
         flush=True,
     )
     run = Run(clock, context, Guard(state, arguments, args.limit_s, active=restarts), makers, args)
-    chosen = [
-        c
-        for c in (SMOKE if args.smoke else CASES)
-        if c.priority <= args.priority and args.only in f"{c.op} {c.shape} {c.law} H{c.head_dim}"
-    ]
     attention = [
-        (f"{' + '.join(c.op for c in cases)} {cases[0].shape} {cases[0].law} H{cases[0].head_dim}",
-         lambda cases=cases: run.group(cases), cases[0].priority)
-        for cases in (grouped(chosen) if "attention" in args.suite else [])
-    ]  # fmt: skip
-    memory_bound = [
-        (label, lambda make=make: run.memory_bound(make))
-        for label, make in memory_bound_subjects(args, device, dtype)
-        if args.only in label
+        (label_of(cases), lambda cases=cases: run.group(cases), cases[0].priority) for cases in attention_groups(args)
     ]
-    late = [
-        (label, step)
-        for label, step in memory_bound
-        if label.rsplit(" ", 1)[0] in norms.LATE or label.endswith(blocks.LATE)
+    memory_bound = [
+        (label, lambda make=make: run.memory_bound(make)) for label, make in memory_bound_subjects(args, device, dtype)
     ]
     steps: list[tuple[str, Callable[[], int]]] = [
         *((label, step) for label, step, priority in attention if priority == 0),
-        *(step for step in memory_bound if step not in late),
+        *(step for step in memory_bound if not is_late(step[0])),
         *((label, step) for label, step, priority in attention if priority > 0),
-        *late,
+        *(step for step in memory_bound if is_late(step[0])),
     ]
     shard, num_shards = map(int, args.shard.split("/"))
     steps = steps[shard::num_shards]

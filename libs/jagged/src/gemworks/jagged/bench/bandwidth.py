@@ -67,24 +67,12 @@ def _closures(run: Forward, leaves: list[Tensor], cotangents: list[Tensor]) -> t
     return {"fwd": forward, "bwd": backward}, outs
 
 
-def measure(
-    subject: Subject,
-    clock: Clock,
-    context: report.Context,
-    *,
-    rounds: int,
-    repeats: int,
-    round_ms: float = float("inf"),
-) -> list[report.Row]:
-    """Rows of both directions. Raises if ours is wrong; peers that fail have their reason in place of the ratio."""
+def set_up(subject: Subject) -> tuple[dict[str, dict[str, Run]], dict[str, str]]:
+    """direction -> contender -> closure, and why the other contenders have none. Raises if ours is wrong."""
     ours, outs = _closures(subject.ours, subject.leaves, subject.cotangents)
     subject.check(outs)
     runs = {direction: {report.OURS: run} for direction, run in ours.items()}
     refusals: dict[str, str] = {}
-
-    def refuse(name: str, error: Exception) -> None:
-        refusals[name] = f"cannot run: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
-
     for name, make in subject.peers.items():
         try:
             peer, theirs = _closures(*make(), subject.cotangents)
@@ -95,14 +83,32 @@ def measure(
                 run()
                 runs[direction][name] = run
         except Exception as error:  # a peer's failure of any kind is a result, and is printed as one
-            refuse(name, error)
+            refusals[name] = _reason(error)
+    return runs, refusals
+
+
+def _reason(error: Exception) -> str:
+    return f"cannot run: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def measure(
+    subject: Subject,
+    clock: Clock,
+    context: report.Context,
+    *,
+    rounds: int,
+    repeats: int,
+    round_ms: float = float("inf"),
+) -> list[report.Row]:
+    """Rows of both directions. Raises if ours is wrong; peers that fail have their reason in place of the ratio."""
+    runs, refusals = set_up(subject)
     rows = []
     for direction, by_name in runs.items():
         times, errors = time_in_turn(clock, by_name, rounds=rounds, repeats=repeats, round_ms=round_ms)
         if report.OURS in errors:
             raise errors[report.OURS]
         for name, error in errors.items():
-            refuse(name, error)
+            refusals[name] = _reason(error)
         peers = {name: t.ms for name, t in times.items() if name != report.OURS}
         best = min(peers, key=peers.__getitem__) if peers else ""
         num_bytes = subject.bytes_fwd if direction == "fwd" else subject.bytes_bwd

@@ -109,7 +109,7 @@ CASES: tuple[Case, ...] = (
             *(Case(op, "self", batch, n, law, width, priority=3) for n in (1024, 256, 4096) for op in BOTH),
             *(Case("gdpa", "pffn", batch, 1024, law, width, rows, priority=3) for rows in (256, 128)),
         )
-        for width, batch, law in itertools.product((128, 64), (256, 1152), SWEEP_LAWS)
+        for law, width, batch in itertools.product(SWEEP_LAWS, (128, 64), (256, 1152))
     ),
 )
 SMOKE: tuple[Case, ...] = (

@@ -33,12 +33,15 @@ from gemworks.gem.schema import Batch
 from gemworks.gem.turns import Turns
 from gemworks.jagged.bench.timing import Ceilings, Clock, measure_ceilings
 
-SMALL = {"batch_size": 8, "balance_window": 0}  # batches that only compile
+# Batches that only compile. How a sum is cut into parts follows from the sizes that the compiler saw first, so they are
+# not tiny; several processes have room for theirs at once.
+SMALL_BATCH = 64
 SEQUENCE_LAYERS = ("hsp", "pffn", "attention")
 
 
-# What a row may fail with and stay in the table, with its reason.
-REFUSALS = (RuntimeError, NotImplementedError, AssertionError, ImportError)
+# What a row may fail with and stay in the table, with its reason: no kernel for it on this device, memory that is full,
+# a compiler's refusal (all of them RuntimeErrors), a package that is not there. An assertion is a defect of ours.
+REFUSALS = (RuntimeError, ImportError)
 
 
 def _note(error: BaseException) -> str:
@@ -85,7 +88,7 @@ def planned_rows(base: GemConfig, *, leave_one_out: bool) -> Iterator[Planned]:
     configs = build(base)
     if not leave_one_out:
         for rung in RUNGS:
-            yield Planned(rung.name, rung.added, configs[rung.name], rung.refusal)
+            yield Planned(rung.name, rung.added, configs[rung.name], rung.refusal(base))
         return
     full = configs[FULL_STACK]
     yield Planned("full stack", f"all rows of the ladder up to {FULL_STACK}", full, "")
@@ -161,6 +164,8 @@ class Ladder:
         try:
             for plan, _ in pending:
                 self._compile(plan)
+            for plan, _ in pending:  # batches are made before the turn
+                self._data(plan.config, self.args.warmup + self.args.steps)
         finally:
             turns.arrive()
         turns.wait()
@@ -175,8 +180,10 @@ class Ladder:
             return
         try:
             source = self._source = self._source or open_source(plan.config.data)
-            small = read_batches(plan.config.with_data(**SMALL), source, 2, pin=False)
-            compile_small(plan.config, source, small, self.device)
+            size = min(SMALL_BATCH, plan.config.data.batch_size)
+            config = plan.config.with_data(batch_size=size, balance_window=0)
+            small = read_batches(config, source, 2, pin=False)
+            compile_small(config, source, small, self.device)
         except REFUSALS as error:
             print(f"{plan.name}, compiling: {_note(error)}", flush=True)
             free(self.device, compiled=False)
@@ -228,7 +235,9 @@ class Ladder:
         source = self._source = self._source or open_source(config.data)
         key = config.data
         if key not in self._batches:
-            self._batches = {key: read_batches(config, source, steps, pin=self.device.type == "cuda")}
+            if self.args.turns is None:  # row by row: the rows of one batch size learn from the same
+                self._batches.clear()
+            self._batches[key] = read_batches(config, source, steps, pin=self.device.type == "cuda")
         return source, self._batches[key]
 
     def _mean_length(self, config: GemConfig) -> Row:

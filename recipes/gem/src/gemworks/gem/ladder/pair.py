@@ -4,37 +4,45 @@ torchrun --nproc-per-node 2 -m gemworks.gem.ladder.pair --batch-size 256 --out d
 torchrun --nproc-per-node 2 -m gemworks.gem.ladder.pair --smoke --out runs/pair      # `tiny` on a CPU, gloo
 
 Rows go to `ladder_h200x2.csv`. `one_gpu` is the first rank alone with one rank's batch: what the Scaling Ratio divides
-by. `one_gpu_global` is the first rank alone with everybody's samples: what losses are compared with.
+by. `one_gpu_global` is the first rank alone with everybody's samples: what losses are compared with. Both are read back
+from the CSV, so that several commands may measure a ladder together (`--turns`): all compile at the same time, the
+first one's rows are measured while the others have no model yet, then one row after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean
 
 import torch
 from gemworks.gem.config import ConfigError, GemConfig
-from gemworks.gem.data import open_source
+from gemworks.gem.data import Source, open_source
 from gemworks.gem.device import resolve_device
 from gemworks.gem.efficiency import H200_BF16_PEAK_FLOPS
+from gemworks.gem.ladder.pair_row import PairCost, PairRow, compile_small, mean_length
 from gemworks.gem.ladder.rows import COLUMNS as LADDER_COLUMNS
-from gemworks.gem.ladder.settings import FULL_STACK, Change, build
+from gemworks.gem.ladder.settings import FULL_STACK, Change, build, chain, kernels, train
 from gemworks.gem.ladder.step import free
 from gemworks.gem.layers.report import Row, append_csv, common_columns
-from gemworks.gem.layers.timing import Time
 from gemworks.gem.presets import load_config
 from gemworks.gem.ranks import Ranks, open_ranks
-from gemworks.gem.trainer import Trainer
+from gemworks.gem.turns import Turns
 
+# Of these collectives the exposed time has a column; gloo's and all others are in the sum only.
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "peer_copy", "barrier")
 COLUMNS = (
     *LADDER_COLUMNS[: LADDER_COLUMNS.index("loss")],
-    *("scaling_ratio", "loss_vs_one_gpu", "data_wait_ms"),
+    *("scaling_ratio", "loss_vs_one_gpu", "communication_ms", "exposed_ms"),
+    *(f"exposed_{name}_ms" for name in COLLECTIVES),
     *LADDER_COLUMNS[LADDER_COLUMNS.index("loss") :],
 )
+FILE = "ladder_h200x2.csv"
 LOSS_TOLERANCE = 0.02  # relative, of the mean over the timed steps; ranks round their sums in another order
 
 
@@ -46,71 +54,74 @@ class PairRung:
         name, added: as in the ladder.
         change: of the configuration.
         alone: "": all ranks; else the first rank alone, with one rank's samples ("local") or everybody's ("global").
-        refusal: why it cannot run yet.
     """
 
     name: str
     added: str
     change: Change = lambda config: config
     alone: str = ""
-    refusal: str = ""
 
 
-NOT_YET = "not measured: the recipe's parallelize() has no switch for it; gemworks.parallel's own benchmark measures it"
+def spread(**changes: object) -> Change:
+    return lambda config: config.with_parallel(**changes)
+
+
+def balanced(config: GemConfig) -> GemConfig:
+    return config.with_data(balance_window=4)
+
+
+SMALL_WEIGHT = 1 << 20
+FP8 = chain(kernels(linears="fp8_block128"), train(compile=False))
 RUNGS = (
     PairRung("one_gpu", "one GPU, one rank's batch", alone="local"),
     PairRung("one_gpu_global", "one GPU, everybody's batch", alone="global"),
-    PairRung("fsdp", "dense part sharded (FSDP2), tables sharded (torchrec)"),
-    PairRung("bbs", "base-batch shuffling over 8 steps", lambda c: c.with_data(balance_window=8)),
-    PairRung("experts", "experts spread over the ranks", refusal=NOT_YET),
-    PairRung("sharded_replicas", "replicas of table shards sharded", refusal=NOT_YET),
-    PairRung("copy_engine", "all-gathers on copy engines", refusal=NOT_YET),
-    PairRung("fp8_gather", "weights gathered in FP8", refusal=NOT_YET),
-)
+    PairRung("fsdp", "dense part by FSDP2, gathered in bf16; tables by torchrec", spread(gather="bfloat16")),
+    PairRung("fsdp_float32", "fsdp, but weights gathered as they are stored", spread(gather="stored")),
+    PairRung(
+        "small_whole", "fsdp, weights below 1 M elements whole on each GPU",
+        spread(gather="bfloat16", min_shard_numel=SMALL_WEIGHT),
+    ),
+    PairRung("fsdp_kept", "fsdp, gathered weights kept for backward", spread(gather="bfloat16", keep_gib=16.0)),
+    PairRung("replicated", "weights whole on each GPU, gradients averaged when backward ends", spread(shard=1)),
+    PairRung("experts", "fsdp, experts spread over the ranks (EP 2)", spread(gather="bfloat16", experts=2)),
+    PairRung(
+        "sharded_tables", "fsdp, rows of tables over both ranks",
+        spread(gather="bfloat16", tables="fully_sharded"),
+    ),
+    PairRung(
+        "sharded_replicas", "fsdp, replicas of tables sharded over the ranks",
+        spread(gather="bfloat16", tables="fully_sharded", table_replica_shard=2),
+    ),
+    PairRung("copy_engine", "fsdp, gathers by copy engines", spread(gather="bfloat16", all_gather="copy_engine")),
+    PairRung("bbs", "fsdp, base-batch shuffling over 4 steps", chain(spread(gather="bfloat16"), balanced)),
+    PairRung("placement", "fsdp, ranks in order", spread(gather="bfloat16", placement="row_major")),
+    PairRung("fp8_linears", "fsdp, FP8 linears, uncompiled; gathered in bf16", chain(FP8, spread(gather="bfloat16"))),
+    PairRung("fp8_gather", "the row above, quantised weights gathered in FP8", chain(FP8, spread(gather="fp8"))),
+    PairRung(
+        "all", "fsdp, EP 2, tables over both ranks, copy engines, small weights whole, base-batch shuffling",
+        chain(
+            spread(
+                gather="bfloat16", experts=2, tables="fully_sharded", all_gather="copy_engine",
+                min_shard_numel=SMALL_WEIGHT,
+            ),
+            balanced,
+        ),
+    ),
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class PairCost:
-    """Of one row: the wall time of its timed steps less what they waited for data, their mean loss, and totals."""
-
-    step: Time
-    wait_ms: float
-    samples_per_s: float
-    flops_per_s: float
-    peak_gib: float | None
-    ne: float | None
-    loss: float
-
-
-def run_row(config: GemConfig, ranks: Ranks, device: torch.device, *, warmup: int, steps: int) -> PairCost:
-    """Real training steps; every rank of `ranks` calls it."""
-    config = replace(config, train=replace(config.train, max_steps=warmup + steps, epochs=1))
-    trainer = Trainer(config, open_source(config.data), device, ranks)
-    times: list[float] = []
-    rows = []
-    for step in trainer.steps():
-        row = trainer.take_row()
-        if step == warmup and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        if step > warmup:
-            rows.append(row)
-            times.append(row.step_ms - row.data_wait_ms)
-    timed = Time.of(times)
-    samples = mean(row.samples_per_s * row.step_ms for row in rows) / timed.ms
-    flops = mean(row.flops_per_s * row.step_ms for row in rows) / timed.ms
-    return PairCost(
-        timed,
-        mean(row.data_wait_ms for row in rows),
-        samples,
-        flops,
-        torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
-        rows[-1].ne,
-        mean(row.loss for row in rows),
-    )
+def read_reference(path: Path, name: str, row: Row, batch: int) -> Row | None:
+    """The newest row of that name and batch with a time, of the same attention, lengths and steps."""
+    if not path.is_file():
+        return None
+    same = ("attention", "law", "max_len", "steps", "seed")
+    with path.open(newline="") as file:
+        found = [r for r in csv.DictReader(file) if (r["row"], r["batch"]) == (name, str(batch)) and r["step_ms"]]
+    return next((r for r in reversed(found) if all(r[key] == row[key] for key in same)), None)
 
 
 class Pair:
-    """Runs the rows in order and writes them; the first two are what the others are compared with.
+    """Measures the rows and writes them.
 
     Args:
         args: of the command line.
@@ -120,41 +131,115 @@ class Pair:
 
     def __init__(self, args: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
         self.args, self.ranks, self.device = args, ranks, device
-        self.costs: dict[str, PairCost] = {}
+        self.path: Path = args.out / FILE
+        self.num_wrong = 0
+        self._source: Source | None = None
+        self._turns: Turns | None = None
+        if args.turns is not None:
+            self._turns = Turns(args.turns, args.of, patience_s=args.patience_s, order=args.order)
+
+    def planned(self, base: GemConfig) -> list[tuple[PairRung, GemConfig]]:
+        """The rows of this command, each with its configuration."""
+        stack = build(base)[self.args.setting]
+        chosen = [rung for rung in RUNGS if not self.args.rows or rung.name in self.args.rows]
+        local = self.args.batch_size
+        everybody = local * (self.args.ranks or self.ranks.world_size)
+        sizes = [local if rung.alone == "local" else everybody for rung in chosen]
+        return [(r, r.change(stack.with_data(batch_size=n))) for r, n in zip(chosen, sizes, strict=True)]
 
     def climb(self, base: GemConfig) -> None:
-        stack = build(base)[self.args.setting]
-        for rung in RUNGS:
-            if self.args.rows and rung.name not in self.args.rows:
-                continue
-            batch = self.args.batch_size * (1 if rung.alone == "local" else self.ranks.world_size)
-            config = rung.change(stack.with_data(batch_size=batch))
-            note = rung.refusal
-            if not note:
-                cost, note = self._run(config, rung)
-                if cost is not None:
-                    self.costs[rung.name] = cost
-            if self.ranks.is_first:
-                row = self._row(rung, config, self.costs.get(rung.name), note)
-                append_csv(self.args.out / "ladder_h200x2.csv", [row], COLUMNS)
-                print(f"{rung.name:18} {row['samples_per_s'] or '-':>9} samples/s {row['step_ms'] or '-':>9} ms  "
-                      f"scaling {row['scaling_ratio'] or '-'}  {row['note']}", flush=True)  # fmt: skip
+        """Every row; with `--turns` beside other commands until the time counts."""
+        planned = self.planned(base)
+        torch._dynamo.config.recompile_limit = 16 * len(planned)
+        ready: PairRow | None = None
+        if self._turns is not None:
+            ready = self._get_ready(planned)
+        with self._turn():
+            for rung, config in planned:
+                cost, note, length = self._measure(rung, config, ready)
+                ready = None
+                self._write(rung, config, cost, note, length)
 
-    def _run(self, config: GemConfig, rung: PairRung) -> tuple[PairCost | None, str]:
+    def _get_ready(self, planned: Sequence[tuple[PairRung, GemConfig]]) -> PairRow | None:
+        """Compiles, meets the others, and makes the first row's model once nobody needs the memory any more."""
+        turns = self._turns
+        assert turns is not None
+        try:
+            for rung, config in planned:
+                if rung.alone:
+                    self.ranks.on_first(lambda c=config: compile_small(c, self.source(c), Ranks(), self.device))
+                else:
+                    compile_small(config, self.source(config), self.ranks, self.device)
+        finally:
+            if self.ranks.is_first:
+                turns.arrive()
+        self.ranks.on_first(turns.wait)
+        (rung, config), first = planned[0], None
+        if self.args.order > 0:
+            self.ranks.on_first(lambda: turns.after(1))
+            if not rung.alone:
+                first = self._row(config, self.ranks)
+            built = Turns(self.args.turns / "built", self.args.of - 1, patience_s=45.0)
+            self.ranks.on_first(built.wait)
+        return first
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if self._turns is None:
+            yield
+            return
+        turn = self._turns.turn()
+        self.ranks.on_first(turn.__enter__)
+        try:
+            yield
+        finally:
+            if self.ranks.is_first:
+                turn.__exit__(None, None, None)
+
+    def source(self, config: GemConfig) -> Source:
+        self._source = self._source or open_source(config.data)
+        return self._source
+
+    def _row(self, config: GemConfig, ranks: Ranks) -> PairRow:
         sizes = {"warmup": self.args.warmup, "steps": self.args.steps}
+        return PairRow(config, self.source(config), ranks, self.device, **sizes)
+
+    def _measure(
+        self, rung: PairRung, config: GemConfig, ready: PairRow | None
+    ) -> tuple[PairCost | None, str, float | None]:
+        """Cost, or why there is none; and the mean length of the row's batches."""
+
+        def measure(ranks: Ranks, row: PairRow | None = None) -> tuple[PairCost, float]:
+            row = row or self._row(config, ranks)
+            cost, length = row.measure(trace=self.args.trace), mean_length(row.batches)
+            row.close()
+            return cost, length
+
         try:
             if rung.alone:
-                ours = self.ranks.on_first(lambda: run_row(config, Ranks(), self.device, **sizes))
+                cost, length = self.ranks.on_first(lambda: measure(Ranks()))
             else:
-                ours = run_row(config, self.ranks, self.device, **sizes)
+                cost, length = measure(self.ranks, ready)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if self.ranks.world_size > 1 and not rung.alone:
                 raise  # the ranks may no longer be in step with each other
-            return None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-        free(self.device)
-        return ours, ""
+            free(self.device)
+            return None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}", None
+        return cost, "", length
 
-    def _row(self, rung: PairRung, config: GemConfig, cost: PairCost | None, note: str) -> Row:
+    def _write(self, rung: PairRung, config: GemConfig, cost: PairCost | None, note: str, length: float | None) -> None:
+        if not self.ranks.is_first:
+            return
+        row = self._columns(rung, config, cost, note)
+        if length is not None:
+            row["mean_len"] = f"{length:.1f}"
+        append_csv(self.path, [row], COLUMNS)
+        print(f"{rung.name:18} {row['samples_per_s'] or '-':>9} samples/s {row['step_ms'] or '-':>9} ms  "
+              f"mfu {row['step_mfu'] or '-'} scaling {row['scaling_ratio'] or '-'} "
+              f"loss {row['loss_vs_one_gpu'] or '-'} communication {row['communication_ms'] or '-'} "
+              f"exposed {row['exposed_ms'] or '-'} GiB {row['peak_gib'] or '-'} {row['note']}", flush=True)  # fmt: skip
+
+    def _columns(self, rung: PairRung, config: GemConfig, cost: PairCost | None, note: str) -> Row:
         gpus = 1 if rung.alone else self.ranks.world_size
         common = common_columns(self.device, module="gemworks.gem.ladder.pair", copy_gbps=0.0, tflops=0.0, mhz=None)
         row = dict.fromkeys(COLUMNS, "") | common | {"copy_gbps": "", "bf16_tflops": ""}
@@ -166,10 +251,23 @@ class Pair:
         }  # fmt: skip
         if cost is None:
             return row
+        if not math.isfinite(cost.loss):
+            self.num_wrong += 1
+            return row | {"note": f"WrongAnswer: the loss is {cost.loss}"}
+        alone = read_reference(self.path, "one_gpu", row, config.data.batch_size // gpus)
+        whole = read_reference(self.path, "one_gpu_global", row, config.data.batch_size)
+        difference = None if whole is None or rung.alone else cost.loss / float(whole["loss"]) - 1.0
+        if difference is not None:
+            row["loss_vs_one_gpu"] = f"{difference:.5f}"
+            # shuffling deals other samples to a step, so its losses are of other batches
+            if config.data.balance_window == 0 and abs(difference) > LOSS_TOLERANCE:
+                assert whole is not None
+                self.num_wrong += 1
+                wrong = f"loss {cost.loss:.4f}, and {whole['loss']} on one GPU with the same samples"
+                return row | {"note": f"WrongAnswer: {wrong}"}
         row |= {
             "samples_per_s": f"{cost.samples_per_s:.1f}", "step_ms": f"{cost.step.ms:.3f}", "ms": f"{cost.step.ms:.3f}",
-            "ms_p20": f"{cost.step.ms_p20:.3f}", "ms_p80": f"{cost.step.ms_p80:.3f}",
-            "data_wait_ms": f"{cost.wait_ms:.3f}", "loss": f"{cost.loss:.6f}",
+            "ms_p20": f"{cost.step.ms_p20:.3f}", "ms_p80": f"{cost.step.ms_p80:.3f}", "loss": f"{cost.loss:.6f}",
             "ne": f"{cost.ne:.5f}" if cost.ne else "",
             "flops_per_step": f"{cost.flops_per_s * cost.step.ms / 1e3:.6g}",
             "tflops": f"{cost.flops_per_s / 1e12:.4g}",
@@ -177,16 +275,12 @@ class Pair:
         if cost.peak_gib is not None:
             row["peak_gib"] = f"{cost.peak_gib:.2f}"
             row["step_mfu"] = f"{cost.flops_per_s / (gpus * H200_BF16_PEAK_FLOPS):.4f}"
-        alone, whole = self.costs.get("one_gpu"), self.costs.get("one_gpu_global")
         if alone is not None and not rung.alone:
-            row["scaling_ratio"] = f"{alone.step.ms / cost.step.ms:.4f}"
-        if whole is not None and not rung.alone:
-            row["loss_vs_one_gpu"] = f"{cost.loss / whole.loss - 1.0:.5f}"
-            # shuffling deals other samples to a step, so its losses are of other batches
-            if config.data.balance_window == 0 and abs(cost.loss / whole.loss - 1.0) > LOSS_TOLERANCE:
-                row["note"] = (
-                    f"WrongAnswer: loss {cost.loss:.4f}, and {whole.loss:.4f} on one GPU with the same samples"
-                )
+            row["scaling_ratio"] = f"{float(alone['step_ms']) / cost.step.ms:.4f}"
+        if cost.communication_ms is not None:
+            row["communication_ms"] = f"{cost.communication_ms:.3f}"
+            row["exposed_ms"] = f"{sum(cost.exposed_ms.values()):.3f}"
+            row |= {f"exposed_{name}_ms": f"{cost.exposed_ms.get(name, 0.0):.3f}" for name in COLLECTIVES}
         return row
 
 
@@ -198,29 +292,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attention", choices=("block", "full"), default="block")
     parser.add_argument("--setting", default=FULL_STACK, help="row of the ladder to start from")
     parser.add_argument("--batch-size", type=int, default=256, help="samples of a rank")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps")
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--ranks", type=int, help="how many share a batch, where one process measures rows of one GPU")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps")
+    parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--rows", action="append", default=[])
+    parser.add_argument("--no-trace", action="store_false", dest="trace", help="no exposed communication")
+    parser.add_argument("--turns", type=Path, help="folder where commands meet that measure one ladder together")
+    parser.add_argument("--of", type=int, default=1, help="how many of them")
+    parser.add_argument("--order", type=int, default=0, help="how many measure before; 0 has the rows of one GPU")
+    parser.add_argument("--patience-s", type=float, default=120.0, help="how long they wait for each other")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder of ladder_h200x2.csv")
+    parser.add_argument("--out", type=Path, default=Path("."), help=f"folder of {FILE}")
     parser.add_argument("--smoke", action="store_true", help="`tiny`, a few steps")
     args = parser.parse_args(argv)
     if args.smoke:
-        args.preset, args.batch_size, args.steps, args.warmup, args.setting = "tiny", 16, 2, 1, "stream"
+        args.preset, args.batch_size, args.steps, args.warmup, args.setting = "tiny", 16, 2, 2, "stream"
+        # wide enough for FP8 gathers; experts for two ranks; bf16, as the gathers are
+        args.sets = ["model.dim=64", "model.expert_dim=256", "kernels.linears_min_features=64", *args.sets]
     try:
         base = load_config(args.preset, sets=[*args.sets, f"model.attention={args.attention}"])
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    base = replace(base, train=replace(base.train, dtype="bfloat16"))
     device = resolve_device("auto")
     with open_ranks(300.0, cuda=device.type == "cuda") as ranks:
         if device.type == "cuda":
             device = torch.device("cuda", ranks.local_rank)
             torch.cuda.set_device(device)
-        else:
-            base = replace(base, train=replace(base.train, dtype="float32"))
-        Pair(args, ranks, device).climb(base)
-    return 0
+        pair = Pair(args, ranks, device)
+        pair.climb(base)
+    return 1 if pair.num_wrong else 0
 
 
 if __name__ == "__main__":

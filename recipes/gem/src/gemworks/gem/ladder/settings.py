@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gemworks.gem.config import GemConfig
+from gemworks.gem.config import ConfigError, GemConfig
 
 Change = Callable[[GemConfig], GemConfig]
 
@@ -23,14 +23,14 @@ class Rung:
         added: in words, what it adds to the row above.
         change: from the configuration above to this one.
         side: measured beside the ladder; the next row builds on the row above this one.
-        refusal: why it cannot run yet; the row is written with this reason.
+        refusal: of the configuration above: why the row cannot run, or ""; it is written with this reason.
     """
 
     name: str
     added: str
     change: Change
     side: bool = False
-    refusal: str = ""
+    refusal: Callable[[GemConfig], str] = lambda config: ""
 
 
 def kernels(**changes: Any) -> Change:
@@ -68,6 +68,13 @@ BASELINE = chain(
 FP8 = kernels(linears="fp8_block128")
 NOT_YET = "not measured: "
 
+
+def no_fp8_attention(config: GemConfig) -> str:
+    """Why a configuration has no FP8 attention, or ""."""
+    full = config.model.only_full_attention
+    return "" if full else NOT_YET + "FP8 codes have kernels for full attention only"
+
+
 RUNGS: tuple[Rung, ...] = (
     Rung("padded_eager", "baseline: padded, SDPA, eager autocast, separate norms", BASELINE),
     Rung("padded_compiled", "torch.compile of the baseline", train(compile=True), side=True),
@@ -88,6 +95,13 @@ RUNGS: tuple[Rung, ...] = (
     Rung("compiled_norms", "norms and what is beside them by the compiler", kernels(norm="torch")),
     Rung("compiled_qk", "QK-norm and RoPE by the compiler", kernels(fused_qk=False), side=True),
     Rung("fast_gelu", "GELU as a polynomial", model(pffn_activation="fast_gelu")),
+    Rung(
+        "batched_experts", "each product of the experts for all of them at once", kernels(experts="batched"), side=True
+    ),
+    Rung(
+        "cuda_graphs", "CUDA graphs of forward and backward, a graph per bucket of rows", train(cuda_graphs=True),
+        side=True,
+    ),
     Rung("pffn_epilogue", "norm and residuals inside GDPA's kernel", kernels(fused_pffn_norm=True), side=True),
     Rung("fp8_linears", "FP8 linears, 1x128 and 128x128 scales", FP8, side=True),
     Rung(
@@ -99,17 +113,25 @@ RUNGS: tuple[Rung, ...] = (
         chain(FP8, kernels(linears_stochastic=True)), side=True,
     ),
     Rung(
-        "fp8_attention", "FP8 attention", lambda config: config,
-        refusal=NOT_YET + "the recipe's attention hands its kernels no FP8 codes",
+        "fp8_attention", "FP8 attention: q, k and v in tiles of 128 rows",
+        lambda config: config if no_fp8_attention(config) else config.with_kernels(attention_format="fp8"),
+        side=True, refusal=lambda config: no_fp8_attention(config),
     ),
-    Rung("activations_quantised", "activations kept in MXFP8", kernels(activations="quantise"), side=True),
-    Rung("activations_offloaded", "activations moved to the host", kernels(activations="offload"), side=True),
+    Rung(
+        "activations_quantised", "activations kept in MXFP8",
+        kernels(activations="quantise"), side=True,
+    ),
+    Rung(
+        "activations_offloaded", "activations moved to the host",
+        kernels(activations="offload"), side=True,
+    ),
     Rung("recompute", "activations recomputed", kernels(activations="recompute"), side=True),
     Rung("batch_x2", "FP8 linears and twice the batch", chain(FP8, batch_times(2)), side=True),
     Rung("bf16_batch_x2", "twice the batch", batch_times(2)),
+    Rung("graphs_batch_x2", "twice the batch by CUDA graphs", train(cuda_graphs=True), side=True),
     Rung(
         "state_stash", "optimizer and table state parked between uses", lambda config: config,
-        refusal=NOT_YET + "the trainer has no hook around the optimizer's step for netmem.StateStash",
+        refusal=lambda config: NOT_YET + "the trainer has no hook around the optimizer's step for netmem.StateStash",
     ),
     Rung(
         "bbs", "base-batch shuffling: even batches, dealt from 8 steps",
@@ -142,8 +164,17 @@ WITHOUT: Mapping[str, Change] = {
     "fast GELU": model(pffn_activation="gelu"),
 }
 
+
+def _setting(config: GemConfig, rung: Rung) -> GemConfig:
+    """A row's configuration; a row that cannot run has none."""
+    refusal = rung.refusal(config)
+    if refusal:
+        raise ConfigError(f"setting: got {rung.name!r}, expected a row that can run: {refusal.removeprefix(NOT_YET)}")
+    return build(config)[rung.name]
+
+
 SETTINGS: Mapping[str, Change] = {
-    **{rung.name: (lambda config, name=rung.name: build(config)[name]) for rung in RUNGS if not rung.refusal},
+    **{rung.name: (lambda config, rung=rung: _setting(config, rung)) for rung in RUNGS},
     "gemworks": lambda config: build(config)[FULL_STACK],
     "default": lambda config: config,
 }

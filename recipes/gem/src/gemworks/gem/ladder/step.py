@@ -114,6 +114,8 @@ class TrainingRow:
             )
         self.config = replace(config, train=replace(config.train, max_steps=len(batches), epochs=1))
         self.source, self.batches, self.device, self.warmup = source, batches, device, warmup
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         self.trainer = Trainer(self.config, source, device)
         self.trainer.loader = ReadyBatches(batches)  # pyright: ignore[reportAttributeAccessIssue]
         self._steps = self.trainer.steps()
@@ -123,10 +125,12 @@ class TrainingRow:
         on_gpu, samples = self.device.type == "cuda", []
         for _ in itertools.islice(self._steps, self.warmup):
             pass
+        self.trainer.prepare(self.batches)
         self.trainer.take_row()
         if on_gpu:
             torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
+            if not self.config.train.cuda_graphs:  # a graph's memory was allocated when it was captured
+                torch.cuda.reset_peak_memory_stats(self.device)
         # no synchronisation of our own: each step waits for its loss once, so intervals are those of steady training
         mark = time.perf_counter()
         for _ in self._steps:

@@ -7,6 +7,7 @@ python -m gemworks.gem.layers --smoke --out runs/layers           # `tiny` on a 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from gemworks.gem.efficiency import LengthHistogram
 from gemworks.gem.ladder.settings import SETTINGS
 from gemworks.gem.layers import report
 from gemworks.gem.layers.parts import Part, make_parts
-from gemworks.gem.layers.timing import Bound, call_of, host_functions, host_ms, split_call, time_call
+from gemworks.gem.layers.timing import Bound, call_of, host_functions, host_ms, replayed, split_call, time_call
 from gemworks.gem.presets import load_config
 from gemworks.gem.turns import Turns
 from gemworks.jagged.bench.timing import Ceilings, Clock, measure_ceilings
@@ -34,6 +35,7 @@ def draw_lengths(config: GemConfig, seed: int) -> torch.Tensor:
     return values[torch.multinomial(shares, config.data.batch_size, replacement=True, generator=generator)]
 
 
+SMALL_BATCH = 128  # of calls that only compile: how a sum is cut into parts follows from the sizes seen first
 WRONG_ANSWER = "WrongAnswer: its output or a gradient is not finite"
 
 
@@ -74,6 +76,8 @@ def prepare(
             is_finite = all(x is None or bool(x.isfinite().all()) for x in run())
             for _ in range(calls - 1):
                 run()
+            if config.train.cuda_graphs and device.type == "cuda":
+                run = replayed(run)
         except (RuntimeError, NotImplementedError) as error:
             prepared.append(
                 Prepared(part, None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}")
@@ -205,8 +209,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     turns = Turns(args.turns, args.of, patience_s=args.patience_s, order=args.order)
     try:
         for case in cases:  # what a small batch compiles serves the batch to measure
-            small = case.config.with_data(batch_size=min(8, case.config.data.batch_size))
+            small = case.config.with_data(batch_size=min(SMALL_BATCH, case.config.data.batch_size))
             prepare(small, device, seed=args.seed, only=args.only)
+        _free(device)
     finally:
         turns.arrive()
     turns.wait()
@@ -217,7 +222,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             prepared = prepare(case.config, device, seed=args.seed, only=args.only)
             _measure_case(args, case, prepared, ceilings, device)
             num_wrong += _num_wrong(prepared)
+            del prepared
+            _free(device)
     return 1 if num_wrong else 0
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _num_wrong(prepared: Sequence[Prepared]) -> int:

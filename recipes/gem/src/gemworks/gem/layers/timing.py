@@ -87,6 +87,21 @@ def call_of(part: Part, dtype: torch.dtype, device: torch.device) -> Callable[[]
     return run
 
 
+def replayed(run: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph, which is what a training step with `train.cuda_graphs` replays; on a GPU only."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        result = run()
+    held = result, run  # what the graph reads and writes stays where it is
+
+    def replay() -> object:
+        graph.replay()
+        return held[0]
+
+    return replay
+
+
 def time_call(run: Callable[[], object], device: torch.device, *, repeats: int, warmup: int = 3) -> Time:
     """Back to back, so that the host's launches count where they are what is waited for."""
     for _ in range(warmup):

@@ -6,6 +6,7 @@ Letters: T packed events, N heads, H head width, E = N * H width of the event ty
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from gemworks.gem.config import EventSizes, ModelConfig
@@ -16,10 +17,12 @@ from gemworks.gem.model.norms import rms_norm
 from gemworks.gem.model.plain import padded_attention, varlen_attention
 from gemworks.jagged import (
     BlockSchedule,
+    TileSchedule,
     apply_rope,
     block_attention,
     block_attention_qkv,
     flash_attention,
+    flash_attention_fp8,
     flash_attention_qkv,
 )
 from torch import Tensor, nn
@@ -49,7 +52,7 @@ class SelfAttention(nn.Module):
 
     def attend(self, qkv_TXH: Tensor, sequence: Sequence) -> Tensor:
         """Attention of a projection [T, 3 N, H], QK-norm and rotation included: [T, N, H]."""
-        fused = self.kernels.fused_qk and self.kernels.attention == "gemworks"
+        fused = self.kernels.fused_qk and self.kernels.attention == "gemworks" and not self._in_fp8
         return self._fused(qkv_TXH, sequence) if fused else self._separate(qkv_TXH, sequence)
 
     def _fused(self, qkv_TXH: Tensor, sequence: Sequence) -> Tensor:
@@ -72,6 +75,8 @@ class SelfAttention(nn.Module):
         if sequence.rope is not None:
             q_TNH, k_TNH = apply_rope(q_TNH, sequence.rope), apply_rope(k_TNH, sequence.rope)
         bound, scale, plan = sequence.max_length, 1.0 / math.sqrt(self.head_dim), sequence.plan
+        if self._in_fp8:
+            return attention_of_tiles(q_TNH, k_TNH, v_TNH, sequence.offsets_S, bound, scale, plan.attention)
         if sequence.lengths_B is not None:
             return padded_attention(
                 q_TNH, k_TNH, v_TNH, sequence.lengths_B, max_length=bound, scale=scale,
@@ -100,5 +105,34 @@ class SelfAttention(nn.Module):
         return None if table_S3 is None else BlockSchedule(table_S3, self.block, sequence.s_TD.shape[0])
 
     @property
+    def _in_fp8(self) -> bool:
+        return self.kernels.attention_format == "fp8"
+
+    @property
     def _window(self) -> tuple[int, int] | None:
         return (self.window, self.window) if self.kind == "window" else None
+
+
+def _attention_of_tiles(
+    q_TNH: Tensor,
+    k_TNH: Tensor,
+    v_TNH: Tensor,
+    offsets_S: Tensor,
+    max_length: int,
+    scale: float,
+    schedule: TileSchedule | None,
+) -> Tensor:
+    """Full attention of q, k and v rounded to FP8 in tiles of 128 rows; gradients pass the rounding unchanged."""
+    from gemworks.precision.head_tiles import head_tiles
+
+    with torch.no_grad():
+        q, k = head_tiles(q_TNH, offsets_S), head_tiles(k_TNH, offsets_S)
+        v = head_tiles(v_TNH, offsets_S, transposed=True)
+    return flash_attention_fp8(
+        q.codes, k.codes, v.codes, q.scales, k.scales, v.scales, offsets_S, max_length_q=max_length, scale=scale,
+        origins=(q_TNH, k_TNH, v_TNH), dtype=v_TNH.dtype, schedule=schedule,
+    )  # fmt: skip
+
+
+# its codes are made by kernels that the compiler has no names for
+attention_of_tiles: Callable[..., Tensor] = torch.compiler.disable(_attention_of_tiles)  # type: ignore[assignment]

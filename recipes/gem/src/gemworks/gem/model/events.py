@@ -50,7 +50,7 @@ class Sequence:
 
 
 class MaskNetMerge(nn.Module):
-    """`s = mlp(cat * sigmoid(mask_mlp(cat)))`, [T, M] to [T, D].
+    """`s = RMSNorm(mlp(cat * sigmoid(mask_mlp(cat))))` of columns that together are [T, M], to [T, D].
 
     Source: Kunlun, arXiv 2602.10016, after MaskNet (Wang et al., arXiv 2102.07619). `mlp` is one linear layer: all that
     follows is deep.
@@ -62,9 +62,10 @@ class MaskNetMerge(nn.Module):
         self.mask_down = linear(hidden, num_in, device=device)
         self.out = linear(num_in, dim, gain=8.0, device=device)
 
-    def forward(self, cat_TM: Tensor) -> Tensor:
+    def forward(self, *columns: Tensor) -> Tensor:
+        cat_TM = torch.cat(columns, dim=1)
         mask_TM = torch.sigmoid(self.mask_down(torch.relu(self.mask_up(cat_TM))))
-        return self.out(cat_TM * mask_TM)
+        return unit_rms(self.out(cat_TM * mask_TM))
 
 
 class BucketEncoding(nn.Module):
@@ -122,7 +123,7 @@ class EventTokens(nn.Module):
         """
         total = events.timestamps_T.shape[0]
         columns = [*ids_TW, events.floats_TC] if self.has_columns else [events.floats_TC.new_ones(total, 1)]
-        s_TD = unit_rms(self.merge(torch.cat(columns, dim=1)))
+        s_TD = self.merge(*columns)
         if self.kernels.stream == "float32":
             s_TD = s_TD.float()
         offsets_S, max_length = events.offsets_S, events.max_length

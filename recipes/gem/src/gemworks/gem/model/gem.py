@@ -5,7 +5,7 @@ Letters: B samples, n tokens, D width, K tasks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from gemworks.gem.config import EventConfig, GemConfig
@@ -67,6 +67,16 @@ class Gem(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Logits [B, K] in float32, one column per task of the schema."""
         embeddings_BnW, event_rows = self.embeddings(batch)
+        return self.from_embeddings(embeddings_BnW, event_rows, batch)
+
+    def from_embeddings(self, embeddings_BnW: Tensor, event_rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """The dense part of `forward`: what follows the tables.
+
+        Args:
+            embeddings_BnW: of the samples' own features.
+            event_rows: [T, W] of every event feature, by its key.
+            batch: its ids are not read.
+        """
         x_BnD = self.tokens(embeddings_BnW, batch.dense_BC)
         sequences: list[Sequence] = []
         for event, tokens in zip(self.schema.events, self.events, strict=True):

@@ -35,12 +35,16 @@ class EventBlock(nn.Module):
         assert cached_BnD is not None
         return cached_BnD
 
+    def mix(self, sequence: Sequence, x_sum_BnD: Tensor) -> Sequence:
+        """The sequence after the PFFN."""
+        return sequence if self.pffn is None else sequence.replace_tokens(self.pffn(sequence, x_sum_BnD))
+
+    def attend(self, sequence: Sequence) -> Sequence:
+        """The sequence after self-attention."""
+        return sequence if self.attention is None else sequence.replace_tokens(self.attention(sequence))
+
     def forward(self, sequence: Sequence, x_sum_BnD: Tensor) -> Sequence:
-        if self.pffn is not None:
-            sequence = sequence.replace_tokens(self.pffn(sequence, x_sum_BnD))
-        if self.attention is not None:
-            sequence = sequence.replace_tokens(self.attention(sequence))
-        return sequence
+        return self.attend(self.mix(sequence, x_sum_BnD))
 
 
 class GemLayer(nn.Module):
@@ -80,11 +84,11 @@ class GemLayer(nn.Module):
             x', s' and this layer's sequence summaries.
         """
         x_sum_BnD = self.gate(self.summary(x_BnD))
-        h_sums: list[Tensor] = []
-        updated: list[Sequence] = []
-        for block, sequence, cached in zip(self.blocks, sequences, pooled, strict=True):
-            assert isinstance(block, EventBlock)
-            h_sums.append(block.summarise(sequence, cached))
-            updated.append(block(sequence, x_sum_BnD))
-        x_BnD = self.interaction(torch.cat([x_sum_BnD, *h_sums], dim=1))
-        return x_BnD, updated, list(h_sums)
+        blocks = [block for block in self.blocks if isinstance(block, EventBlock)]
+        h_sums = [b.summarise(s, cached) for b, s, cached in zip(blocks, sequences, pooled, strict=True)]
+        # experts on other ranks have their tokens sent beside the PFFN, and their outputs beside self-attention
+        tokens = self.interaction.start(torch.cat([x_sum_BnD, *h_sums], dim=1))
+        mixed = [block.mix(sequence, x_sum_BnD) for block, sequence in zip(blocks, sequences, strict=True)]
+        outputs = self.interaction.run(tokens)
+        updated = [block.attend(sequence) for block, sequence in zip(blocks, mixed, strict=True)]
+        return self.interaction.finish(outputs), updated, list(h_sums)

@@ -8,11 +8,11 @@ consumers put their half of dS into shared memory; each then computes half of th
 it.
 
 dQ sums over the key tiles of a sequence, which different programs work on at the same time. One counter per query tile
-puts them in order: key tile j adds its share after tile j - 1 has. The first stores its share into a float32 scratch,
-those between add to it, the last reads it and writes dQ; a sequence of one key tile never touches the scratch. Programs
-draw key tiles from one counter in the order of the schedule, in which tile j - 1 of a sequence comes before tile j, so
-whatever a program waits for is being worked on, however few programs the device runs at a time. The scratch holds each
-16 x 8 piece of a tile in the order of the threads that own it, so a warp's access is one run of 512 bytes.
+puts them in order (kernel_turns_hopper.py). The first stores its share into a float32 scratch, those between add to it,
+the last reads it and writes dQ; a sequence of one key tile never touches the scratch. Programs draw key tiles from one
+counter in the order of their turns, so whatever a program waits for is being worked on, however few programs the device
+runs at a time. The scratch holds each 16 x 8 piece of a tile in the order of the threads that own it, so a warp's
+access is one run of 512 bytes.
 
 A mask leaves out query tiles at both ends of a key tile's walk, and so key tiles at both ends of a query tile's order.
 
@@ -22,11 +22,12 @@ all, and the order is that of its own loop.
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
-from gemworks.jagged._triton.hopper_common import activate_with_grad, sync_threads
+from gemworks.jagged._triton.hopper_common import activate_with_grad, load_rows, sync_threads
 from gemworks.jagged.ops.attention_core.kernel_turns_hopper import (
     ends,
     gatekeeper,
     hand_over,
+    in_turn,
     item,
     read_ticket,
     walk,
@@ -37,7 +38,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -54,9 +54,8 @@ shfl.sync.idx.b32 $0, $0, 0, 0x1f, 0xffffffff; }""")
 
 @gluon.jit
 def _producer(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row, total,
-    tiles_per_unit, num_sequences, left, right,
-    q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t, do_stride_n, lse_stride_n,
+    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row, total,
+    tiles_per_unit, num_sequences, left, right, lse_stride_n,
     q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full, k_free, counter_ptr, ticket_smem,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
     SHARED: gl.constexpr, MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
@@ -79,20 +78,10 @@ def _producer(
             first = 0
             end = k_len
             if not SHARED:
-                first = gl.load(tile_row + t // HEADS)
+                first = in_turn(gl.load(tile_row + t // HEADS), k_len, MASKED)
                 end = first + 1
             head64 = head.to(gl.int64)
-            k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head64 * k_stride_n
-            v_base = v_ptr + k_begin.to(gl.int64) * v_stride_t + head64 * v_stride_n
             q_from = 0 if SHARED else q_begin  # a shared query is the same rows for every sequence
-            q_base = q_ptr + q_from.to(gl.int64) * q_stride_t + head64 * q_stride_n
-            do_base = do_ptr + q_begin.to(gl.int64) * do_stride_t + head64 * do_stride_n
-            keys = gl.maximum(k_len, 1)
-            queries = gl.maximum(q_len, 1)
-            k_desc = tma.make_tensor_descriptor(k_base, [keys, H], [k_stride_t, 1], [64, H], k_smem.layout)
-            v_desc = tma.make_tensor_descriptor(v_base, [keys, H], [v_stride_t, 1], [64, H], v_smem.layout)
-            q_desc = tma.make_tensor_descriptor(q_base, [queries, H], [q_stride_t, 1], [64, H], q_smem.layout)
-            do_desc = tma.make_tensor_descriptor(do_base, [queries, H], [do_stride_t, 1], [64, H], do_smem.layout)
             for row in range(first, end, 128):
                 ks = ki % KSTAGES
                 mbarrier.wait(k_free.index(ks), ((ki // KSTAGES) & 1) ^ 1)
@@ -101,8 +90,8 @@ def _producer(
                 full = k_full.index(ks)
                 mbarrier.expect(full, 4 * 64 * H * 2)
                 for g in gl.static_range(2):
-                    tma.async_copy_global_to_shared(k_desc, [row + g * 64, 0], full, k_smem.index(2 * ks + g))
-                    tma.async_copy_global_to_shared(v_desc, [row + g * 64, 0], full, v_smem.index(2 * ks + g))
+                    load_rows(k_desc, k_begin, k_len, row + g * 64, head, full, k_smem.index(2 * ks + g))
+                    load_rows(v_desc, k_begin, k_len, row + g * 64, head, full, v_smem.index(2 * ks + g))
                 _shift, begin, end = walk(row, k_len, q_len, left, right, MASKED, BOTTOM_RIGHT)
                 for m in range(begin, end, 64):
                     s = fill % STAGES
@@ -115,8 +104,8 @@ def _producer(
                         async_copy.async_copy_global_to_shared(row_smem.index(2 * s + 1), delta_ptr + at, mask=inside)
                         async_copy.mbarrier_arrive(q_full.index(s))  # counts itself in: before `expect` arrives
                     mbarrier.expect(q_full.index(s), 2 * 64 * H * 2)
-                    tma.async_copy_global_to_shared(q_desc, [m, 0], q_full.index(s), q_smem.index(s))
-                    tma.async_copy_global_to_shared(do_desc, [m, 0], q_full.index(s), do_smem.index(s))
+                    load_rows(q_desc, q_from, q_len, m, head, q_full.index(s), q_smem.index(s))
+                    load_rows(do_desc, q_begin, q_len, m, head, q_full.index(s), do_smem.index(s))
                     fill += 1
                 ki += 1
     ks = ki % KSTAGES
@@ -329,17 +318,16 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["lse_stride_n", "num_sequences", "left", "right"])  # other in every batch
 def backward_fused_hopper_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr,
+    q_desc, k_desc, v_desc, do_desc, dq_ptr, dk_ptr, dv_ptr,
     scratch_ptr, turn_ptr, counter_ptr, lse_ptr, delta_ptr,
     bounds_k, bounds_q, tile_sample, tile_row, num_tiles, tiles_per_unit, num_sequences,
     scale, left, right,
-    q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t, do_stride_n,
     dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, lse_stride_n,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
     SHARED: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
-    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    DTYPE: gl.constexpr = q_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, H], DTYPE)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
@@ -383,10 +371,8 @@ def backward_fused_hopper_kernel(
                          k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free, ds_full, gate, done,
                          ticket_smem, ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED, MASKED,
                          BOTTOM_RIGHT)),
-            (_producer, (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row,
-                         total, tiles_per_unit, num_sequences, left, right,
-                         q_stride_t, q_stride_n, k_stride_t, k_stride_n, v_stride_t, v_stride_n, do_stride_t,
-                         do_stride_n, lse_stride_n, q_smem, do_smem, k_smem,
+            (_producer, (q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row,
+                         total, tiles_per_unit, num_sequences, left, right, lse_stride_n, q_smem, do_smem, k_smem,
                          v_smem, row_smem, q_full, q_free, k_full, k_free, counter_ptr, ticket_smem,
                          ACT, HEADS, H, STAGES, KSTAGES, SHARED, MASKED, BOTTOM_RIGHT)),
             (gatekeeper, (turn_ptr, bounds_k, bounds_q, tile_sample, total, gate, done, k_full, k_free,

@@ -9,13 +9,19 @@ warpgroup and summed in a fixed order, so repeats are bit-equal.
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
-from gemworks.jagged._triton.hopper_common import activate_with_grad, is_last_of_run, pick, slope_only, tile_of
+from gemworks.jagged._triton.hopper_common import (
+    activate_with_grad,
+    is_last_of_run,
+    load_rows,
+    pick,
+    slope_only,
+    tile_of,
+)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -25,8 +31,7 @@ G = gl.constexpr
 
 @gluon.jit
 def _producer(
-    a_desc, b_desc, c_ptr, d_ptr, bounds_r, bounds_c, tile_sample, tile_row, total,
-    c_stride_t, c_stride_n, d_stride_t, d_stride_n,
+    a_desc, b_desc, c_desc, d_desc, bounds_r, bounds_c, tile_sample, tile_row, total,
     a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
     HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr,
     SHARED: gl.constexpr, RSTAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUPS: gl.constexpr,
@@ -40,29 +45,19 @@ def _producer(
     for i in range(rounds):
         t, tile, head = pick(i, pid, programs, rounds, total, HEADS, RESIDENT)
         if t < total:
-            row, r_begin, _end, c_begin, c_len = tile_of(tile, tile_sample, tile_row, bounds_r, bounds_c)
+            row, r_begin, r_end, c_begin, c_len = tile_of(tile, tile_sample, tile_row, bounds_r, bounds_c)
             # A shared query is the same rows for every sequence: resident for dQ (a), streamed for dK and dV (c).
-            a_row = row if SHARED and not KV else r_begin + row
+            a_begin = 0 if SHARED and not KV else r_begin
             q_begin = 0 if SHARED and KV else c_begin
             rs = ri % RSTAGES
+            full = r_full.index(rs)
             mbarrier.wait(r_free.index(rs), ((ri // RSTAGES) & 1) ^ 1)
-            mbarrier.expect(r_full.index(rs), 2 * GROUPS * 64 * H * 2)
+            mbarrier.expect(full, 2 * GROUPS * 64 * H * 2)
             for g in gl.static_range(GROUPS):
-                tma.async_copy_global_to_shared(
-                    a_desc, [a_row + g * 64, head * H], r_full.index(rs), a_smem.index(GROUPS * rs + g)
-                )
-                tma.async_copy_global_to_shared(
-                    b_desc, [r_begin + row + g * 64, head * H], r_full.index(rs), b_smem.index(GROUPS * rs + g)
-                )
+                at = row + g * 64
+                load_rows(a_desc, a_begin, r_end - r_begin, at, head, full, a_smem.index(GROUPS * rs + g))
+                load_rows(b_desc, r_begin, r_end - r_begin, at, head, full, b_smem.index(GROUPS * rs + g))
             ri += 1
-            c_base = c_ptr + q_begin.to(gl.int64) * c_stride_t + head.to(gl.int64) * c_stride_n
-            d_base = d_ptr + c_begin.to(gl.int64) * d_stride_t + head.to(gl.int64) * d_stride_n
-            c_desc = tma.make_tensor_descriptor(
-                c_base, [gl.maximum(c_len, 1), H], [c_stride_t, 1], [BC, H], c_smem.layout
-            )
-            d_desc = tma.make_tensor_descriptor(
-                d_base, [gl.maximum(c_len, 1), H], [d_stride_t, 1], [BC, H], d_smem.layout
-            )
             to_load = c_len
             if RESIDENT:  # the streamed side of this sequence and head may still be there
                 to_load = gl.where(fresh, c_len, 0)
@@ -71,8 +66,8 @@ def _producer(
                 s = fill % STAGES
                 mbarrier.wait(c_free.index(s), ((fill // STAGES) & 1) ^ 1)
                 mbarrier.expect(c_full.index(s), 2 * BC * H * 2)
-                tma.async_copy_global_to_shared(c_desc, [j, 0], c_full.index(s), c_smem.index(s))
-                tma.async_copy_global_to_shared(d_desc, [j, 0], c_full.index(s), d_smem.index(s))
+                load_rows(c_desc, q_begin, c_len, j, head, c_full.index(s), c_smem.index(s))
+                load_rows(d_desc, c_begin, c_len, j, head, c_full.index(s), d_smem.index(s))
                 fill += 1
 
 
@@ -248,18 +243,18 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["lse_stride_n"])  # it is the number of rows, other in every batch
 def backward_hopper_kernel(
-    a_desc, b_desc, c_ptr, d_ptr, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row,
-    num_tiles, scale, c_stride_t, c_stride_n, d_stride_t, d_stride_n,
-    x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
+    a_desc, b_desc, c_desc, d_desc, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row,
+    num_tiles, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
     KV: gl.constexpr, OVERLAP: gl.constexpr, ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr,
     STAGES: gl.constexpr, SHARED: gl.constexpr, RSTAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUPS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = a_desc.dtype
+    A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, H], DTYPE)
     C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BC, H], DTYPE)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    a_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * RSTAGES, 64, H], a_desc.layout)
-    b_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * RSTAGES, 64, H], b_desc.layout)
+    a_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * RSTAGES, 64, H], A_LAYOUT)
+    b_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * RSTAGES, 64, H], A_LAYOUT)
     c_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BC, H], C_LAYOUT)
     d_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BC, H], C_LAYOUT)
     r_full = gl.allocate_shared_memory(gl.int64, [RSTAGES, 1], BAR)
@@ -281,8 +276,7 @@ def backward_hopper_kernel(
                              tile_row, total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
                              a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
                              ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, RESIDENT, GROUPS)),
-                (_producer, (a_desc, b_desc, c_ptr, d_ptr, bounds_r, bounds_c, tile_sample, tile_row, total,
-                             c_stride_t, c_stride_n, d_stride_t, d_stride_n,
+                (_producer, (a_desc, b_desc, c_desc, d_desc, bounds_r, bounds_c, tile_sample, tile_row, total,
                              a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
                              HEADS, H, BC, STAGES, KV, SHARED, RSTAGES, RESIDENT, GROUPS)),
             ],
@@ -299,8 +293,7 @@ def backward_hopper_kernel(
                              tile_row, total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
                              a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
                              ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, RESIDENT, GROUPS)),
-                (_producer, (a_desc, b_desc, c_ptr, d_ptr, bounds_r, bounds_c, tile_sample, tile_row, total,
-                             c_stride_t, c_stride_n, d_stride_t, d_stride_n,
+                (_producer, (a_desc, b_desc, c_desc, d_desc, bounds_r, bounds_c, tile_sample, tile_row, total,
                              a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
                              HEADS, H, BC, STAGES, KV, SHARED, RSTAGES, RESIDENT, GROUPS)),
             ],

@@ -13,13 +13,13 @@ RESIDENT keeps K and V in shared memory over neighbouring tiles of one sequence 
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
-from gemworks.jagged._triton.hopper_common import fold, is_last_of_run, pick, tile_of, weigh
+from gemworks.jagged._triton.hopper_common import fold, is_last_of_run, load_rows, pick, tile_of
+from gemworks.jagged.ops.attention_core.kernel_chain_hopper import chained_consumer, store_tile, weights
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -64,17 +64,8 @@ def _admit(
 
 
 @gluon.jit
-def _base(peak, MASKED: gl.constexpr):
-    """What is subtracted: the peak, and 0 for a row without a key so far."""
-    if MASKED:
-        return gl.where(peak == float("-inf"), 0.0, peak)
-    else:
-        return peak
-
-
-@gluon.jit
 def _load_keys(
-    k_desc, v_desc, j, fill, k_smem, v_smem, k_full, k_free, v_full, v_free,
+    k_desc, v_desc, k_begin, k_len, j, head, fill, k_smem, v_smem, k_full, k_free, v_full, v_free,
     H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, ONE_RELEASE: gl.constexpr,
 ):  # fmt: skip
     """ONE_RELEASE: the consumers' n-th signal says that K of the n-th tile and V of the one before are done with."""
@@ -82,19 +73,18 @@ def _load_keys(
     phase = ((fill // STAGES) & 1) ^ 1
     mbarrier.wait(k_free.index(s), phase)
     mbarrier.expect(k_full.index(s), BN * H * 2)
-    tma.async_copy_global_to_shared(k_desc, [j, 0], k_full.index(s), k_smem.index(s))
+    load_rows(k_desc, k_begin, k_len, j, head, k_full.index(s), k_smem.index(s))
     if ONE_RELEASE:
         mbarrier.wait(k_free.index((fill + 1) % STAGES), (((fill + 1) // STAGES) & 1) ^ 1)
     else:
         mbarrier.wait(v_free.index(s), phase)
     mbarrier.expect(v_full.index(s), BN * HV * 2)
-    tma.async_copy_global_to_shared(v_desc, [j, 0], v_full.index(s), v_smem.index(s))
+    load_rows(v_desc, k_begin, k_len, j, head, v_full.index(s), v_smem.index(s))
 
 
 @gluon.jit
 def _producer(
-    q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
-    k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+    q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
@@ -114,16 +104,7 @@ def _producer(
             _shift, begin, to_load = _span(
                 row, q_end - q_begin, k_len, left, right, MASKED, BOTTOM_RIGHT, GROUPS * 64, BN
             )
-            head_k = head // GROUP_HEADS
-            q_row = row if SHARED else q_begin + row
-            k_base = k_ptr + k_begin.to(gl.int64) * k_stride_t + head_k.to(gl.int64) * k_stride_n
-            v_base = v_ptr + k_begin.to(gl.int64) * v_stride_t + head_k.to(gl.int64) * v_stride_n
-            k_desc = tma.make_tensor_descriptor(
-                k_base, [gl.maximum(k_len, 1), H], [k_stride_t, 1], [BN, H], k_smem.layout
-            )
-            v_desc = tma.make_tensor_descriptor(
-                v_base, [gl.maximum(k_len, 1), HV], [v_stride_t, 1], [BN, HV], v_smem.layout
-            )
+            q_from = 0 if SHARED else q_begin
             if RESIDENT:  # K and V of this sequence and head may still be there
                 to_load = gl.where(fresh, k_len, 0)
                 fresh = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
@@ -131,14 +112,14 @@ def _producer(
             mbarrier.wait(q_free.index(qs), ((qi // QSTAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(qs), GROUPS * 64 * H * 2)
             for g in gl.static_range(GROUPS):
-                tma.async_copy_global_to_shared(
-                    q_desc, [q_row + g * 64, head * H], q_full.index(qs), q_smem.index(GROUPS * qs + g)
+                load_rows(
+                    q_desc, q_from, q_end - q_begin, row + g * 64, head, q_full.index(qs), q_smem.index(GROUPS * qs + g)
                 )
             qi += 1
             for j in range(begin, to_load, BN):
                 _load_keys(
-                    k_desc, v_desc, j, fill, k_smem, v_smem, k_full, k_free, v_full, v_free, H, HV, BN, STAGES,
-                    ONE_RELEASE,
+                    k_desc, v_desc, k_begin, k_len, j, head // GROUP_HEADS, fill, k_smem, v_smem,
+                    k_full, k_free, v_full, v_free, H, HV, BN, STAGES, ONE_RELEASE,
                 )  # fmt: skip
                 fill += 1
 
@@ -151,7 +132,16 @@ def _consumer(
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
     RESIDENT: gl.constexpr, ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    CHAINED: gl.constexpr,
 ):  # fmt: skip
+    if CHAINED:
+        chained_consumer(
+            GROUP, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+            out_stride_t, out_stride_n, lse_stride_n,
+            q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+            ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
+        )  # fmt: skip
+        return
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -203,12 +193,9 @@ def _consumer(
                     scores, begin, k_len, first, own, column, shift, left, right, k_len < BN,
                     OTHERS, ACT == "softmax", MASKED, BN,
                 )  # fmt: skip
-                if ACT == "softmax":
-                    peak = gl.max(scores, 1) * scale2
-                    probs = gl.exp2(scores * scale2 - _base(peak, MASKED)[:, None])
-                    total_p = gl.sum(probs, 1)
-                else:
-                    probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
+                probs, _fix, peak, total_p = weights(
+                    scores, peak, total_p, scale, scale2, b0, b1, b2, b3, b4, ACT, FOLD, MASKED,
+                )  # fmt: skip
                 p = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                 mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
                 for j in range(1, trips):
@@ -224,15 +211,9 @@ def _consumer(
                         scores, begin + j * BN, k_len, first, own, column, shift, left, right, j == trips - 1,
                         OTHERS, ACT == "softmax", MASKED, BN,
                     )  # fmt: skip
-                    if ACT == "softmax":
-                        new_peak = gl.maximum(peak, gl.max(scores, 1) * scale2)
-                        base = _base(new_peak, MASKED)
-                        probs = gl.exp2(scores * scale2 - base[:, None])
-                        fix = gl.exp2(peak - base)
-                        total_p = total_p * fix + gl.sum(probs, 1)
-                        peak = new_peak
-                    else:
-                        probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
+                    probs, fix, peak, total_p = weights(
+                        scores, peak, total_p, scale, scale2, b0, b1, b2, b3, b4, ACT, FOLD, MASKED,
+                    )  # fmt: skip
                     p_next = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                     # The barrier also keeps the assembler from hoisting the wait below over the work that it hides.
                     mbarrier.wait(v_full.index(s1), phase1)
@@ -264,23 +245,10 @@ def _consumer(
             if RESIDENT:  # the same stages again for the next tile of the run
                 fill = gl.where(last, fill, first_fill)
             if first_row < q_end:
-                if ACT == "softmax":
-                    safe = gl.where(total_p > 0.0, total_p, 1.0)
-                    lse = gl.where(total_p > 0.0, peak + gl.log2(safe), float("inf"))
-                    lrow = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-                    gl.store(lse_ptr + head.to(gl.int64) * lse_stride_n + lrow, lse, mask=lrow < q_end)
-                    o = o * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, O_LAYOUT))[:, None]
-                if FOLD:
-                    o = o * scale
-                rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
-                cols = gl.arange(0, HV, layout=gl.SliceLayout(0, STORE))
-                pointers = (
-                    out_ptr
-                    + (rows.to(gl.int64) * out_stride_t)[:, None]
-                    + head.to(gl.int64) * out_stride_n
-                    + cols[None, :]
-                )
-                gl.store(pointers, gl.convert_layout(o.to(DTYPE), STORE), mask=(rows < q_end)[:, None])
+                store_tile(
+                    o, peak, total_p, out_ptr, lse_ptr, first_row, q_end, head, scale,
+                    out_stride_t, out_stride_n, lse_stride_n, S_LAYOUT, O_LAYOUT, STORE, HV, DTYPE, ACT, FOLD,
+                )  # fmt: skip
         t = t1
         head = head1
         row = row1
@@ -291,18 +259,19 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["lse_stride_n", "left", "right"])  # other in every batch, or of every window
 def forward_hopper_kernel(
-    q_desc, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale,
-    left, right, k_stride_t, k_stride_n, v_stride_t, v_stride_n, out_stride_t, out_stride_n, lse_stride_n,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale,
+    left, right, out_stride_t, out_stride_n, lse_stride_n,
     ACT: gl.constexpr, HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
     FOLD: gl.constexpr, RESIDENT: gl.constexpr, ONE_RELEASE: gl.constexpr,
-    MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CHAINED: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
+    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, H], DTYPE)
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, H], DTYPE)
     V_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, HV], DTYPE)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * QSTAGES, 64, H], q_desc.layout)
+    q_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * QSTAGES, 64, H], Q_LAYOUT)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, H], K_LAYOUT)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, HV], V_LAYOUT)
     q_full = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
@@ -328,9 +297,8 @@ def forward_hopper_kernel(
                              left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT)),
-                (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
-                             left, right, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+                             MASKED, BOTTOM_RIGHT, CHAINED)),
+                (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT)),
@@ -344,14 +312,13 @@ def forward_hopper_kernel(
                              left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT)),
+                             MASKED, BOTTOM_RIGHT, CHAINED)),
                 (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT)),
-                (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
-                             left, right, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+                             MASKED, BOTTOM_RIGHT, CHAINED)),
+                (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT)),
@@ -365,19 +332,18 @@ def forward_hopper_kernel(
                              left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT)),
+                             MASKED, BOTTOM_RIGHT, CHAINED)),
                 (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT)),
+                             MASKED, BOTTOM_RIGHT, CHAINED)),
                 (_consumer, (G(2), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT)),
-                (_producer, (q_desc, k_ptr, v_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
-                             left, right, k_stride_t, k_stride_n, v_stride_t, v_stride_n,
+                             MASKED, BOTTOM_RIGHT, CHAINED)),
+                (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT)),

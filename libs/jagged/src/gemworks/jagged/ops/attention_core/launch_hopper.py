@@ -13,10 +13,10 @@ from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core.kernel_backward import zero_queries_without_keys_kernel as _zero
 from gemworks.jagged.ops.attention_core.kernel_backward_fused_hopper import backward_fused_hopper_kernel as _fused
-from gemworks.jagged.ops.attention_core.kernel_backward_hopper import backward_hopper_kernel as _backward
+from gemworks.jagged.ops.attention_core.kernel_backward_hopper import backward_hopper_kernel as _pair
 from gemworks.jagged.ops.attention_core.kernel_forward_hopper import forward_hopper_kernel as _forward
 from gemworks.jagged.ops.attention_core.launch import Problem, limits
-from gemworks.jagged.ops.attention_core.table import FusedConfig, GluonConfig
+from gemworks.jagged.ops.attention_core.table import FusedConfig, GluonConfig, Step
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -24,11 +24,13 @@ from triton.runtime import _allocation
 
 # Scales between which every folded coefficient is a normal float32; others are multiplied score by score.
 FOLD_RANGE = (1e-3, 1e3)
+_MANY = 0x7FFF0000
 # Triton's kernels are not callables to a type checker.
 forward_hopper_kernel: Any = quick(_forward)
-backward_hopper_kernel: Any = quick(_backward)
+backward_hopper_kernel: Any = quick(_pair)
 backward_fused_hopper_kernel: Any = quick(_fused)
 zero_queries_without_keys_kernel: Any = quick(_zero)
+Pair = tuple[Tensor, Tensor]
 _GL_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -52,29 +54,30 @@ def _grid(x: Tensor, config: GluonConfig) -> tuple[int]:
     return (_num_programs(x.device.index or 0) * config.programs,)
 
 
-def aligned(x: Tensor) -> Tensor:
-    """`x` [T, N, H] as TMA can read it: heads side by side, rows on 16-byte boundaries; copied only if it is not."""
-    ok = x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return x if ok or x.shape[0] == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
 def streamable(x: Tensor) -> Tensor:
     """`x` [T, N, H] with rows and heads on 16-byte boundaries; copied only if it is not."""
-    ok = x.stride(2) == 1 and x.stride(1) % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    rows, heads, columns = x.stride()
+    ok = columns == 1 and heads % 8 == 0 and rows % 8 == 0 and min(heads, rows) > 0 and x.data_ptr() % 16 == 0
     return x if ok or x.shape[0] == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 @lru_cache(maxsize=64)
-def _layout(width: int, dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([64, width], _GL_DTYPES[dtype])
+def _layout(rows: int, width: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, 1, width], _GL_DTYPES[dtype])
 
 
-def _descriptor(x: Tensor) -> TensorDescriptor:
-    """Of aligned `x` [T, N, H], for boxes of 64 rows of one head."""
-    total, heads, width = x.shape
-    layout = _layout(width, x.dtype)
-    flat = x.as_strided((total, heads * width), (x.stride(0), 1))
-    return TensorDescriptor(flat, [total, heads * width], [x.stride(0), 1], [64, width], layout)
+def ragged(x: Tensor, rows: int) -> TensorDescriptor:
+    """Of streamable `x` [T, N, H], for boxes of `rows` rows of one head that end where their sequence ends.
+
+    One descriptor for all sequences. A box is cut off at the end of a dimension, and rows end at 2^30: for L rows at b,
+    row r is at 2^30 - L + r of that dimension, b + L in one of the same stride, and 2^30 in one of stride 2^34 - s. The
+    sum is (b + r) s + 2^64 elements, and addresses wrap (as in `triton.tools.ragged_tma`).
+    """
+    if x.shape[0] == 0:  # nothing will be loaded, but a descriptor wants an address
+        x = x.new_empty(1, *x.shape[1:])
+    _total, heads, width = x.shape
+    shape, strides = [_MANY, _MANY, 1 << 30, heads, width], [(1 << 34) - x.stride(0), x.stride(0), *x.stride()]
+    return TensorDescriptor(x, shape, strides, [1, 1, rows, 1, width], _layout(rows, width, x.dtype))
 
 
 def folds(activation: str, scale: float, dtype: torch.dtype) -> bool:
@@ -91,52 +94,48 @@ def keeps_keys(p: Problem, config: GluonConfig) -> bool:
 
 def forward(p: Problem, out: Tensor, lse: Tensor, config: GluonConfig, *, fold: bool | None = None) -> None:
     sample, row, count = p.tiles(config.height("forward"))
-    q, k, v, bounds = aligned(p.q), streamable(p.k), streamable(p.v), p.schedule.bounds
+    q, k, v, bounds = streamable(p.q), streamable(p.k), streamable(p.v), p.schedule.bounds
     if fold is None:
         fold = folds(p.rule.activation, p.rule.scale, q.dtype)
     keep, masked = keeps_keys(p, config), not p.rule.mask.is_full
-    with _device_allocator(q.device):
-        forward_hopper_kernel[_grid(q, config)](
-            _descriptor(q), k, v, out, lse, bounds[0], bounds[3], sample, row, count, *limits(p.rule),
-            k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1), lse.stride(0),
-            ACT=p.rule.activation, HEADS=q.shape[1], GROUP_HEADS=q.shape[1] // k.shape[1], H=q.shape[2], HV=v.shape[2],
-            BN=config.block, STAGES=config.stages, QSTAGES=config.resident_stages, GROUPS=config.groups,
-            SHARED=p.rule.shared_query, FOLD=fold, RESIDENT=keep,
-            ONE_RELEASE=config.one_release and not keep,
-            MASKED=masked, BOTTOM_RIGHT=p.rule.mask.align == "bottom_right",
-            CONSUMER_REGS=config.registers, num_warps=4, maxnreg=config.max_registers,
-        )  # fmt: skip
+    forward_hopper_kernel[_grid(q, config)](
+        ragged(q, 64), ragged(k, config.block), ragged(v, config.block), out, lse, bounds[0], bounds[3],
+        sample, row, count, *limits(p.rule), out.stride(0), out.stride(1), lse.stride(0),
+        ACT=p.rule.activation, HEADS=q.shape[1], GROUP_HEADS=q.shape[1] // k.shape[1], H=q.shape[2], HV=v.shape[2],
+        BN=config.block, STAGES=config.stages, QSTAGES=config.resident_stages, GROUPS=config.groups,
+        SHARED=p.rule.shared_query, FOLD=fold, RESIDENT=keep, ONE_RELEASE=config.one_release and not keep,
+        MASKED=masked, BOTTOM_RIGHT=p.rule.mask.align == "bottom_right", CHAINED=config.chained and not masked,
+        CONSUMER_REGS=config.registers, num_warps=4, maxnreg=config.max_registers,
+    )  # fmt: skip
 
 
 def backward_kv(
     p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, config: GluonConfig
 ) -> None:
-    sample, row, count = p.tiles(config.height("backward_kv"))
-    k, v, q, d_out, bounds = aligned(p.k), aligned(p.v), streamable(p.q), streamable(d_out), p.schedule.bounds
-    with _device_allocator(q.device):
-        backward_hopper_kernel[_grid(q, config)](
-            _descriptor(k), _descriptor(v), q, d_out, dv, dk, lse, delta, bounds[2], bounds[1], sample, row, count,
-            p.rule.scale, q.stride(0), q.stride(1), d_out.stride(0), d_out.stride(1), dv.stride(0), dv.stride(1),
-            dk.stride(0), dk.stride(1), lse.stride(0),
-            KV=True, OVERLAP=config.overlap, ACT=p.rule.activation, HEADS=k.shape[1], H=q.shape[2], BC=config.block,
-            STAGES=config.stages, SHARED=p.rule.shared_query, RSTAGES=config.resident_stages, RESIDENT=False,
-            GROUPS=config.groups, CONSUMER_REGS=config.registers, num_warps=4, maxnreg=config.max_registers,
-        )  # fmt: skip
+    bounds = p.schedule.bounds
+    _backward(p, "backward_kv", (p.k, p.v), (p.q, d_out), lse, delta, (bounds[2], bounds[1]), (dv, dk), config)
 
 
 def backward_q(p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, config: GluonConfig) -> None:
-    sample, row, count = p.tiles(config.height("backward_q"))
-    q, d_out, k, v, bounds = aligned(p.q), aligned(d_out), streamable(p.k), streamable(p.v), p.schedule.bounds
-    with _device_allocator(q.device):
-        backward_hopper_kernel[_grid(q, config)](
-            _descriptor(q), _descriptor(d_out), k, v, dq, dq, lse, delta, bounds[0], bounds[3], sample, row, count,
-            p.rule.scale, k.stride(0), k.stride(1), v.stride(0), v.stride(1), dq.stride(0), dq.stride(1),
-            dq.stride(0), dq.stride(1), lse.stride(0),
-            KV=False, OVERLAP=True, ACT=p.rule.activation, HEADS=q.shape[1], H=q.shape[2], BC=config.block,
-            STAGES=config.stages, SHARED=p.rule.shared_query, RSTAGES=config.resident_stages,
-            RESIDENT=keeps_keys(p, config), GROUPS=config.groups, CONSUMER_REGS=config.registers,
-            num_warps=4, maxnreg=config.max_registers,
-        )  # fmt: skip
+    bounds = p.schedule.bounds
+    _backward(p, "backward_q", (p.q, d_out), (p.k, p.v), lse, delta, (bounds[0], bounds[3]), (dq, dq), config)
+
+
+def _backward(
+    p: Problem, step: Step, resident: Pair, streamed: Pair, lse: Tensor, delta: Tensor, bounds: Pair, results: Pair,
+    config: GluonConfig,
+) -> None:  # fmt: skip
+    sample, row, count = p.tiles(config.height(step))
+    a, b, c, d = (streamable(x) for x in (*resident, *streamed))
+    is_kv = step == "backward_kv"
+    backward_hopper_kernel[_grid(a, config)](
+        ragged(a, 64), ragged(b, 64), ragged(c, config.block), ragged(d, config.block), *results, lse, delta, *bounds,
+        sample, row, count, p.rule.scale, *(s for x in results for s in (x.stride(0), x.stride(1))), lse.stride(0),
+        KV=is_kv, OVERLAP=config.overlap or not is_kv, ACT=p.rule.activation, HEADS=a.shape[1], H=a.shape[2],
+        BC=config.block, STAGES=config.stages, SHARED=p.rule.shared_query, RSTAGES=config.resident_stages,
+        RESIDENT=not is_kv and keeps_keys(p, config), GROUPS=config.groups, CONSUMER_REGS=config.registers,
+        num_warps=4, maxnreg=config.max_registers,
+    )  # fmt: skip
 
 
 def backward_fused(
@@ -154,15 +153,14 @@ def backward_fused(
     mask = {"MASKED": not p.rule.mask.is_full, "BOTTOM_RIGHT": p.rule.mask.align == "bottom_right"}
     in_one_tile = p.rows_k is not None and p.rows_k <= 128
     scratch = torch.empty(1 if in_one_tile else num_tiles * 64 * width, dtype=torch.float32, device=q.device)
-    with _device_allocator(q.device):
-        backward_fused_hopper_kernel[(_num_programs(q.device.index or 0),)](
-            q, k, v, d_out, dq, dk, dv, scratch, turn[4:], turn, lse, delta,
-            bounds[2], bounds[1], sample, row, count, tiles_per_unit, num_sequences, *limits(p.rule),
-            *(s for x in (q, k, v, d_out, dq, dk, dv) for s in (x.stride(0), x.stride(1))), lse.stride(0),
-            ACT=p.rule.activation, HEADS=heads, H=width, STAGES=config.stages, KSTAGES=config.key_stages,
-            SHARED=shared, EARLY=config.early, AHEAD=config.ahead, **mask,
-            CONSUMER_REGS=config.registers, num_warps=4,
-        )  # fmt: skip
+    backward_fused_hopper_kernel[(_num_programs(q.device.index or 0),)](
+        *(ragged(x, 64) for x in (q, k, v, d_out)), dq, dk, dv, scratch, turn[4:], turn, lse, delta,
+        bounds[2], bounds[1], sample, row, count, tiles_per_unit, num_sequences, *limits(p.rule),
+        *(s for x in (dq, dk, dv) for s in (x.stride(0), x.stride(1))), lse.stride(0),
+        ACT=p.rule.activation, HEADS=heads, H=width, STAGES=config.stages, KSTAGES=config.key_stages,
+        SHARED=shared, EARLY=config.early, AHEAD=config.ahead, **mask,
+        CONSUMER_REGS=config.registers, num_warps=4,
+    )  # fmt: skip
     q_sample, q_row, q_count = p.tiles("q128")
     zero_queries_without_keys_kernel[(q_sample.shape[0],)](
         dq, bounds[0], bounds[3], q_sample, q_row, q_count, *limits(p.rule)[1:], dq.stride(0),

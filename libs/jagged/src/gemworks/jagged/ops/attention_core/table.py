@@ -18,8 +18,6 @@ SOFTMAX = "softmax"
 GLUON_ARCHITECTURES = ("sm_90",)
 GLUON_DTYPES = (torch.bfloat16, torch.float16)
 GLUON_HEAD_DIMS = (64, 128)
-# Compiled, and their index arithmetic tested on the host; a rule names kernels once a device has run them.
-MASKS_ON_GLUON = False
 FUSED_HEAD_DIM = 128
 TRITON_ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -55,6 +53,7 @@ class GluonConfig:
         resident_keys: keep K and V over neighbouring tiles of a sequence (forward and backward_q; a 4-D k whose rows
             fit into the stages, otherwise ignored).
         one_release: one signal for K of a tile and V of the one before (forward; not with resident keys).
+        chained: the last step of a tile computes the first scores of the next one (forward; resident_stages 2).
     """
 
     block: int
@@ -65,6 +64,7 @@ class GluonConfig:
     overlap: bool = False
     resident_keys: bool = False
     one_release: bool = False
+    chained: bool = False
 
     @property
     def programs(self) -> int:
@@ -106,7 +106,7 @@ Config = TritonConfig | GluonConfig
 # (step, softmax or activation, class of lengths); 128-wide heads. Narrower heads use the same. The backward's entries
 # serve what FUSED does not.
 GLUON: dict[tuple[Step, str, str], GluonConfig] = {
-    ("forward", "softmax", "long"): GluonConfig(128, 2, one_release=True),
+    ("forward", "softmax", "long"): GluonConfig(128, 2, resident_stages=2, one_release=True, chained=True),
     ("forward", "softmax", "short"): GluonConfig(64, 3, groups=3, registers=160, resident_stages=2),
     ("forward", "activation", "long"): GluonConfig(64, 3, 3, 160, resident_stages=2, one_release=True),
     ("forward", "activation", "short"): GluonConfig(128, 2, resident_stages=2),
@@ -219,8 +219,8 @@ def gluon_refusal(step: Step, shape: Shape, architecture: str) -> str | None:
     if shape.head_dim not in GLUON_HEAD_DIMS or shape.value_dim != shape.head_dim:
         widths = f"{shape.head_dim} and {shape.value_dim}"
         return f"gluon takes equal head widths of q, k and v in {GLUON_HEAD_DIMS}, not {widths}"
-    if shape.masked and not MASKS_ON_GLUON:
-        return "gluon's causal and window masks have not run on a device yet"
+    if shape.masked and shape.shared_query:
+        return "gluon has no mask with a shared query"
     if shape.masked and step != "forward":
         return "gluon's pair of backward kernels has no causal or window mask"
     if shape.biased:
@@ -232,8 +232,6 @@ def gluon_refusal(step: Step, shape: Shape, architecture: str) -> str | None:
 
 def fused_refusal(shape: Shape, architecture: str) -> str | None:
     """Why the backward is not one kernel, or None."""
-    if shape.masked and not MASKS_ON_GLUON:
-        return "the masks of the fused backward have not run on a device yet"
     if shape.masked and shape.shared_query:
         return "the fused backward has no mask with a shared query"
     refusal = gluon_refusal("backward_kv", replace(shape, masked=False), architecture)

@@ -1,5 +1,7 @@
 """Attention on FP8 codes and scales: `gemworks_jagged::attention_fp8`, and `flash_attention_fp8`, `gdpa_fp8` over it.
 
+Three arrangements of scales come in: rows and squares (reference.py), and tiles (tiles.py), in which v has four dims.
+
 Letters: T packed rows, N query heads, M key heads, H and V head widths.
 """
 
@@ -10,11 +12,13 @@ from typing import Any
 
 import torch
 from gemworks.jagged._attention_args import check_attention, make_mask
+from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._dense import Align
-from gemworks.jagged.dispatch import architecture_of
-from gemworks.jagged.ops.attention_core.op import UNBOUNDED, Call, _problem
+from gemworks.jagged.dispatch import architecture_of, warn_once
+from gemworks.jagged.ops.attention_core.op import UNBOUNDED, Call, _problem, attention_backward, attention_forward
 from gemworks.jagged.ops.attention_core.reference import SOFTMAX, forward_reference
 from gemworks.jagged.ops.attention_fp8.reference import dequantize_rows, scale_block
+from gemworks.jagged.ops.attention_fp8.tiles import check_tiles, dequantize_tiles
 from gemworks.jagged.ops.gdpa.activations import ACTIVATIONS, Activation
 from gemworks.jagged.schedule import TileSchedule
 from torch import Tensor
@@ -28,45 +32,83 @@ _SCHEMA = (
 
 
 def _values(
-    q: Tensor, k: Tensor, v: Tensor, q_scales: Tensor, k_scales: Tensor, v_scales: Tensor | None, dtype: torch.dtype
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: tuple[Tensor, Tensor, Tensor | None],
+    dtype: torch.dtype,
+    offsets_q: Tensor | None,
+    offsets_k: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    v_values = v if v_scales is None else dequantize_rows(v, v_scales, dtype)
-    return dequantize_rows(q, q_scales, dtype), dequantize_rows(k, k_scales, dtype), v_values
+    """What the codes stand for, exactly."""
+    sq, sk, sv = scales
+    of_k = offsets_q if offsets_k is None else offsets_k
+    if q.is_cuda:
+        from gemworks.jagged.ops.attention_fp8.launch import rows_values, tiles_values
+
+        with torch.cuda.device(q.device):
+            if v.dim() == 3:
+                v_values = v if sv is None else rows_values(v, sv, dtype)
+                return rows_values(q, sq, dtype), rows_values(k, sk, dtype), v_values
+            assert offsets_q is not None
+            assert of_k is not None
+            assert sv is not None
+            q_values = tiles_values(q, sq, offsets_q, q.shape[0], dtype)
+            k_values, v_values = (tiles_values(x, s, of_k, k.shape[0], dtype) for x, s in ((k, sk), (v, sv)))
+            return q_values, k_values, v_values
+    if v.dim() == 3:
+        v_values = v if sv is None else dequantize_rows(v, sv, dtype)
+        return dequantize_rows(q, sq, dtype), dequantize_rows(k, sk, dtype), v_values
+    assert offsets_q is not None
+    assert of_k is not None
+    assert sv is not None
+    return (
+        dequantize_tiles(q, sq, offsets_q, q.shape[0], dtype, transposed=False),
+        dequantize_tiles(k, sk, of_k, k.shape[0], dtype, transposed=False),
+        dequantize_tiles(v, sv, of_k, k.shape[0], dtype, transposed=True),
+    )
 
 
 def _on_host(
     q: Tensor, k: Tensor, v: Tensor, q_scales: Tensor, k_scales: Tensor, v_scales: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     dtype, call = rest[3], Call(q, k, *rest[4:])
-    values = _values(q, k, v, q_scales, k_scales, v_scales, dtype)
+    values = _values(q, k, v, (q_scales, k_scales, v_scales), dtype, *rest[4:6])
     return forward_reference(*values, call.plan(q, k), call.rule)
 
 
-attention_fp8 = torch.library.custom_op(
-    "gemworks_jagged::attention_fp8", _on_host, mutates_args=(), device_types="cpu", schema=_SCHEMA
-)
+attention_fp8 = custom_op("attention_fp8", _on_host, _SCHEMA, device="cpu")
 
 
 @attention_fp8.register_kernel("cuda")
 def _(
     q: Tensor, k: Tensor, v: Tensor, q_scales: Tensor, k_scales: Tensor, v_scales: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    from gemworks.jagged.ops.attention_fp8 import launch
+    dtype = rest[3]
+    if v.dim() == 4:
+        from gemworks.jagged.ops.attention_fp8 import launch
 
-    if not launch.enabled():
-        values = _values(q, k, v, q_scales, k_scales, v_scales, rest[3])
-        return torch.ops.gemworks_jagged.attention_forward(*values, *rest[4:])
-    call = Call(q, k, *rest[4:])
-    with torch.cuda.device(q.device):
-        problem = _problem(q, k, v, call, architecture_of(q.device))
-        return launch.forward(problem, q_scales, k_scales, v_scales, rest[3])
+        assert v_scales is not None
+        call, architecture = Call(q, k, *rest[4:]), architecture_of(q.device)
+        rule = call.rule
+        refusal = launch.hopper_refusal(
+            architecture, dtype, q.shape[2], v.shape[2], rule.activation, not rule.mask.is_full, rule.scale
+        )
+        if refusal is None:
+            with torch.cuda.device(q.device):
+                problem = _problem(q, k, v, call, architecture)
+                return launch.hopper_forward(problem, (q_scales, k_scales, v_scales), dtype)
+        warn_once(f"FP8 tiles are multiplied out in front of {dtype} attention, at its speed at best: {refusal}")
+    values = _values(q, k, v, (q_scales, k_scales, v_scales), dtype, *rest[4:6])
+    return attention_forward(*values, *rest[4:])
 
 
 @attention_fp8.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     dtype, activation = rest[6], rest[16]
+    width = v.shape[2]
     lse = q.new_empty(q.shape[1], q.shape[0] if activation == SOFTMAX else 0, dtype=torch.float32)
-    return q.new_empty(q.shape[0], q.shape[1], v.shape[-1], dtype=dtype), lse
+    return q.new_empty(q.shape[0], q.shape[1], width, dtype=dtype), lse
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -88,10 +130,8 @@ def _differentiate(ctx: Any, d_out: Tensor | None, _d_lse: Tensor | None) -> tup
     none = (None, None, None, [None] * len(tiles), None, *[None] * len(ctx.rest))
     if d_out is None:
         return *[None] * 9, *none
-    values = _values(q, k, v, q_scales, k_scales, v_scales, ctx.dtype)
-    grads = torch.ops.gemworks_jagged.attention_backward(
-        d_out, *values, out, lse, offsets_q, offsets_k, tiles, ctx.heights, *ctx.rest
-    )
+    values = _values(q, k, v, (q_scales, k_scales, v_scales), ctx.dtype, offsets_q, offsets_k)
+    grads = attention_backward(d_out, *values, out, lse, offsets_q, offsets_k, tiles, ctx.heights, *ctx.rest)
     of_v, *of_origins = ctx.dtypes
     to_origins = [None if t is None else g.to(t) for g, t in zip(grads, of_origins, strict=True)]
     d_v = grads[2].to(of_v) if v_scales is None else None
@@ -125,9 +165,10 @@ def flash_attention_fp8(
 
     Args:
         q, k: E4M3 codes, uint8 or float8_e4m3fn, packed [Tq, N, H] and [Tk, M, H].
-        v: codes [Tk, M, V] with `v_scales`, or values in `dtype`, which Hopper's fast kernel needs.
-        q_scales, k_scales, v_scales: E8M0 bytes: [T, N], one scale for each row and head, or
-            [ceil(T / 32), N, H / 32], squares of 32 rows by 32 of the width. q and k alike.
+        v: codes [Tk, M, V] with `v_scales`; or values in `dtype`; or tiles of codes, transposed, [C, M, V, 128].
+        q_scales, k_scales, v_scales: E8M0 bytes: [T, N], one scale for each row and head; or
+            [ceil(T / 32), N, H / 32], squares of 32 rows by 32 of the width; or, with tiles of v, [C, N], one for each
+            128 rows of a sequence and head (C = T // 128 + B + 1; tiles.py says which), at least 87. All alike.
         offsets_q, offsets_k, max_length_q, max_length_k, scale, causal, window, align, schedule: as in
             `flash_attention`.
         origins: what q, k and v were quantised from. They receive the gradients (straight through the rounding), which
@@ -140,8 +181,11 @@ def flash_attention_fp8(
     Raises:
         ValueError: codes, scales or offsets that do not fit.
 
-    Backward: codes are multiplied out (exact in bf16) and go through `flash_attention`'s own backward; codes and
-    scales, about half the bytes, are what is kept for it.
+    Tiles on Hopper, without a mask: both products on the FP8 units, P rounded to E4M3. Everything else multiplies the
+    codes out (exact in bf16) in front of `flash_attention`'s kernels.
+
+    Backward: codes are multiplied out and go through `flash_attention`'s own backward; codes and scales, about half the
+    bytes, are what is kept for it.
 
     >>> import torch
     >>> codes = torch.ones(3, 1, 32).to(torch.float8_e4m3fn)
@@ -206,18 +250,28 @@ def _attention(
     q_scales, k_scales, v_scales = scales
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"dtype: got {dtype}, expected torch.bfloat16, float16 or float32")
-    if scale_block("q", q, q_scales)[0] != scale_block("k", k, k_scales)[0]:
+    v_shape = v.shape if v.dim() != 4 else torch.Size((k.shape[0], v.shape[1], v.shape[2]))
+    if v.dim() == 4:
+        if v_scales is None:
+            raise ValueError("v_scales: got None, expected the scales of v's tiles")
+        num_q = offsets_q.shape[0] - 1
+        num_k = num_q if offsets_k is None else offsets_k.shape[0] - 1
+        check_tiles("q", q, q_scales, q.shape[0], num_q, transposed=False)
+        check_tiles("k", k, k_scales, k.shape[0], num_k, transposed=False)
+        check_tiles("v", v, v_scales, k.shape[0], num_k, transposed=True)
+    elif scale_block("q", q, q_scales)[0] != scale_block("k", k, k_scales)[0]:
         raise ValueError("q_scales, k_scales: one is by rows, the other by squares; quantise q and k alike")
-    if v_scales is not None:
+    elif v_scales is not None:
         scale_block("v", v, v_scales)
     elif v.dtype != dtype:
         raise ValueError(f"v: got {v.dtype} without v_scales, expected values in {dtype}, or codes with their scales")
-    for name, codes, origin in zip("qkv", (q, k, v), origins or (None, None, None), strict=True):
-        if origin is not None and origin.shape != codes.shape:
-            raise ValueError(f"origins: {name} has shape {tuple(origin.shape)}, expected that of its codes")
+    shapes = (q.shape, k.shape, v_shape)
+    for name, shape, origin in zip("qkv", shapes, origins or (None, None, None), strict=True):
+        if origin is not None and origin.shape != shape:
+            raise ValueError(f"origins: {name} has shape {tuple(origin.shape)}, expected {tuple(shape)}")
     mask = make_mask(*masking)
     # The checks want floating tensors; these have the codes' shapes and no memory to speak of.
-    like_q, like_k, like_v = (torch.empty((), dtype=dtype, device=x.device).expand(x.shape) for x in (q, k, v))
+    like_q, like_k, like_v = (torch.empty((), dtype=dtype, device=q.device).expand(shape) for shape in shapes)
     args = check_attention(
         like_q,
         like_k,
@@ -228,9 +282,13 @@ def _attention(
         max_length_k=max_lengths[1],
         shared_query=False,
     )
+    tiled = v.dim() == 4
+    if tiled:  # the kernel's descriptors
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        scales = (q_scales.contiguous(), k_scales.contiguous(), scales[2].contiguous())  # pyright: ignore[reportOptionalMemberAccess]
     codes = [x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in (q, k, v)]
     side_q, side_k = args.side_q, args.side_k
-    out, _ = torch.ops.gemworks_jagged.attention_fp8(
+    out, _ = attention_fp8(
         *codes,
         *(None if s is None else s.view(torch.uint8) for s in scales),
         *(origins or (None, None, None)),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -15,16 +15,11 @@ from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.dispatch import architecture_of
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.block_attention.formulas import BlockArgs
-from gemworks.jagged.ops.block_attention.kernel_block import (
-    block_bwd_kernel,
-    block_fwd_kernel,
-    block_projected_fwd_kernel,
-)
+from gemworks.jagged.ops.block_attention.kernel_block import block_bwd_kernel, block_fwd_kernel
 from torch import Tensor
 
 _block_fwd_kernel = quick(block_fwd_kernel)
 _block_bwd_kernel = quick(block_bwd_kernel)
-_block_projected_fwd_kernel = quick(block_projected_fwd_kernel)
 
 
 @dataclass(frozen=True)
@@ -36,6 +31,7 @@ class BlockConfig:
     gluon: bool = False
 
 
+@lru_cache(maxsize=256)
 def block_config(
     block: int, direction: Literal["forward", "backward"], *, dtype: torch.dtype, group: int, rope: bool, qk_norm: bool
 ) -> BlockConfig:
@@ -52,6 +48,7 @@ def block_config(
     return BlockConfig(4, 168 if capped else None)
 
 
+@cache
 def gluon_config(block: int, direction: Literal["forward", "backward"]) -> BlockConfig:
     """Three programs of 64 rows on an SM, four in a forward: 168 and 128 registers a thread.
 
@@ -69,18 +66,20 @@ GLUON_SHAPES = ((64, 64), (64, 128), (128, 128))
 
 def gluon_takes(args: BlockArgs, q: Tensor, k: Tensor, *others: Tensor) -> bool:
     """Whether the Gluon kernels can run the call: one query head per key head, rows and heads on 16-byte boundaries."""
-    return (
-        q.device.type == "cuda"
-        and architecture_of(q.device) == "sm_90"
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[1] == k.shape[1]
-        and all(x.shape[2] == q.shape[2] for x in others)
-        and (args.block, q.shape[2]) in GLUON_SHAPES
-        and all(
-            x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 and x.stride(2) == 1 and x.data_ptr() % 16 == 0
-            for x in (q, k, *others)
-        )
-    )
+    _, heads, width = q.shape
+    if (
+        q.device.type != "cuda"
+        or q.dtype not in (torch.float16, torch.bfloat16)
+        or k.shape[1] != heads
+        or (args.block, width) not in GLUON_SHAPES
+        or architecture_of(q.device) != "sm_90"
+    ):
+        return False
+    for x in (q, k, *others):
+        row, head, column = x.stride()
+        if x.shape[2] != width or row % 8 or head % 8 or column != 1 or x.data_ptr() % 16:
+            return False
+    return True
 
 
 def _config(
@@ -107,29 +106,31 @@ def _unit_columns(x: Tensor) -> Tensor:
 def _constants(q: Tensor, k: Tensor, v: Tensor, args: BlockArgs, config: BlockConfig) -> dict[str, Any]:
     # Exact float32 takes three TF32 products: those of scalar units would spill all of these tiles.
     exact = q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
-    shared = {
-        "H": q.shape[2],
-        "BLOCK": args.block,
-        "NORM": args.qk_norm,
-        "ROPE": args.cos_TJ is not None,
-        "CAUSAL": args.causal,
-        "num_warps": config.num_warps,
-    }
+    group = q.shape[1] // k.shape[1]
+    rope = args.cos_TJ is not None
+    return _constants_of(q.shape[2], v.shape[2], group, exact, rope, args.block, args.causal, args.qk_norm, config)
+
+
+@lru_cache(maxsize=256)
+def _constants_of(
+    width: int, value_dim: int, group: int, exact: bool, rope: bool, block: int, causal: bool, norm: bool,
+    config: BlockConfig,
+) -> dict[str, Any]:  # fmt: skip
+    """What a kernel's binary depends on beside the types of its arguments; not to be changed."""
+    constants = {"H": width, "BLOCK": block, "NORM": norm, "ROPE": rope, "CAUSAL": causal}
+    constants["num_warps"] = config.num_warps
+    if config.max_registers is not None:
+        constants["maxnreg"] = config.max_registers
     if config.gluon:
-        return options | shared
-    return (
-        options
-        | shared
-        | {
-            "GROUP": q.shape[1] // k.shape[1],
-            "V": v.shape[2],
-            "BLOCK_J": max(next_power_of_two(q.shape[2] // 2), 16),  # the least that a matrix unit takes
-            "BLOCK_V": max(next_power_of_two(v.shape[2]), 16),
-            "PRECISION": "tf32x3" if exact else "tf32",
-            "num_stages": 1,  # the loop over a group must not double its tiles in shared memory
-        }
-    )
+        return constants
+    return constants | {
+        "GROUP": group,
+        "V": value_dim,
+        "BLOCK_J": max(next_power_of_two(width // 2), 16),  # the least that a matrix unit takes
+        "BLOCK_V": max(next_power_of_two(value_dim), 16),
+        "PRECISION": "tf32x3" if exact else "tf32",
+        "num_stages": 1,  # the loop over a group must not double its tiles in shared memory
+    }
 
 
 def _tables(args: BlockArgs, unused: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -147,7 +148,7 @@ def block_attention_forward(
 ) -> Tensor:
     """[T, N, V]; every row is written, those outside every sequence with 0."""
     if out is None:
-        out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
+        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     if out.numel() == 0:
         return out
     q, k, v = _unit_columns(q), _unit_columns(k), _unit_columns(v)
@@ -210,28 +211,3 @@ def block_attention_backward(
         KEY_HEADS=k.shape[1],
         **_constants(q, k, v, args, config),
     )
-
-
-def block_attention_projected_forward(
-    x: Tensor, weight: Tensor, num_heads: int, head_dim: int, args: BlockArgs, *, out: Tensor | None = None
-) -> Tensor:
-    """[T, N, H] of x [T, D] and weight [(N + 2 M) H, D] in one kernel; every row is written.
-
-    Slower than a matrix product and `block_attention_forward` where it was timed (0243), so no op takes it.
-    """
-    if out is None:
-        out = torch.empty(x.shape[0], num_heads, head_dim, dtype=x.dtype, device=x.device)
-    if out.numel() == 0:
-        return out
-    x, weight = _unit_columns(x), _unit_columns(weight)
-    key_heads = (weight.shape[0] // head_dim - num_heads) // 2
-    cos, sin, table_stride = _tables(args, x)
-    like_k = out[:, :1].expand(-1, key_heads, -1)  # for its number of heads
-    constants = _constants(out, like_k, out, args, BlockConfig(8 if args.block >= 64 else 4))
-    del constants["V"]
-    _block_projected_fwd_kernel[(args.table_S3.shape[0] * num_heads,)](
-        x, weight, out, args.table_S3, cos, sin, args.scale * math.log2(math.e), args.eps, x.stride(0),
-        weight.stride(0), out.stride(0), out.stride(1), table_stride,
-        HEADS=num_heads, D=x.shape[1], BLOCK_D=64 if args.block < 128 else 32, **constants | {"num_stages": 2},
-    )  # fmt: skip
-    return out

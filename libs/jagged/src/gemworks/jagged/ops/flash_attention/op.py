@@ -130,7 +130,7 @@ def flash_attention(
 
 def _prepare(x: Tensor, offsets: Tensor | None, rope: RopeTables | None, eps: float | None) -> Tensor:
     """QK-norm, then rope, in float32, rounded to x's dtype: what the attention kernels do not do themselves."""
-    if runs_in_one_pass(x, norm=eps is not None):
+    if runs_in_one_pass(x):
         tables = (None, None) if rope is None else (rope.cos_TJ, rope.sin_TJ)
         return norm_rope_op(x, *tables, None if offsets is None else offsets[-1:], eps)
     y = clear_past_end(x, offsets).to(torch.float32)

@@ -1,21 +1,19 @@
-"""GDPA with short keys of one length (PFFN) and a norm across heads at its end, for Hopper in Gluon.
+"""GDPA with a norm across heads at its end (PFFN), for Hopper in Gluon.
 
-Letters: M query rows of a tile (64 for each consumer), n key rows of a tile (BN), H head width, W = HEADS * H.
+Letters: M query rows of a tile (2 x 64), n key rows of a tile (BN), H head width, W = HEADS * H.
 
 A program takes a tile of query rows through all heads, so that it has whole rows in the end. One warp loads; two
 consumer warpgroups compute act(scale Q K^T) V head by head and store it; a warpgroup of its own then adds the residual
 to the rows of a tile, normalises them and adds what comes after, while the consumers are at the next tile: what the
-norm reads is in the L2 cache, and its waiting costs the tensor cores nothing. The keys of a sequence are whole tiles,
-so descriptors of the whole tensors do.
+norm reads is in the L2 cache, and its waiting costs the tensor cores nothing.
 """
 
-from gemworks.jagged._triton.hopper_common import fold, sync_threads, tile_of, weigh, zigzag
+from gemworks.jagged._triton.hopper_common import fold, load_rows, sync_threads, tile_of, weigh, zigzag
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -29,7 +27,6 @@ def _producer(
     q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
     HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr,
-    GROUPS: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -38,25 +35,24 @@ def _producer(
     for i in range((total + programs - 1) // programs):
         tile = zigzag(i, pid, programs)
         if tile < total:
-            row, q_begin, _q_end, k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
+            row, q_begin, q_end, k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
             for head in range(HEADS):
                 qs = qi % QSTAGES
                 mbarrier.wait(q_free.index(qs), ((qi // QSTAGES) & 1) ^ 1)
-                mbarrier.expect(q_full.index(qs), GROUPS * 64 * H * 2)
-                for g in gl.static_range(GROUPS):
-                    tma.async_copy_global_to_shared(
-                        q_desc, [q_begin + row + g * 64, head * H], q_full.index(qs), q_smem.index(GROUPS * qs + g)
-                    )
+                mbarrier.expect(q_full.index(qs), 2 * 64 * H * 2)
+                for g in gl.static_range(2):
+                    q = q_smem.index(2 * qs + g)
+                    load_rows(q_desc, q_begin, q_end - q_begin, row + g * 64, head, q_full.index(qs), q)
                 qi += 1
                 for j in range(0, k_len, BN):
                     s = fill % STAGES
                     phase = ((fill // STAGES) & 1) ^ 1
                     mbarrier.wait(k_free.index(s), phase)
                     mbarrier.expect(k_full.index(s), BN * H * 2)
-                    tma.async_copy_global_to_shared(k_desc, [k_begin + j, head * H], k_full.index(s), k_smem.index(s))
+                    load_rows(k_desc, k_begin, k_len, j, head, k_full.index(s), k_smem.index(s))
                     mbarrier.wait(v_free.index(s), phase)
                     mbarrier.expect(v_full.index(s), BN * H * 2)
-                    tma.async_copy_global_to_shared(v_desc, [k_begin + j, head * H], v_full.index(s), v_smem.index(s))
+                    load_rows(v_desc, k_begin, k_len, j, head, v_full.index(s), v_smem.index(s))
                     fill += 1
 
 
@@ -65,7 +61,7 @@ def _consumer(
     GROUP: gl.constexpr, out_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done, rows_free,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    QSTAGES: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr, NORM: gl.constexpr, GROUPS: gl.constexpr,
+    QSTAGES: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -83,14 +79,14 @@ def _consumer(
         if tile < total:
             row, q_begin, q_end, _k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
             first_row = q_begin + row + GROUP * 64
-            trips = k_len // BN
+            trips = (k_len + BN - 1) // BN
             for head in range(HEADS):
                 qs = qi % QSTAGES
                 mbarrier.wait(q_full.index(qs), (qi // QSTAGES) & 1)
                 qi += 1
                 o = gl.zeros([64, H], gl.float32, O_LAYOUT)
                 if (first_row < q_end) & (trips > 0):
-                    q = q_smem.index(GROUPS * qs + GROUP)
+                    q = q_smem.index(2 * qs + GROUP)
                     s0 = fill % STAGES
                     phase0 = (fill // STAGES) & 1
                     mbarrier.wait(k_full.index(s0), phase0)
@@ -139,10 +135,9 @@ def _consumer(
                     cols = gl.arange(0, H, layout=gl.SliceLayout(0, STORE))
                     at = (rows.to(gl.int64) * (HEADS * H))[:, None] + head * H + cols[None, :]
                     gl.store(out_ptr + at, gl.convert_layout(o.to(DTYPE), STORE), mask=(rows < q_end)[:, None])
-            if NORM:
-                mbarrier.wait(rows_free, (done & 1) ^ 1)  # the norm is through with the tile before this one
-                sync_threads()
-                mbarrier.arrive(rows_done, count=1)
+            mbarrier.wait(rows_free, (done & 1) ^ 1)  # the norm is through with the tile before this one
+            sync_threads()
+            mbarrier.arrive(rows_done, count=1)
             done += 1
 
 
@@ -205,15 +200,17 @@ def gdpa_norm_hopper_kernel(
     q_desc, k_desc, v_desc, h_ptr, y_ptr, residual_ptr, add_ptr, weight_ptr, bias_ptr, end_ptr, bounds_q,
     bounds_k, tile_sample, tile_row, num_tiles, scale, eps, residual_stride_t, add_stride_t,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    QSTAGES: gl.constexpr, GROUPS: gl.constexpr, FOLD: gl.constexpr, NORM: gl.constexpr, CENTER: gl.constexpr,
+    QSTAGES: gl.constexpr, FOLD: gl.constexpr, CENTER: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, HAS_ADD: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, FINISHER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * QSTAGES, 64, H], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, H], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, H], v_desc.layout)
+    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, H], DTYPE)
+    K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, H], DTYPE)
+    q_smem = gl.allocate_shared_memory(DTYPE, [2 * QSTAGES, 64, H], Q_LAYOUT)
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, H], K_LAYOUT)
+    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, H], K_LAYOUT)
     q_full = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
     q_free = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
@@ -224,65 +221,30 @@ def gdpa_norm_hopper_kernel(
     rows_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for s in gl.static_range(QSTAGES):
         mbarrier.init(q_full.index(s), count=1)
-        mbarrier.init(q_free.index(s), count=GROUPS)
+        mbarrier.init(q_free.index(s), count=2)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
-        mbarrier.init(k_free.index(s), count=GROUPS)
+        mbarrier.init(k_free.index(s), count=2)
         mbarrier.init(v_full.index(s), count=1)
-        mbarrier.init(v_free.index(s), count=GROUPS)
-    mbarrier.init(rows_done, count=GROUPS)
+        mbarrier.init(v_free.index(s), count=2)
+    mbarrier.init(rows_done, count=2)
     mbarrier.init(rows_free, count=1)
     fence_async_shared()
     total = gl.load(num_tiles)
-    gl.static_assert(not NORM or GROUPS == 2)
-    if NORM:
-        gl.warp_specialize(
-            [
-                (_consumer, (G(0), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
-                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM, GROUPS)),
-                (_consumer, (G(1), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
-                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM, GROUPS)),
-                (_finisher, (h_ptr, y_ptr, residual_ptr, add_ptr, weight_ptr, bias_ptr, end_ptr, eps, residual_stride_t,
-                             add_stride_t, bounds_q, bounds_k, tile_sample, tile_row, total, rows_done, rows_free,
-                             HEADS * H, CENTER, HAS_RESIDUAL, HAS_ADD, HAS_WEIGHT, HAS_BIAS, DTYPE)),
-                (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, H, BN, STAGES, QSTAGES, GROUPS)),
-            ],
-            [4, 4, 1], [CONSUMER_REGS, FINISHER_REGS, 24],
-        )  # fmt: skip
-    elif GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_consumer, (G(0), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
-                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM, GROUPS)),
-                (_consumer, (G(1), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
-                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM, GROUPS)),
-                (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, H, BN, STAGES, QSTAGES, GROUPS)),
-            ],
-            [4, 1], [CONSUMER_REGS, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (G(0), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
-                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM, GROUPS)),
-                (_consumer, (G(1), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
-                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM, GROUPS)),
-                (_consumer, (G(2), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
-                             rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, NORM, GROUPS)),
-                (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, H, BN, STAGES, QSTAGES, GROUPS)),
-            ],
-            [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, 24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consumer, (G(0), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
+                         rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD)),
+            (_consumer, (G(1), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
+                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
+                         rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD)),
+            (_finisher, (h_ptr, y_ptr, residual_ptr, add_ptr, weight_ptr, bias_ptr, end_ptr, eps, residual_stride_t,
+                         add_stride_t, bounds_q, bounds_k, tile_sample, tile_row, total, rows_done, rows_free,
+                         HEADS * H, CENTER, HAS_RESIDUAL, HAS_ADD, HAS_WEIGHT, HAS_BIAS, DTYPE)),
+            (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
+                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                         HEADS, H, BN, STAGES, QSTAGES)),
+        ],
+        [4, 4, 1], [CONSUMER_REGS, FINISHER_REGS, 24],
+    )  # fmt: skip

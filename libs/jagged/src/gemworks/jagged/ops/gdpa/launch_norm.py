@@ -55,7 +55,6 @@ class GluonNormConfig:
     resident_stages: int = 2
     registers: int = 192
     norm_registers: int = 96
-    groups: int = 2  # of consumers; three without a norm alone
 
 
 def gluon_refusal(p: Problem, config: GluonNormConfig) -> str | None:
@@ -68,8 +67,6 @@ def gluon_refusal(p: Problem, config: GluonNormConfig) -> str | None:
         return "gluon's norm takes heads of 128, as many of k as of q"
     if width != next_power_of_two(width) or not 256 <= width <= 1024:
         return f"gluon's norm takes rows of 256, 512 or 1024 columns, not {width}"
-    if not p.rows_k or p.rows_k % config.block:
-        return f"gluon's norm takes keys of one length that is a multiple of {config.block}, not {p.rows_k}"
     return None
 
 
@@ -93,32 +90,19 @@ def _hopper() -> Any:
     return quick(gdpa_norm_hopper_kernel)
 
 
-def gluon_forward(p: Problem, args: NormArgs | None, y: Tensor, h: Tensor, config: GluonNormConfig) -> None:
-    """Fills y and h; without `args` there is no norm, and h is the output of gdpa."""
+def gluon_forward(p: Problem, args: NormArgs, y: Tensor, h: Tensor, config: GluonNormConfig) -> None:
     from gemworks.jagged.ops.attention_core import launch_hopper
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    def descriptor(x: Tensor, rows: int) -> Any:
-        x = launch_hopper.aligned(x)
-        total, heads, width = x.shape
-        layout: Any = gl.NVMMASharedLayout.get_default_for([rows, width], launch_hopper._GL_DTYPES[x.dtype])
-        flat = x.as_strided((total, heads * width), (x.stride(0), 1))
-        return TensorDescriptor(flat, [total, heads * width], [x.stride(0), 1], [rows, width], layout)
-
-    sample, row, count = p.tiles(f"q{64 * config.groups}")
-    norm = NormArgs(None, None, None, None, 0.0, False) if args is None else args
-    others, strides = norm.tensors(p.q)
-    grid = launch_hopper._num_programs(p.q.device.index or 0)
-    _hopper()[(grid,)](
-        descriptor(p.q, 64), descriptor(p.k, config.block), descriptor(p.v, config.block), h, y, *others,
+    sample, row, count = p.tiles("q128")
+    others, strides = args.tensors(p.q)
+    q, k, v = (launch_hopper.streamable(x) for x in (p.q, p.k, p.v))
+    _hopper()[(launch_hopper._num_programs(q.device.index or 0),)](
+        launch_hopper.ragged(q, 64), *(launch_hopper.ragged(x, config.block) for x in (k, v)), h, y, *others,
         p.schedule.bounds[1, -1:], p.schedule.bounds[0], p.schedule.bounds[3], sample, row, count, p.rule.scale,
-        norm.eps, *strides,
-        ACT=p.rule.activation, HEADS=p.q.shape[1], H=p.q.shape[2], BN=config.block, STAGES=config.stages,
-        QSTAGES=config.resident_stages, GROUPS=config.groups,
-        FOLD=launch_hopper.folds(p.rule.activation, p.rule.scale, p.q.dtype),
-        CONSUMER_REGS=config.registers, FINISHER_REGS=config.norm_registers, NORM=args is not None, num_warps=4,
-        **norm.constants,
+        args.eps, *strides,
+        ACT=p.rule.activation, HEADS=q.shape[1], H=q.shape[2], BN=config.block, STAGES=config.stages,
+        QSTAGES=config.resident_stages, FOLD=launch_hopper.folds(p.rule.activation, p.rule.scale, q.dtype),
+        CONSUMER_REGS=config.registers, FINISHER_REGS=config.norm_registers, num_warps=4, **args.constants,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def _num_programs(device: torch.device, config: NormConfig) -> int:
 def _inner_rows(*tensors: Tensor | None) -> int:
     """1 if the rows of every tensor are evenly spaced; else the size of the second last dim, addressed on its own."""
     for x in tensors:
-        if x is not None and x.dim() > 2 and _even_stride(x) is None:
+        if x is not None and x.dim() > 2 and not x.is_contiguous() and _even_stride(x) is None:
             return x.shape[-2]
     return 1
 
@@ -53,6 +53,8 @@ def _even_stride(x: Tensor) -> int | None:
 
 def _rows(x: Tensor, inner: int) -> tuple[Tensor, int, int]:
     """x, copied only if its columns or outer dims can't be walked with two strides, and those strides."""
+    if inner == 1 and x.is_contiguous():
+        return x, x.shape[-1], 0
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         x = x.contiguous()
     if inner == 1:
@@ -81,8 +83,8 @@ def norm_forward(
     """(y, h) as `norm_reference`; h is empty without a residual."""
     width = x.shape[-1]
     config = config or norm_config(width)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    h = torch.empty(x.shape if residual is not None else (0,), dtype=x.dtype, device=x.device)
+    y = x.new_empty(x.shape)
+    h = x.new_empty(x.shape if residual is not None else 0)
     num_rows = x.numel() // width
     if num_rows == 0:
         return y, h
@@ -140,7 +142,7 @@ def norm_backward(
     width = h.shape[-1]
     has_affine = weight is not None or bias_dtype is not None
     config = config or norm_config(width, sums_columns=has_affine)
-    dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+    dx = h.new_empty(h.shape)
     num_rows = h.numel() // width
     num_tiles = _cdiv(num_rows, config.rows)
     num_programs = min(num_tiles, _num_programs(h.device, config)) if has_affine else num_tiles

@@ -88,7 +88,8 @@ def kronecker_compress(h: Tensor, z: Tensor, w: Tensor) -> Tensor:
             f"expected [B, R, D], [k, R, C], [k, D, E]"
         )
     terms, rows, tokens = z.shape
-    z_mixed = z.permute(0, 2, 1).reshape(terms * tokens, rows)  # [k C, R]
-    mixed = torch.matmul(z_mixed, h).view(h.shape[0], terms, tokens, h.shape[2])  # [B, k, C, D]
-    flat = mixed.transpose(1, 2).reshape(h.shape[0] * tokens, terms * h.shape[2])  # [B C, k D]
+    # A batched product with a stride-0 weight, tokens outside: neither h nor what comes of it is transposed in memory.
+    z_mixed = z.permute(2, 0, 1).reshape(tokens * terms, rows)  # [C k, R]
+    mixed = torch.bmm(z_mixed.expand(h.shape[0], -1, -1), h)  # [B, C k, D]
+    flat = mixed.view(h.shape[0] * tokens, terms * h.shape[2])  # [B C, k D]
     return torch.matmul(flat, w.reshape(terms * w.shape[1], w.shape[2])).view(h.shape[0], tokens, w.shape[2])

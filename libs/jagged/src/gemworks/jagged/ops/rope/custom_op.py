@@ -110,13 +110,12 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 norm_rope_op.register_autograd(_backward, setup_context=_save)
 
 
-def runs_in_one_pass(x: Tensor, *, norm: bool) -> bool:
+def runs_in_one_pass(x: Tensor) -> bool:
     """Whether x goes through the op, which has a kernel on CUDA; else the formulas run in PyTorch.
 
-    A compiler fuses a rotation alone well, but not a norm with it.
+    For a compiler too, which could fuse a rotation with its neighbours: see decision 0330.
     """
-    on_gpu = x.device.type == "cuda" and x.dtype != torch.float64
-    return on_gpu and (norm or not torch.compiler.is_compiling())
+    return x.device.type == "cuda" and x.dtype != torch.float64
 
 
 def _uses_triton(x: Tensor) -> bool:

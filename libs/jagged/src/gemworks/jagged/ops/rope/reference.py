@@ -156,7 +156,7 @@ def apply_rope(x_TNH: Tensor, tables: RopeTables) -> Tensor:
     >>> apply_rope(x, Rope().tables(offsets, 2, total=2))[0].tolist()  # position 0 does not turn
     [[1.0, 1.0]]
     """
-    if runs_in_one_pass(x_TNH, norm=False):
+    if runs_in_one_pass(x_TNH):
         return norm_rope_op(x_TNH, tables.cos_TJ, tables.sin_TJ, None, None)
     dtype = x_TNH.dtype
     x = x_TNH.to(compute_dtype(dtype))

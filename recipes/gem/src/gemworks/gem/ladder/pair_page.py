@@ -1,0 +1,65 @@
+"""The page's section on several GPUs, from `ladder_h200x2.csv`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gemworks.gem.ladder.pair import COLLECTIVES, RUNGS
+
+Row = dict[str, str]
+# What a row changes, it changes in this one; FP8 gathers in the row with the same linears.
+COMPARED_WITH = {"fp8_gather": "fp8_linears"}
+BASE = "fsdp"
+ALONE = ("one_gpu", "one_gpu_global")
+
+
+def latest_in_order(rows: Sequence[Row]) -> list[Row]:
+    """The last measurement of each row and batch, as the ladder has them."""
+    names = [rung.name for rung in RUNGS]
+    last = {(row["row"], row["batch"], row["num_gpus"]): row for row in rows if row["row"] in names}
+    return sorted(
+        last.values(), key=lambda row: (int(row["batch"]) // max(int(row["num_gpus"]), 1), names.index(row["row"]))
+    )
+
+
+def pair_table(rows: Sequence[Row]) -> str:
+    """A Markdown table of one ladder's rows, and one of the exposed time per collective."""
+    lines = [
+        "| row | is | GPUs | batch | samples/s | step ms | E2E MFU | Scaling Ratio | loss against one GPU "
+        "| communication ms | exposed ms | peak GiB |",
+        "|---" * 12 + "|",
+    ]
+    for row in rows:
+        cells = [
+            row["row"], row["added"], row["num_gpus"], row["batch"], row["samples_per_s"] or row["note"],
+            row["step_ms"], _percent(row["step_mfu"], 1), row["scaling_ratio"], _percent(row["loss_vs_one_gpu"], 2),
+            row["communication_ms"], row["exposed_ms"], row["peak_gib"],
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    traced = [row for row in rows if row["exposed_ms"]]
+    if traced:
+        used = [name for name in COLLECTIVES if any(float(row[f"exposed_{name}_ms"]) for row in traced)]
+        lines += ["", "Exposed ms of a step per collective (its kernels run and nothing else does):", ""]
+        lines += ["| row | batch | " + " | ".join(used) + " |", "|---" * (len(used) + 2) + "|"]
+        for row in traced:
+            cells = [f"{float(row[f'exposed_{name}_ms']):.2f}" for name in used]
+            lines.append(f"| {row['row']} | {row['batch']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def pair_takeaways(rows: Sequence[Row]) -> str:
+    """What each row gained or lost against the one that it changes one thing in."""
+    measured = {(row["row"], row["batch"]): row for row in rows if row["step_ms"]}
+    said: list[str] = []
+    for (name, batch), row in measured.items():
+        base = measured.get((COMPARED_WITH.get(name, BASE), batch))
+        if name in ALONE or base is None or base is row:
+            continue
+        ratio = float(row["samples_per_s"]) / float(base["samples_per_s"])
+        word = "nearly flat in this run" if abs(ratio - 1) < 0.02 else ("gains" if ratio > 1 else "loses")
+        said.append(f"- `{name}` over `{base['row']}`, batch {batch}: x{ratio:.3f} samples/s, {word}.")
+    return "\n".join(said) + "\n"
+
+
+def _percent(text: str, digits: int) -> str:
+    return f"{100 * float(text):.{digits}f} %" if text else ""

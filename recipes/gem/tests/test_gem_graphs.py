@@ -1,0 +1,199 @@
+"""The dense part by graphs: padding to buckets changes neither loss nor gradients, and a graph replays what ran."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+from gemworks.gem.config import EventConfig, GemConfig
+from gemworks.gem.data import open_source
+from gemworks.gem.graphs import GraphedStep, bucket_rows, num_padding_samples
+from gemworks.gem.ladder.step import ReadyBatches, read_batches
+from gemworks.gem.model import Gem
+from gemworks.gem.presets import get_preset, load_config
+from gemworks.gem.random_batch import random_batch
+from gemworks.gem.schema import Batch, EventType, IdFeature, Schema
+from gemworks.gem.trainer import Trainer
+from gemworks.gem.typed_config import ConfigError
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+pytestmark = pytest.mark.reference
+CPU = torch.device("cpu")
+ITEM = IdFeature(name="item", num_ids=40, table="item")
+SCHEMA = Schema(
+    ids=(IdFeature(name="user", num_ids=50, table="user"), ITEM),
+    dense_names=("age", "rate"),
+    events=(EventType(name="click", ids=(ITEM,), float_names=("price",)), EventType(name="view", ids=(ITEM,))),
+    tasks=("click",),
+)
+VARIANTS: dict[str, dict] = {
+    "block": {},
+    "full": {"attention": "full"},
+    "buckets": {"time_encoding": "buckets", "pooling": "gdpa"},
+    "events": {"events": {"view": EventConfig(dim=128, num_heads=2, attention="full")}},
+}
+# totals that fill a bucket, nearly fill it, and a batch without events
+LENGTHS: dict[str, dict[str, Sequence[int]]] = {
+    "full bucket": {"click": [32] * 8, "view": [0, 64, 0, 64, 1, 63, 32, 32]},
+    "ragged": {"click": [0, 1, 50, 33, 64, 12, 5, 0], "view": [3, 65 - 3, 0, 11, 1, 0, 31, 0]},
+    "no events": {"click": [0] * 8, "view": [0] * 8},
+}
+
+
+def loss_of(logits_BK: Tensor, labels_BK: Tensor) -> Tensor:
+    return binary_cross_entropy_with_logits(logits_BK, labels_BK)
+
+
+def small(variant: str) -> GemConfig:
+    config = get_preset("tiny").with_model(**VARIANTS[variant]).with_data(batch_size=8, max_length=64)
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, cuda_graphs=True))
+
+
+def plain(config: GemConfig, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Gem(SCHEMA, config)
+    logits_BK = model(batch)
+    loss = loss_of(logits_BK, batch.labels_BK) * 0.5
+    loss.backward()
+    return logits_BK.detach(), loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def graphed(config: GemConfig, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Gem(SCHEMA, config)
+    step = GraphedStep(model, config, loss_of, CPU)
+    assert step.takes(batch)
+    logits_BK, loss, backward = step(batch, 0.5)
+    backward()
+    assert all(p.grad is None or p.grad.stride() == p.stride() for p in step.parameters)
+    return logits_BK, loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padding_to_a_bucket_changes_nothing(variant: str, lengths: str):
+    config, batch = small(variant), random_batch(SCHEMA, LENGTHS[lengths])
+    logits_BK, loss, gradients = plain(config, batch)
+    own_logits_BK, own_loss, own = graphed(config, batch)
+    torch.testing.assert_close(own_logits_BK, logits_BK, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(own_loss, loss, rtol=1e-5, atol=1e-6)
+    assert own.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        bound = 1e-5 * float(gradient.abs().max()) + 1e-9
+        torch.testing.assert_close(own[name], gradient, rtol=1e-4, atol=bound, msg=name)
+
+
+def test_what_a_bucket_held_before_does_not_stay():
+    """A long batch, then a short one of the same bucket: the rows of the first must not be seen."""
+    config = small("block")
+    rows = bucket_rows(config)
+    long = random_batch(SCHEMA, {"click": [rows // 8] * 8, "view": [rows // 8] * 8}, seed=1)
+    short = random_batch(SCHEMA, {"click": [1] * 8, "view": [2] * 8}, seed=2)
+    torch.manual_seed(0)
+    step = GraphedStep(Gem(SCHEMA, config), config, loss_of, CPU)
+    step(long, 1.0)[2]()
+    for p in step.model.parameters():
+        p.grad = None
+    _, loss, backward = step(short, 0.5)
+    backward()
+    assert step.num_graphs == 1
+    _, wanted_loss, wanted = plain(config, short)
+    torch.testing.assert_close(loss, wanted_loss)
+    for name, p in step.model.named_parameters():
+        if p.grad is not None:
+            bound = 1e-5 * float(wanted[name].abs().max()) + 1e-9
+            torch.testing.assert_close(p.grad, wanted[name], rtol=1e-4, atol=bound, msg=name)
+
+
+def test_a_larger_bucket_lets_the_smaller_ones_go():
+    config = small("block")
+    step = GraphedStep(Gem(SCHEMA, config), config, loss_of, CPU)
+    batches = [random_batch(SCHEMA, {"click": [n] * 8, "view": [1] * 8}) for n in (20, 64, 20, 40)]
+    counts = []
+    for batch in batches:
+        step.prepare(batch)
+        counts.append(step.num_graphs)
+    assert counts == [1, 1, 2, 3]
+
+
+def test_another_number_of_samples_is_not_taken():
+    config = small("block")
+    step = GraphedStep(Gem(SCHEMA, config), config, loss_of, CPU)
+    assert not step.takes(random_batch(SCHEMA, {"click": [1] * 7, "view": [1] * 7}))
+
+
+def test_too_many_buckets_are_said_once_they_are_reached(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gemworks.gem.graphs.MAX_GRAPHS", 1)
+    config = small("block")
+    step = GraphedStep(Gem(SCHEMA, config), config, loss_of, CPU)
+    one = random_batch(SCHEMA, {"click": [1] * 8, "view": [1] * 8})
+    step.prepare(one)
+    assert step.takes(one)
+    with pytest.warns(UserWarning, match="more than 1 buckets"):
+        assert not step.takes(random_batch(SCHEMA, {"click": [64] * 8, "view": [1] * 8}))
+
+
+@pytest.mark.parametrize("preset", ["tiny", "small", "base", "large"])
+def test_padding_always_fits_its_samples(preset: str):
+    config = get_preset(preset)
+    assert bucket_rows(config) - 1 <= num_padding_samples(config) * config.data.max_length
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_training_takes_the_same_path(accumulate: int):
+    """Whole steps, optimizers and tables included, with a last batch that is smaller."""
+    losses = {}
+    for graphs in (False, True):
+        config = load_config(
+            "tiny",
+            sets=[
+                "data.batch_size=16", "data.num_samples=104", f"train.accumulate={accumulate}",
+                f"train.cuda_graphs={str(graphs).lower()}",
+            ],
+        )  # fmt: skip
+        source = open_source(config.data)
+        trainer = Trainer(config, source, CPU)
+        trainer.loader = ReadyBatches(read_batches(config, source, 7, pin=False))  # pyright: ignore[reportAttributeAccessIssue]
+        losses[graphs] = [trainer.take_row().loss for _ in trainer.steps()]
+        assert (trainer._graphs is not None and trainer._graphs.num_graphs > 0) == graphs
+    assert len(losses[True]) > 2
+    assert losses[True] == pytest.approx(losses[False], rel=1e-4)
+    assert losses[True][0] != losses[True][-1]
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [["model.dropout=0.1"], ["kernels.linears_stochastic=true"], ["kernels.activations=offload"]],
+)
+def test_what_a_graph_would_freeze_is_refused(sets: list[str]):
+    with pytest.raises(ConfigError, match="which a graph would not draw or move anew"):
+        load_config("tiny", sets=["train.cuda_graphs=true", *sets])
+
+
+def test_a_host_that_looks_one_step_late_sees_the_same(monkeypatch: pytest.MonkeyPatch):
+    """The fused optimizer decides on the device whether a step counts: rows, notes and weights are those of a host
+    that decides at once, with a step in the middle that is not finite."""
+    seen = {}
+    for fused in (False, True):
+        monkeypatch.setattr("gemworks.gem.optim._takes_fused", lambda parameters, fused=fused: fused)
+        config = load_config("tiny", sets=["data.batch_size=16", "train.max_steps=7"])
+        source = open_source(config.data)
+        trainer = Trainer(config, source, CPU)
+        batches = read_batches(config, source, 7, pin=False)
+        batches[3].dense_BC[2, 0] = float("nan")
+        trainer.loader = ReadyBatches(batches)  # pyright: ignore[reportAttributeAccessIssue]
+        assert trainer.optimizers.skips_on_device == fused
+        late = []
+        for step in trainer.steps():
+            late.append(trainer._launched is not None)
+            if step in (2, 5):
+                trainer.take_row()
+        assert late == [fused and step < 7 for step in range(1, 8)]
+        notes = [(note.kind, note.step) for note in trainer.take_notes()]
+        row = trainer.take_row()
+        weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+        seen[fused] = notes, row.loss, row.ne, row.num_skipped, row.grad_norm, weights
+    assert seen[True][0] == seen[False][0] == [("skipped", 4)]
+    assert seen[True][1:5] == pytest.approx(seen[False][1:5], rel=1e-4)
+    torch.testing.assert_close(seen[True][5], seen[False][5], rtol=1e-3, atol=1e-4)
