@@ -20,6 +20,7 @@ from gemworks.precision import te_backend
 from gemworks.precision.backends import choose, device_spec, shape_rule
 from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
 from gemworks.precision.gemms import gemm
+from gemworks.precision.hopper import HopperLinear, Plan, fits, plan_of
 from gemworks.precision.mxtensor import MXTensor, padded_rows
 from gemworks.precision.recipe import GemmKind, GemmRecipe, Recipe, Save, recipe
 from gemworks.precision.rng import Stochastic
@@ -387,6 +388,16 @@ def _runs_eagerly(x: Tensor, weight: Tensor) -> bool:
     )
 
 
+@lru_cache(maxsize=256)
+def _plan_of(
+    text: str, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, k: int, n: int
+) -> Plan | None:
+    """What `hopper` makes of a layer; None elsewhere."""
+    if device.type != "cuda" or device_spec(device).capability != 90:
+        return None
+    return plan_of(recipe_of(text), dtype, weight_dtype, k, n)
+
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -449,12 +460,19 @@ def linear_with_counts(
     save = torch.is_grad_enabled() and weight.requires_grad
     x_MK = x if x.dim() == 2 else x.reshape(-1, k)
     with torch.autocast(x.device.type, enabled=False) if autocast else nullcontext():
-        if _runs_eagerly(x, weight):
-            y, counts = _EagerLinear.apply(x_MK, weight, bias, chosen, step, save, out_dtype)  # pyright: ignore[reportGeneralTypeIssues]
-            counts = no_counts(x.device) if counts is None else counts
-        else:
+        if not _runs_eagerly(x, weight):
             y, _, _, counts = torch.ops.gemworks_precision.linear(
                 x_MK, weight, bias, chosen.text, step, save, out_dtype
             )
+        elif (
+            (plan := _plan_of(chosen.text, x.device, out_dtype, weight.dtype, k, n)) is not None
+            and fits(x_MK)
+            and weight.is_contiguous()
+            and weight.data_ptr() % 16 == 0
+        ):
+            y, counts = HopperLinear.apply(x_MK, weight, bias, plan, save, out_dtype), no_counts(x.device)
+        else:
+            y, counts = _EagerLinear.apply(x_MK, weight, bias, chosen, step, save, out_dtype)  # pyright: ignore[reportGeneralTypeIssues]
+            counts = no_counts(x.device) if counts is None else counts
     # FSDP2 warns about views, so a matrix is handed back as it is.
     return (y if x.dim() == 2 else y.reshape(*x.shape[:-1], n)), counts

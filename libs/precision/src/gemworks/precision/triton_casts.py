@@ -159,11 +159,16 @@ class TilePlanes:
     scales_t: Tensor
     inexact: Tensor
 
-    def arguments(self, directions: int) -> tuple[Tensor, ...]:
-        """In the order of the kernels, codes as the words that they store."""
-        codes = self.codes.view(torch.int32) if directions & ALONG_ROWS else self.codes
-        codes_t = self.codes_t.view(torch.int64) if directions & ALONG_COLUMNS else self.codes_t
-        return codes, self.scales, codes_t, self.scales_t, self.inexact
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order of the kernels, which take them as `tile_words`."""
+        return self.codes, self.scales, self.codes_t, self.scales_t, self.inexact
+
+
+def tile_words(directions: int) -> tuple[torch.dtype | None, ...]:
+    """The words in which tile kernels store codes, row codes and column codes."""
+    rows = torch.int32 if directions & ALONG_ROWS else None
+    return rows, None, torch.int64 if directions & ALONG_COLUMNS else None
 
 
 def tile_planes(x: Tensor, spec: CastSpec, block: int, directions: int) -> TilePlanes:
@@ -233,8 +238,8 @@ def cast_tiles(x: Tensor, spec: CastSpec, block: int, written: TilePlanes, direc
         cast_tile_kernel,
         grid,
         (
-            x.view(torch.int32) if packed else x,
-            *written.arguments(directions),
+            x,
+            *written.tensors,
             padded_rows(num_rows),
             num_columns,
             stride,
@@ -245,6 +250,7 @@ def cast_tiles(x: Tensor, spec: CastSpec, block: int, written: TilePlanes, direc
         setup.options,
         # What the kernel writes is new, so aligned; `fits_tiles` leaves sizes of one kind.
         (setup, packed or x.dtype, stride % 16 == 0, x.data_ptr() % 16 == 0),
+        (torch.int32 if packed else None, *tile_words(directions)),
     )
 
 
