@@ -8,13 +8,13 @@ pytestmark = pytest.mark.reference
 
 
 class Compiled:
-    packed_metadata = ()
+    packed_metadata, function = (), None
 
     def __init__(self, log, name):
         self.log, self.name = log, name
 
-    def __getitem__(self, grid):
-        return lambda *arguments: self.log.append((self.name, grid, arguments))
+    def run(self, x, y, z, stream, function, metadata, _launch, _enter, _exit, *arguments):
+        self.log.append((self.name, (x, y, z), stream, arguments))
 
 
 class Kernel:
@@ -33,7 +33,7 @@ class Kernel:
         return run
 
 
-class OnDevice:
+class OnDevice(torch.Tensor):
     """A tensor that says it is on a GPU."""
 
     device = torch.device("cuda", 0)
@@ -41,20 +41,28 @@ class OnDevice:
 
 @pytest.fixture
 def on_device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77 + index, raising=False)
     monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(torch.cuda, "device", lambda _: __import__("contextlib").nullcontext())
-    return OnDevice()
+    return torch.zeros(4, dtype=torch.uint8).as_subclass(OnDevice)
 
 
 def test_the_second_launch_takes_constants_in_the_kernels_order(on_device):
     kernel = Kernel()
     for size in (32, 64):
         launch.launch(kernel, (4, 1, 1), (on_device, size), {"FLAG": True, "SCALE": 7}, {"num_warps": 4})
-    (how, *_), (again, grid, arguments) = kernel.log
+    (how, *_), (again, grid, stream, arguments) = kernel.log
     assert (how, again) == ("looked up", 7)
     assert grid == (4, 1, 1)
-    assert arguments == (on_device, 64, 7, True)
+    assert stream == 77
+    assert arguments == (on_device.data_ptr(), 64, 7, True)
+
+
+def test_the_first_launch_takes_words(on_device):
+    kernel = Kernel()
+    launch.launch(kernel, (1, 1, 1), (on_device, 32), {"FLAG": True, "SCALE": 7}, {}, ("a",), (torch.int32,))
+    assert kernel.log[0][2][0].dtype is torch.int32
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,10 @@ def check(shape, kind, name, residual=True, weight_dtype=torch.bfloat16, eps=1e-
     return ours.inexact
 
 
-@pytest.mark.parametrize(("name", "one_grid"), [("rms", False), ("layer", False), ("rms", True), ("layer", True)])
-def test_rows_read_at_once_and_in_pieces(name, one_grid, monkeypatch):
+@pytest.mark.parametrize("name", ["rms", "layer"])
+def test_rows_read_at_once_and_in_pieces(name, monkeypatch):
     """Ragged rows and columns, a bias that must not leak into blocks past the last row; one turn, and several."""
-    monkeypatch.setattr(norm, "ONE_GRID", one_grid)
-    check((48, 80), GemmKind.MXFP8, name)
+    check((49, 80), GemmKind.MXFP8, name)
     check((16, 64), GemmKind.MXFP8, name, residual=False, weight_dtype=torch.float32)
     monkeypatch.setattr(norm, "norm_sum_tile", lambda *_: (32, 64))
     monkeypatch.setattr(norm, "norm_turn", lambda *_: 1)

@@ -88,7 +88,7 @@ def _activation_tiles(x: Tensor, spec: CastSpec, activation: str, columns: bool,
     from gemworks.precision.kernel_activation import ACTIVATIONS as CODES
     from gemworks.precision.kernel_activation import activation_tile_kernel
     from gemworks.precision.launch import launch
-    from gemworks.precision.triton_casts import planes_of, tile_planes, tile_setup
+    from gemworks.precision.triton_casts import planes_of, tile_planes, tile_setup, tile_words
 
     num_rows, num_columns = x.shape
     y = torch.empty_like(x) if return_y else x
@@ -102,9 +102,9 @@ def _activation_tiles(x: Tensor, spec: CastSpec, activation: str, columns: bool,
         activation_tile_kernel,
         grid,
         (
-            x.view(torch.int32),
-            y.view(torch.int32),
-            *written.arguments(directions),
+            x,
+            y,
+            *written.tensors,
             padded_rows(num_rows),
             num_columns,
             column_tiles,
@@ -112,6 +112,8 @@ def _activation_tiles(x: Tensor, spec: CastSpec, activation: str, columns: bool,
         ),
         setup.constants,
         setup.options,
+        None,
+        (torch.int32, torch.int32, *tile_words(directions)),
     )
     planes = planes_of(x, spec, spec.block, written, directions)
     return ActivationCast(planes[0], planes[1] if columns else None, y if return_y else None, written.inexact)

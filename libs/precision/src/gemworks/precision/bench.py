@@ -97,9 +97,6 @@ def bench_norms(bench: Bench) -> None:
                 return cast_both(nn.functional.rms_norm(x + r, w.shape, w, 1e-6), s)
 
             time_bytes(bench, "norm_cast", (m, k), kind.value, "gemworks", fused, num_bytes)
-            norm.ONE_GRID = True
-            time_bytes(bench, "norm_cast", (m, k), kind.value, "gemworks_one_grid", fused, num_bytes)
-            norm.ONE_GRID = False
             time_bytes(bench, "norm_cast", (m, k), kind.value, "unfused", parts, num_bytes)
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
-from gemworks.precision import norm as norm_module
+from gemworks.precision import linear as linear_module
 from gemworks.precision.activation import ACTIVATIONS, activation_cast
 from gemworks.precision.attention import head_plane
 from gemworks.precision.backends import PrecisionCostWarning
@@ -201,17 +201,7 @@ def check_large(device: torch.device) -> None:
 
 
 def check_norm(device: torch.device) -> None:
-    """Planes of the fused norm are those of its own y, and y is that of the reference to bf16 rounding; as two kernels
-    and as one grid."""
-    for one_grid in (False, True):
-        norm_module.ONE_GRID = one_grid
-        try:
-            _check_norm(device)
-        finally:
-            norm_module.ONE_GRID = False
-
-
-def _check_norm(device: torch.device) -> None:
+    """Planes of the fused norm are those of its own y, and y is that of the reference to bf16 rounding."""
     # The general kernel, a row in one tile, rows of several tiles.
     runs = [((300, 520), "rms", kind) for kind in KINDS] + [((304, 528), "rms", kind) for kind in KINDS]
     runs += [((304, 528), "layer", kind) for kind in (GemmKind.MXFP8, GemmKind.FP8_BLOCK128)]
@@ -400,6 +390,44 @@ def check_linear(device: torch.device) -> None:
                     raise AssertionError(f"{kind} {settings} {name}: {noise:.1f} dB, expected at least {gate}")
 
 
+def check_ways(device: torch.device) -> None:
+    """The short way of an eager layer on Hopper gives the bits of the general one: y, dx, dw, with bf16 and fp32
+    weights, and with rows enough for the weight gradient to be split."""
+    settings: list[tuple[str, dict[str, str | bool]]] = [
+        ("fp8_block128", {}),
+        ("fp8_block128", {"save": "both"}),
+        ("fp8_block128", {"square_inputs": True}),
+        ("fp8_square128", {}),
+        ("fp8_wgrad_bf16", {}),
+    ]
+    short = linear_module._plan_of
+    for m, k, n, dtype in ((515, 1024, 384, torch.float32), (65536, 256, 384, torch.bfloat16)):
+        if device.type != "cuda" and m > 1000:
+            continue
+        for name, changes in settings:
+            results = []
+            for way in (short, lambda *_: None):
+                generator = torch.Generator(device).manual_seed(8)
+                x = torch.randn(m, k, device=device, generator=generator).bfloat16().requires_grad_()
+                w = (torch.randn(n, k, device=device, generator=generator) / 32).to(dtype).requires_grad_()
+                dy = torch.randn(m, n, device=device, generator=generator).bfloat16()
+                linear_module._plan_of = way
+                try:
+                    y = mx_linear(x, w, None, recipe(name, **changes))
+                finally:
+                    linear_module._plan_of = short
+                y.backward(dy)
+                results.append((y.detach(), x.grad, w.grad))
+            for what, ours, expected in zip(("y", "dx", "dw"), *results, strict=True):
+                assert ours is not None
+                assert expected is not None
+                if ours.dtype is not expected.dtype or not torch.equal(ours, expected):
+                    count = (ours != expected).sum().item()
+                    raise AssertionError(
+                        f"{name} {changes} {(m, k, n)} {what}: {count} elements differ between two ways"
+                    )
+
+
 def check_transformer_engine(device: torch.device) -> None:
     """Transformer Engine's block scaling against ours: the same blocks, powers of two and products, so y, dx and dw
     agree far better than either does with exact products. Needs transformer_engine and a Hopper GPU."""
@@ -437,6 +465,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     "gemm:exact": check_exact_products,
     "gemm:pieces": check_pieces,
     "linear": check_linear,
+    "linear:ways": check_ways,
     "cast:large": check_large,
 }
 NEED_GPU = ("cast:large",)

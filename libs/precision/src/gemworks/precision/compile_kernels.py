@@ -30,7 +30,7 @@ def tile_variants() -> Iterator[Variant]:
     """The tile kernels on bf16."""
     from gemworks.precision.kernel_activation import activation_tile_kernel
     from gemworks.precision.kernel_common import FORMATS, MODES
-    from gemworks.precision.kernel_norm_tile import norm_apply_kernel, norm_cast_kernel
+    from gemworks.precision.kernel_norm_tile import norm_cast_kernel
     from gemworks.precision.kernel_tile import cast_tile_kernel
     from gemworks.precision.tiles import fused_tile_config, norm_sum_tile, tile_config
 
@@ -61,10 +61,6 @@ def tile_variants() -> Iterator[Variant]:
         constants = {**base, **norms, "R8": config.rows // 8, "C": config.columns, "B": block, "REGROUP": regroup}
         types = argument_types(norm_cast_kernel, pointers, constants)
         yield "norm_tile", kind, norm_cast_kernel, types, constants, config.num_warps, limit
-        first = {"HAS_RESIDUAL", "ROWS", "STEPS", "WIDTH"}
-        constants = {name: value for name, value in constants.items() if name not in first}
-        types = argument_types(norm_apply_kernel, pointers, constants)
-        yield "norm_apply", kind, norm_apply_kernel, types, constants, config.num_warps, limit
     from gemworks.precision.kernel_norm_backward import norm_backward_kernel
 
     constants = {"SUBTRACT_MEAN": False, "HAS_BIAS": False, "ADD": True, "ROWS": 2, "C": 1024}
@@ -72,12 +68,19 @@ def tile_variants() -> Iterator[Variant]:
     backward |= dict.fromkeys(("mean_ptr", "rstd_ptr", "d_weight_ptr", "d_bias_ptr"), "*fp32")
     types = argument_types(norm_backward_kernel, backward, constants)
     yield "norm_backward", "1024", norm_backward_kernel, types, constants, 8, None
-    from gemworks.precision.kernel_square import cast_squares_kernel
+    from gemworks.precision.kernel_square import cast_squares_kernel, cast_weight_kernel
     from gemworks.precision.triton_squares import SQUARES_WARPS
 
     squares = {**pointers, "square_ptr": "*fp32"}
     types = argument_types(cast_squares_kernel, squares, base)
     yield "cast_squares", "block128", cast_squares_kernel, types, base, SQUARES_WARPS, None
+    weights = {name: value for name, value in base.items() if name != "RAGGED"} | {"DIRECTIONS": 3}
+    for name, packed in (("bf16", True), ("fp32", False)):
+        constants = {**weights, "PACKED": packed}
+        types = argument_types(
+            cast_weight_kernel, {**squares, "w_ptr": "*i32" if packed else "*fp32", "square_t_ptr": "*fp32"}, constants
+        )
+        yield "cast_weight", name, cast_weight_kernel, types, constants, SQUARES_WARPS, None
 
 
 def variants() -> Iterator[Variant]:
@@ -120,6 +123,7 @@ def general_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str
     from gemworks.precision import kernel_cast as kc
     from gemworks.precision.kernel_common import FORMATS, MODES
     from gemworks.precision.kernel_project import project_kernel
+    from gemworks.precision.kernel_transpose import transpose_kernel
     from gemworks.precision.projection import BLOCK_FEATURES, BLOCK_ROWS, GROUP
     from gemworks.precision.triton_casts import both_config, rows_config
 
@@ -210,6 +214,9 @@ def general_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str
     arguments = types(project_kernel, {**halves, "codes_ptr": u8, "scales_ptr": u8}, constants)
     yield "project", "", project_kernel, arguments, constants, 8
     yield from head_tile_variants()
+    constants = {"SIZE": 128}
+    arguments = types(transpose_kernel, {"x_ptr": u8, "out_ptr": u8}, constants)
+    yield "transpose", "", transpose_kernel, arguments, constants, 8
     constants = {"ROWS": 256, "COLUMNS": 8}
     arguments = types(kc.wide_scales_kernel, {"scales_ptr": u8, "out_ptr": "*fp32"}, constants)
     yield "wide_scales", "", kc.wide_scales_kernel, arguments, constants, 4

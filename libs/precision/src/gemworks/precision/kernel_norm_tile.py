@@ -1,8 +1,8 @@
 # Triton's language is typed by its own compiler, not by Python's: pyright is quiet in this file.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportAssignmentType=false, reportOptionalMemberAccess=false
-"""Residual + norm + cast of bf16: the sum and each row's statistics, then tiles of the sum; as two kernels, or as one
-grid that reads the sum back from cache.
+"""Residual + norm + cast of bf16: the sum and each row's statistics, and tiles of the sum, in one grid that reads the
+sum back from cache.
 
 Tiles are held as in `kernel_words`: a tuple of eight rows modulo 8, each two int32 `[R8, C4]` of bf16 pairs.
 """
@@ -205,107 +205,6 @@ def apply_tile(
         REGROUP,
         DIRECTIONS,
         True,
-        HARDWARE,
-    )
-
-
-@triton.jit
-def norm_sum_kernel(
-    x_ptr,
-    residual_ptr,
-    sum_ptr,
-    mean_ptr,
-    rstd_ptr,
-    num_rows,
-    num_columns,
-    eps,
-    HAS_RESIDUAL: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """The first of two passes: a program a share of rows."""
-    first_row = tl.program_id(0).to(tl.int64) * ROWS
-    sum_rows(
-        x_ptr,
-        residual_ptr,
-        sum_ptr,
-        mean_ptr,
-        rstd_ptr,
-        first_row,
-        num_rows,
-        num_columns,
-        eps,
-        HAS_RESIDUAL,
-        SUBTRACT_MEAN,
-        ROWS,
-        WIDTH,
-        HARDWARE,
-    )
-
-
-# Else widths of 16 tiles and lucky numbers of rows are other kernels.
-@triton.jit(do_not_specialize=["num_column_tiles", "real_rows"])
-def norm_apply_kernel(
-    sum_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    codes_ptr,
-    scales_ptr,
-    codes_t_ptr,
-    scales_t_ptr,
-    inexact_ptr,
-    num_rows,
-    num_columns,
-    num_column_tiles,
-    real_rows,
-    HAS_BIAS: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    WRITE_Y: tl.constexpr,
-    DIRECTIONS: tl.constexpr,
-    R8: tl.constexpr,
-    C: tl.constexpr,
-    B: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MODE: tl.constexpr,
-    REGROUP: tl.constexpr,
-    RAGGED: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """The second of two passes: a program a tile of the sum."""
-    tile = tl.program_id(0)
-    apply_tile(
-        sum_ptr,
-        weight_ptr,
-        bias_ptr,
-        y_ptr,
-        mean_ptr,
-        rstd_ptr,
-        codes_ptr,
-        scales_ptr,
-        codes_t_ptr,
-        scales_t_ptr,
-        inexact_ptr,
-        (tile // num_column_tiles).to(tl.int64) * (R8 * 8),
-        (tile % num_column_tiles) * C,
-        num_rows,
-        num_columns,
-        real_rows,
-        HAS_BIAS,
-        SUBTRACT_MEAN,
-        WRITE_Y,
-        DIRECTIONS,
-        R8,
-        C,
-        B,
-        FORMAT,
-        MODE,
-        REGROUP,
-        RAGGED,
         HARDWARE,
     )
 

@@ -222,8 +222,8 @@ def merged_words(
 
 @triton.jit
 def spread_row(v, R8: tl.constexpr, G: tl.constexpr, B: tl.constexpr, REGROUP: tl.constexpr):
-    """A value of each block, `[R8, G]` or `[R8, G / 4]`, for every word of it. In the steps of the reductions,
-    backwards: in one step the compiler would exchange values between threads."""
+    """A value of each block, `[R8, G]` or `[R8, G / 4]`, for every word of it. In the reductions' steps, backwards:
+    in one step the compiler would exchange values between threads."""
     if REGROUP:
         v = spread_last(v, R8, G // 4, 4)
     return spread_last(v, R8, G, B // 4)

@@ -16,6 +16,7 @@ from gemworks.precision.kernel_tile import load_tile, wide_value
 from gemworks.precision.kernel_words import (
     half_factor,
     high_half,
+    largest,
     largest_halves,
     low_half,
     pack4,
@@ -60,6 +61,49 @@ def square_words(xs, byte, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
             word = pack4(v0, v1, v2, v3, FORMAT, False)
             words = words + (tl.where(byte == 255, nan_code_of(FORMAT) * 0x01010101, word),)  # noqa: RUF005
     return words
+
+
+@triton.jit
+def store_codes(
+    words,
+    codes_ptr,
+    codes_t_ptr,
+    first_row,
+    first_column,
+    num_rows,
+    num_columns,
+    DIRECTIONS: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Words of 128 x 128 codes into int32 `[M, K / 4]` (DIRECTIONS & 1) and, transposed, int64 `[K, M / 8]` (2)."""
+    R8: tl.constexpr = 16
+    C: tl.constexpr = 128
+    octet = tl.arange(0, R8)
+    num_quads = (num_columns // 16) * 4
+    num_octets = (num_rows // 16) * 2
+    left_octets = num_octets - first_row // 8
+    if DIRECTIONS & 1:
+        quad = first_column // 4 + tl.arange(0, C // 4)
+        inside = (octet < left_octets)[:, None] & (quad < num_quads)[None, :]
+        at = (octet * 8 * num_quads)[:, None] + quad[None, :]
+        codes_ptr += first_row * num_quads
+        for i in tl.static_range(8):
+            tl.store(codes_ptr + i * num_quads + at, words[i], mask=inside)
+    if DIRECTIONS & 2:
+        low = transpose4(words[0], words[1], words[2], words[3], HARDWARE)
+        high = transpose4(words[4], words[5], words[6], words[7], HARDWARE)
+        word = unquads(
+            wide_word(low[0], high[0]),
+            wide_word(low[1], high[1]),
+            wide_word(low[2], high[2]),
+            wide_word(low[3], high[3]),
+            R8,
+            C,
+        )
+        column = tl.arange(0, C)
+        inside_t = (column < num_columns - first_column)[:, None] & (octet < left_octets)[None, :]
+        target = codes_t_ptr + num_octets.to(tl.int64) * first_column + first_row // 8
+        tl.store(target + (column * num_octets)[:, None] + octet[None, :], tl.trans(word), mask=inside_t)
 
 
 @triton.jit
@@ -108,31 +152,66 @@ def cast_squares_kernel(
     amax = tl.max(tl.maximum(tl.maximum(m & 0xFFFF, m >> 16), tl.maximum(n & 0xFFFF, n >> 16)))
     byte = scale_byte(amax << 16, FORMAT, MODE, 1)
     words = square_words(xs, byte, FORMAT, HARDWARE)
-    octet = tl.arange(0, R8)
-    num_quads = (num_columns // 16) * 4
-    num_octets = (num_rows // 16) * 2
-    left_octets = num_octets - first_row // 8
-    quad = first_column // 4 + tl.arange(0, C // 4)
-    inside = (octet < left_octets)[:, None] & (quad < num_quads)[None, :]
-    at = (octet * 8 * num_quads)[:, None] + quad[None, :]
-    codes_ptr += first_row * num_quads
-    for i in tl.static_range(8):
-        tl.store(codes_ptr + i * num_quads + at, words[i], mask=inside)
-    low = transpose4(words[0], words[1], words[2], words[3], HARDWARE)
-    high = transpose4(words[4], words[5], words[6], words[7], HARDWARE)
-    word = unquads(
-        wide_word(low[0], high[0]),
-        wide_word(low[1], high[1]),
-        wide_word(low[2], high[2]),
-        wide_word(low[3], high[3]),
-        R8,
-        C,
-    )
-    column = tl.arange(0, C)
-    inside_t = (column < num_columns - first_column)[:, None] & (octet < left_octets)[None, :]
-    target = codes_t_ptr + num_octets.to(tl.int64) * first_column + first_row // 8
-    tl.store(target + (column * num_octets)[:, None] + octet[None, :], tl.trans(word), mask=inside_t)
+    store_codes(words, codes_ptr, codes_t_ptr, first_row, first_column, num_rows, num_columns, 3, HARDWARE)
     scale = wide_value(byte)
     store_line(scale, scales_ptr, column_tile.to(tl.int64) * num_rows, first_row, num_rows, 128)
     store_line(scale, scales_t_ptr, row_tile.to(tl.int64) * num_columns, first_column, num_columns, 128)
     tl.store(square_ptr + column_tile * num_padded + row_tile, scale)
+
+
+@triton.jit
+def plain_square_words(xs, byte, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
+    """`square_words` of fp32 elements."""
+    factor = (tl.maximum(254 - byte, 0) << 23).to(tl.float32, bitcast=True)
+    words = ()
+    for i in tl.static_range(8):
+        word = pack4(xs[i][0] * factor, xs[i][1] * factor, xs[i][2] * factor, xs[i][3] * factor, FORMAT, HARDWARE)
+        words = words + (tl.where(byte == 255, nan_code_of(FORMAT) * 0x01010101, word),)  # noqa: RUF005
+    return words
+
+
+@triton.jit
+def cast_weight_kernel(
+    w_ptr,
+    codes_ptr,
+    square_ptr,
+    codes_t_ptr,
+    square_t_ptr,
+    num_rows,
+    num_columns,
+    num_padded,
+    num_padded_t,
+    DIRECTIONS: tl.constexpr,
+    PACKED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MODE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """A weight `[N, K]` in 128 x 128 squares, sizes multiples of 128, for forward (DIRECTIONS & 1) and dgrad (2).
+
+    w: contiguous, bf16 as int32 (PACKED) or fp32. Codes as in `store_codes`; scales as fp32, `[N / 128, num_padded]`
+    and `[K / 128, num_padded_t]`.
+    """
+    column_tiles = num_columns // 128
+    row_tile = tl.program_id(0) // column_tiles
+    column_tile = tl.program_id(0) % column_tiles
+    first_row = row_tile.to(tl.int64) * 128
+    first_column = column_tile * 128
+    stride = num_columns // 2 if PACKED else num_columns
+    base = w_ptr + first_row * stride
+    xs = load_tile(base, stride, num_rows - first_row, first_column, num_columns, 16, 128, PACKED, False, False)
+    if PACKED:
+        m, n = largest_halves(xs, 0, HARDWARE), largest_halves(xs, 1, HARDWARE)
+        amax = tl.max(tl.maximum(tl.maximum(m & 0xFFFF, m >> 16), tl.maximum(n & 0xFFFF, n >> 16))) << 16
+        byte = scale_byte(amax, FORMAT, MODE, 1)
+        words = square_words(xs, byte, FORMAT, HARDWARE)
+    else:
+        a, b = tl.maximum(largest(xs, 0), largest(xs, 1)), tl.maximum(largest(xs, 2), largest(xs, 3))
+        byte = scale_byte(tl.max(tl.maximum(a, b)), FORMAT, MODE, 1)
+        words = plain_square_words(xs, byte, FORMAT, HARDWARE)
+    store_codes(words, codes_ptr, codes_t_ptr, first_row, first_column, num_rows, num_columns, DIRECTIONS, HARDWARE)
+    scale = wide_value(byte)
+    if DIRECTIONS & 1:
+        tl.store(square_ptr + row_tile * num_padded + column_tile, scale)
+    if DIRECTIONS & 2:
+        tl.store(square_t_ptr + column_tile * num_padded_t + row_tile, scale)

@@ -20,6 +20,7 @@ from gemworks.precision import te_backend
 from gemworks.precision.backends import choose, device_spec, shape_rule
 from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
 from gemworks.precision.gemms import gemm
+from gemworks.precision.hopper import HopperLinear, Plan, fits, plan_of
 from gemworks.precision.mxtensor import MXTensor, padded_rows
 from gemworks.precision.recipe import GemmKind, GemmRecipe, Recipe, Save, recipe
 from gemworks.precision.rng import Stochastic
@@ -330,12 +331,24 @@ def _backward(ctx, dy, *_unused):
 _linear.register_autograd(_backward, setup_context=_setup_context)
 
 
+class PlaneWeight(Tensor):
+    """A weight that exists only as a plane, for autograd and FSDP2 a tensor all the same."""
+
+    def plane(self) -> MXTensor:
+        """The weight."""
+        raise NotImplementedError
+
+
+def _source(weight: Tensor) -> Tensor | MXTensor:
+    return weight.plane() if isinstance(weight, PlaneWeight) else weight
+
+
 class _EagerLinear(torch.autograd.Function):
     """What the op computes, without the op: dispatching it takes the host as long as everything else that it does."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, chosen: Recipe, step, save, out_dtype):  # pyright: ignore[reportIncompatibleMethodOverride]
-        y, kept, counts = linear_forward(x, weight, bias, chosen, save, out_dtype)
+        y, kept, counts = linear_forward(x, _source(weight), bias, chosen, save, out_dtype)
         ctx.set_materialize_grads(False)
         ctx.chosen, ctx.step, ctx.x_dtype, ctx.plane = chosen, step, x.dtype, None
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -357,20 +370,32 @@ class _EagerLinear(torch.autograd.Function):
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         x, weight, *kept = ctx.saved_tensors
         source = x if not kept else MXTensor.unchecked(*kept, *ctx.plane)
-        dx, dw = linear_backward(dy, source, weight, ctx.chosen, ctx.step, need_dx, need_dw, ctx.x_dtype, weight.dtype)
+        dx, dw = linear_backward(
+            dy, source, _source(weight), ctx.chosen, ctx.step, need_dx, need_dw, ctx.x_dtype, weight.dtype
+        )
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if need_db and ctx.bias_dtype is not None else None
         return dx, dw, db, None, None, None, None
 
 
 def _runs_eagerly(x: Tensor, weight: Tensor) -> bool:
-    """Nothing watches ops: no compiler, no mode, no transform, no tensor subclass."""
+    """Nothing watches ops: no compiler, no mode, no transform, no tensor subclass but ours."""
     return (
-        type(weight) in _PLAIN
+        (type(weight) in _PLAIN or isinstance(weight, PlaneWeight))
         and type(x) in _PLAIN
         and not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
     )
+
+
+@lru_cache(maxsize=256)
+def _plan_of(
+    text: str, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, k: int, n: int
+) -> Plan | None:
+    """What `hopper` makes of a layer; None elsewhere."""
+    if device.type != "cuda" or device_spec(device).capability != 90:
+        return None
+    return plan_of(recipe_of(text), dtype, weight_dtype, k, n)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -435,12 +460,19 @@ def linear_with_counts(
     save = torch.is_grad_enabled() and weight.requires_grad
     x_MK = x if x.dim() == 2 else x.reshape(-1, k)
     with torch.autocast(x.device.type, enabled=False) if autocast else nullcontext():
-        if _runs_eagerly(x, weight):
-            y, counts = _EagerLinear.apply(x_MK, weight, bias, chosen, step, save, out_dtype)  # pyright: ignore[reportGeneralTypeIssues]
-            counts = no_counts(x.device) if counts is None else counts
-        else:
+        if not _runs_eagerly(x, weight):
             y, _, _, counts = torch.ops.gemworks_precision.linear(
                 x_MK, weight, bias, chosen.text, step, save, out_dtype
             )
+        elif (
+            (plan := _plan_of(chosen.text, x.device, out_dtype, weight.dtype, k, n)) is not None
+            and fits(x_MK)
+            and weight.is_contiguous()
+            and weight.data_ptr() % 16 == 0
+        ):
+            y, counts = HopperLinear.apply(x_MK, weight, bias, plan, save, out_dtype), no_counts(x.device)
+        else:
+            y, counts = _EagerLinear.apply(x_MK, weight, bias, chosen, step, save, out_dtype)  # pyright: ignore[reportGeneralTypeIssues]
+            counts = no_counts(x.device) if counts is None else counts
     # FSDP2 warns about views, so a matrix is handed back as it is.
     return (y if x.dim() == 2 else y.reshape(*x.shape[:-1], n)), counts

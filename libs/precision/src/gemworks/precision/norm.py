@@ -64,7 +64,7 @@ def norm_cast(
     return_y: bool = False,
     backend: str = "auto",
 ) -> NormCast:
-    """Residual addition, norm and cast: two kernels on a GPU, the first of which writes the sum.
+    """Residual addition, norm and cast: one kernel on a GPU.
 
     Args:
         x: `[M, K]`.
@@ -193,8 +193,6 @@ def _norm_general(
     return planes, inexact
 
 
-# One grid of sums and tiles instead of two kernels (decision 0252).
-ONE_GRID = True
 # Steps of a program of the sum in one grid: what it costs to say that a share is finished is paid once for all of them.
 NORM_STEPS = 4
 
@@ -244,10 +242,10 @@ def _norm_tiles(
     eps: float,
     columns: bool,
 ) -> tuple[tuple[MXTensor, MXTensor], Tensor]:
-    """Contiguous bf16: the sum with each row's statistics, then tiles of the sum."""
-    from gemworks.precision.kernel_norm_tile import norm_apply_kernel, norm_cast_kernel, norm_sum_kernel
+    """Contiguous bf16: the sum with each row's statistics, and tiles of the sum, in one grid (decision 0252)."""
+    from gemworks.precision.kernel_norm_tile import norm_cast_kernel
     from gemworks.precision.launch import launch
-    from gemworks.precision.triton_casts import planes_of, tile_planes
+    from gemworks.precision.triton_casts import planes_of, tile_planes, tile_words
 
     num_rows, num_columns = x.shape
     directions = ALONG_ROWS | ALONG_COLUMNS if columns else ALONG_ROWS
@@ -255,29 +253,19 @@ def _norm_tiles(
     flags = (residual is not None, bias is not None, norm == "layer", y is not None, num_rows % 16 != 0)
     setup = _norm_setup(config, spec, directions, num_columns, *flags)
     written = tile_planes(x, spec, spec.block, directions)
-    grid, column_tiles = setup.grid(num_rows, num_columns)
-    constants, total = setup.constants, hidden.view(torch.int32)
-    added = (x.view(torch.int32), residual.view(torch.int32) if residual is not None else total, total)
-    affine = (weight, bias if bias is not None else weight, y.view(torch.int32) if y is not None else total)
+    column_tiles = -(-num_columns // config.columns)
     sizes = (padded_rows(num_rows), num_columns)
-    if ONE_GRID:
-        row_blocks = -(-sizes[0] // config.rows)
-        turn = min(row_blocks, norm_turn(config.rows, num_columns))
-        sums = turn * (config.rows // int(constants["ROWS"] * constants["STEPS"]))
-        programs = (-(-row_blocks // turn) + 1) * (sums + turn * column_tiles)
-        ready = torch.zeros(row_blocks, dtype=torch.int32, device=x.device)
-        planes = written.arguments(directions)
-        arguments = (*added, *affine, mean, rstd, ready, *planes, *sizes, column_tiles, num_rows, turn, eps)
-        launch(norm_cast_kernel, (programs, 1, 1), arguments, constants, setup.options)
-    else:
-        rows = int(constants["ROWS"])
-        names = ("HAS_RESIDUAL", "SUBTRACT_MEAN", "ROWS", "WIDTH", "HARDWARE")
-        first = {name: constants[name] for name in names}
-        options = {"num_warps": config.num_warps}
-        launch(norm_sum_kernel, (-(-num_rows // rows), 1, 1), (*added, mean, rstd, *x.shape, eps), first, options)
-        second = {n: v for n, v in constants.items() if n not in ("HAS_RESIDUAL", "ROWS", "STEPS", "WIDTH")}
-        arguments = (total, *affine, mean, rstd, *written.arguments(directions), *sizes, column_tiles, num_rows)
-        launch(norm_apply_kernel, grid, arguments, second, setup.options)
+    row_blocks = -(-sizes[0] // config.rows)
+    turn = min(row_blocks, norm_turn(config.rows, num_columns))
+    sums = turn * (config.rows // int(setup.constants["ROWS"] * setup.constants["STEPS"]))
+    programs = (-(-row_blocks // turn) + 1) * (sums + turn * column_tiles)
+    ready = torch.zeros(row_blocks, dtype=torch.int32, device=x.device)
+    added = (x, residual if residual is not None else hidden, hidden)
+    affine = (weight, bias if bias is not None else weight, y if y is not None else hidden)
+    arguments = (*added, *affine, mean, rstd, ready, *written.tensors, *sizes, column_tiles, num_rows, turn, eps)
+    pairs = torch.int32
+    words = (pairs, pairs, pairs, None, None, pairs, None, None, None, *tile_words(directions))
+    launch(norm_cast_kernel, (programs, 1, 1), arguments, setup.constants, setup.options, None, words)
     return planes_of(x, spec, spec.block, written, directions), written.inexact
 
 

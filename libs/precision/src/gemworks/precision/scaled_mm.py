@@ -73,7 +73,7 @@ def swizzle_32_4_4(scales: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Operands:
-    """A product as cuBLAS takes it: codes `[rows, K]` of both operands, their scales, and what the scales are."""
+    """A product as cuBLAS takes it: codes `[M, K]` and `[K, N]` (columns contiguous), scales, and what these are."""
 
     left: Tensor
     right: Tensor
@@ -83,11 +83,11 @@ class Operands:
     recipe_b: list[int]
 
     def multiply(self, out: Tensor) -> None:
-        """`left @ right^T` into `out`."""
+        """`left @ right` into `out`."""
         swizzle = SWIZZLED if self.recipe_a is ROWS32 else PLAIN
         torch._scaled_mm_v2(  # pyright: ignore[reportPrivateImportUsage]
             self.left,
-            self.right.t(),
+            self.right,
             [self.scale_a],
             self.recipe_a,
             swizzle,
@@ -104,7 +104,7 @@ class Operands:
         scale_a = self.scale_a[:, first // 128 : last // 128]
         # cuBLAS takes the distance of lines of squares from the length of the contraction.
         scale_b = self.scale_b[first // 128 : last // 128].t().clone(memory_format=torch.contiguous_format).t()
-        left, right = self.left[:, first:last], self.right[:, first:last]
+        left, right = self.left[:, first:last], self.right[first:last]
         return Operands(left, right, scale_a, scale_b, self.recipe_a, self.recipe_b)
 
 
@@ -113,7 +113,7 @@ def operands(a: MXTensor, b: MXTensor) -> Operands:
     left, right = _codes(a), _codes(b)
     rows, columns = -(-left.shape[0] // 16) * 16, -(-right.shape[0] // 16) * 16
     contraction, block = -(-a.padded_shape[1] // 128) * 128, a.block
-    left, right = _pad(left, rows, contraction), _pad(right, columns, contraction)
+    left, right = _pad(left, rows, contraction), _pad(right, columns, contraction).t()
     num_blocks = contraction // block
     if block == 32:
         scale_a = swizzle_32_4_4(_pad(_per_row(a, rows), rows, num_blocks, 127)).view(torch.float8_e8m0fnu)
@@ -134,7 +134,7 @@ def scaled_mm(a: MXTensor, b: MXTensor, out_dtype: torch.dtype) -> Tensor:
     if m == 0 or n == 0 or k == 0:
         return torch.zeros(m, n, dtype=out_dtype, device=a.codes.device)
     both = operands(a, b)
-    rows, columns, contraction = both.left.shape[0], both.right.shape[0], both.left.shape[1]
+    rows, columns, contraction = both.left.shape[0], both.right.shape[1], both.left.shape[1]
     pieces = 1
     if both.recipe_b is SQUARES128:
         pieces = num_pieces(rows, columns, contraction, num_processors(both.left.device))
@@ -184,7 +184,7 @@ def multiply_pieces(both: Operands, pieces: int, out_dtype: torch.dtype) -> Tens
     All memory is the caller's stream's, which waits for the others: nothing is freed under them.
     """
     contraction = both.left.shape[1]
-    parts = torch.empty(pieces, both.left.shape[0], both.right.shape[0], dtype=torch.float32, device=both.left.device)
+    parts = torch.empty(pieces, both.left.shape[0], both.right.shape[1], dtype=torch.float32, device=both.left.device)
     step = contraction // pieces
     split = [both.piece(i * step, (i + 1) * step) for i in range(pieces)]
     current = torch.cuda.current_stream(both.left.device)
@@ -203,7 +203,13 @@ def _codes(plane: MXTensor) -> Tensor:
     """All codes of a plane, as torch's float8 dtype."""
     dtype = element_spec(plane.format).torch_dtype
     assert dtype is not None, "recipes refuse formats of 4 bits"
-    return plane.tensors[0].view(dtype)
+    codes = plane.tensors[0]
+    if codes.is_cuda and plane.dim is None and not codes.is_contiguous() and codes.t().is_contiguous():
+        # A square plane stored one way and read the other, as a weight gathered in FP8 is.
+        from gemworks.precision.triton_casts import triton_transpose
+
+        codes = triton_transpose(codes.t())
+    return codes.view(dtype)
 
 
 def _per_row(plane: MXTensor, num_rows: int) -> Tensor:

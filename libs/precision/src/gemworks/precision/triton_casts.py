@@ -22,6 +22,7 @@ from gemworks.precision.kernel_cast import (
 )
 from gemworks.precision.kernel_common import FORMATS, MODES
 from gemworks.precision.kernel_tile import cast_tile_kernel
+from gemworks.precision.kernel_transpose import transpose_kernel
 from gemworks.precision.launch import integers, launch
 from gemworks.precision.mxtensor import MXTensor, padded_rows, scale_shape
 from gemworks.precision.quantization import ROW_BLOCK_SIZES, SQUARE_BLOCK_SIZES, check_input
@@ -158,11 +159,16 @@ class TilePlanes:
     scales_t: Tensor
     inexact: Tensor
 
-    def arguments(self, directions: int) -> tuple[Tensor, ...]:
-        """In the order of the kernels, codes as the words that they store."""
-        codes = self.codes.view(torch.int32) if directions & ALONG_ROWS else self.codes
-        codes_t = self.codes_t.view(torch.int64) if directions & ALONG_COLUMNS else self.codes_t
-        return codes, self.scales, codes_t, self.scales_t, self.inexact
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order of the kernels, which take them as `tile_words`."""
+        return self.codes, self.scales, self.codes_t, self.scales_t, self.inexact
+
+
+def tile_words(directions: int) -> tuple[torch.dtype | None, ...]:
+    """The words in which tile kernels store codes, row codes and column codes."""
+    rows = torch.int32 if directions & ALONG_ROWS else None
+    return rows, None, torch.int64 if directions & ALONG_COLUMNS else None
 
 
 def tile_planes(x: Tensor, spec: CastSpec, block: int, directions: int) -> TilePlanes:
@@ -232,8 +238,8 @@ def cast_tiles(x: Tensor, spec: CastSpec, block: int, written: TilePlanes, direc
         cast_tile_kernel,
         grid,
         (
-            x.view(torch.int32) if packed else x,
-            *written.arguments(directions),
+            x,
+            *written.tensors,
             padded_rows(num_rows),
             num_columns,
             stride,
@@ -244,6 +250,7 @@ def cast_tiles(x: Tensor, spec: CastSpec, block: int, written: TilePlanes, direc
         setup.options,
         # What the kernel writes is new, so aligned; `fits_tiles` leaves sizes of one kind.
         (setup, packed or x.dtype, stride % 16 == 0, x.data_ptr() % 16 == 0),
+        (torch.int32 if packed else None, *tile_words(directions)),
     )
 
 
@@ -452,6 +459,21 @@ def triton_dequantize(plane: MXTensor, dtype: torch.dtype = torch.bfloat16) -> T
             SWAP=swap,
             num_warps=4,
         )
+    return out
+
+
+def triton_transpose(codes: Tensor) -> Tensor:
+    """Contiguous uint8 `[K, M]` of contiguous `codes [M, K]`."""
+    rows, columns = codes.shape
+    out = torch.empty(columns, rows, dtype=torch.uint8, device=codes.device)
+    column_tiles = -(-columns // 128)
+    launch(
+        transpose_kernel,
+        (-(-rows // 128) * column_tiles, 1, 1),
+        (codes, out, rows, columns, column_tiles),
+        {"SIZE": 128},
+        {"num_warps": 8},
+    )
     return out
 
 

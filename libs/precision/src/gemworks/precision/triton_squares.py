@@ -45,10 +45,10 @@ def triton_cast_squares(x: Tensor, spec: CastSpec) -> SquarePlanes:
         cast_squares_kernel,
         (row_tiles * column_tiles, 1, 1),
         (
-            x.view(torch.int32),
-            codes.view(torch.int32),
+            x,
+            codes,
             scales,
-            codes_t.view(torch.int64),
+            codes_t,
             scales_t,
             square,
             m,
@@ -60,6 +60,7 @@ def triton_cast_squares(x: Tensor, spec: CastSpec) -> SquarePlanes:
         ),
         *_setup(spec, ragged),
         (spec, ragged, stride % 16 == 0, x.data_ptr() % 16 == 0),
+        (torch.int32, torch.int32, None, torch.int64),
     )
     shape = (real_rows, k)
     form = (None, 128, spec.format, spec.scale_mode)
