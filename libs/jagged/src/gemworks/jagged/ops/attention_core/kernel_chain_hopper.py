@@ -101,6 +101,7 @@ def chained_consumer(
         qs = i % QSTAGES
         qs1 = (i + 1) % QSTAGES
         trips = (k_len + BN - 1) // BN
+        after = fill + trips
         if active:
             if not ready:
                 mbarrier.wait(q_full.index(qs), (i // QSTAGES) & 1)
@@ -126,8 +127,9 @@ def chained_consumer(
                 if final:
                     mbarrier.arrive(q_free.index(qs), count=1)
                     mbarrier.wait(q_full.index(qs1), ((i + 1) // QSTAGES) & 1, pred=active1)
-                s1 = (fill + 1) % STAGES
-                phase1 = ((fill + 1) // STAGES) & 1
+                upcoming_fill = gl.where(final, after, fill + 1)
+                s1 = upcoming_fill % STAGES
+                phase1 = (upcoming_fill // STAGES) & 1
                 mbarrier.wait(k_full.index(s1), phase1, pred=more)
                 q = q_smem.index(GROUPS * gl.where(final, qs1, qs) + GROUP)
                 upcoming = warpgroup_mma(q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -181,6 +183,7 @@ def chained_consumer(
                     out_stride_t, out_stride_n, lse_stride_n, S_LAYOUT, O_LAYOUT, STORE, HV, DTYPE, ACT, FOLD,
                 )  # fmt: skip
         ready = active & active1
+        fill = after
         t = t1
         head = head1
         row = row1
