@@ -49,8 +49,8 @@ def gluon(capability: int, width: int) -> Any:
         return f"tensordesc<fp8e4nv[{rows},{columns}],{layout!r}>"
 
     constants: dict[str, Any] = {"HEADS": 4, "GROUP_HEADS": 1, "H": width, "BN": HOPPER.block}
-    constants |= {"STAGES": HOPPER.stages, "QSTAGES": HOPPER.query_stages, "APART": HOPPER.apart}
-    constants |= {"AHEAD": HOPPER.ahead, "TURNS": HOPPER.turns, "CONSUMER_REGS": HOPPER.registers}
+    constants |= {"STAGES": HOPPER.stages, "QSTAGES": HOPPER.query_stages}
+    constants |= {"CONSUMER_REGS": HOPPER.registers}
     special = {"q_desc": box(64, width), "k_desc": box(HOPPER.block, width), "v_desc": box(width, HOPPER.block)}
     special |= dict.fromkeys(("sq_ptr", "sk_ptr", "sv_ptr"), "*u8") | {"out_ptr": "*bf16"}
     names = kernel.arg_names
@@ -64,28 +64,30 @@ def gluon(capability: int, width: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
 
 
-def plain(capability: int, activation: str) -> Any:
-    from gemworks.jagged.ops.attention_fp8.kernel_fp8 import fp8_kernel as kernel
-    from gemworks.jagged.ops.attention_fp8.launch import PLAIN_KEYS, PLAIN_ROWS
+def values(capability: int, which: str) -> Any:
+    from gemworks.jagged.ops.attention_fp8.kernel_values import rows_kernel, tiles_kernel
+    from gemworks.jagged.ops.attention_fp8.launch import SEARCH
 
-    constants = {"ACT": activation, "MASKED": False, "BOTTOM_RIGHT": True, "HEADS": 4, "GROUP": 1, "H": 128, "V": 128}
-    constants |= {"R": 32, "W": 32, "RV": 32, "WV": 32, "V_CODES": True, "DTYPE": triton.language.bfloat16}
-    constants |= {"BM": PLAIN_ROWS, "BN": PLAIN_KEYS, "PRECISION": "ieee"}
-    special = dict.fromkeys(("q", "k", "v", "sq", "sk", "sv"), "*u8") | {"out": "*bf16"}
+    kernel: Any = rows_kernel if which == "rows" else tiles_kernel
+    constants: dict[str, Any] = {"HEADS": 4, "H": 128}
+    if which == "rows":
+        constants |= {"BH": 128, "R": 32, "W": 32, "BM": 32}
+    else:
+        constants |= {"SEARCH": SEARCH, "TRANSPOSED": True}
     names = kernel.arg_names
     source = triton.compiler.ASTSource(
         fn=kernel,
-        signature=types_of(names, special, constants),
+        signature=types_of(names, {"codes": "*u8", "scales": "*u8", "offsets": "*i64", "out": "*bf16"}, constants),
         constexprs={(names.index(n),): value for n, value in constants.items()},
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in ("q", "k", "v", "q_st", "k_st", "v_st", "out")},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in ("codes", "out", "code_st") if n in names},
     )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8, "num_stages": 2})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
 
 
 if __name__ == "__main__":
     which, architecture, last = sys.argv[1:]
     capability = int(architecture[3:])
-    compiled = gluon(capability, int(last)) if which == "gluon" else plain(capability, last)
+    compiled = gluon(capability, int(last)) if which == "gluon" else values(capability, last)
     registers, spilled = resources(compiled.asm["cubin"])
     print(
         json.dumps(

@@ -173,8 +173,8 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("which", "architecture", "last"),
-    [("gluon", "sm_90", "128"), ("gluon", "sm_90", "64"), ("plain", "sm_90", "softmax"),
-     pytest.param("plain", "sm_100", "softmax", marks=pytest.mark.slow)],
+    [("gluon", "sm_90", "128"), ("gluon", "sm_90", "64"), ("values", "sm_90", "rows"),
+     pytest.param("values", "sm_100", "tiles", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_kernels_compile_without_spilling(which, architecture, last, tmp_path):
     pytest.importorskip("triton")

@@ -24,6 +24,7 @@ def test_every_pair_is_walked_over_and_tiles_take_turns(
 
     walk: Any = kernels.walk
     ends: Any = kernels.ends
+    in_turn: Any = kernels.in_turn
     monkeypatch.setattr(kernels, "gl", SimpleNamespace(maximum=max, minimum=min))
     draw = random.Random(0)
     lengths = [(draw.choice([1, 63, 64, 65, 300, 777]), draw.choice([0, 1, 127, 128, 129, 500])) for _ in range(20)]
@@ -40,7 +41,13 @@ def test_every_pair_is_walked_over_and_tiles_take_turns(
             assert rows == list(range(rows[0], rows[-1] + 1, 128)) if rows else True
             for row in rows:
                 first, last = ends.fn(row, k_len, m, shift, left, right, True)
-                assert (first, last) == (row == rows[0], row == rows[-1]), (q_len, k_len, m, row)
+                assert (first, last) == (row == rows[-1], row == rows[0]), (q_len, k_len, m, row)
+            turns = [in_turn.fn(row, k_len, True) for row in rows]
+            assert turns == sorted(turns, reverse=True)
+            assert [in_turn.fn(turn, k_len, True) for turn in turns] == rows
+            # Started together, a tile with an earlier turn is never behind.
+            steps = [m - walk.fn(row, k_len, q_len, left, right, True, bottom_right)[1] for row in rows]
+            assert steps == sorted(steps, reverse=True), (q_len, k_len, m, rows)
             for query in range(m, min(m + 64, q_len)):
                 low, high = max(query + shift - left, 0), min(query + shift + right, k_len - 1)
                 assert all(key // 128 * 128 in rows for key in range(low, high + 1))

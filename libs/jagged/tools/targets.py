@@ -23,11 +23,7 @@ from gemworks.jagged.bench.cases import CASES, draw_lengths
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = ROOT / "docs/measured/jagged_h200.csv"
-SOURCES = (
-    ROWS,
-    ROOT / "docs/measured/jagged_norms_h200.csv",
-    ROOT / "docs/measured/jagged_tiles_h200.csv",
-)
+SOURCES = (ROWS,)
 COUNTERS = ROOT / "docs/measured/jagged_counters_h200.csv"
 PAGE = ROOT / "docs/jagged.md"
 README = ROOT / "libs/jagged/README.md"

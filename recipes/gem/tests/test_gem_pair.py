@@ -44,7 +44,8 @@ def test_commands_that_take_turns_write_one_ladder(tmp_path: Path) -> None:
     """The second one compares with what the first one wrote."""
     common = [*SMOKE, "--out", str(tmp_path), "--turns", str(tmp_path / "turns"), "--of", "2"]
     commands = [
-        [*LAUNCH, "--standalone", *common, "--order", "0", "--rows", "one_gpu", "--rows", "one_gpu_global"],
+        # one process for the rows of one GPU
+        [*LAUNCH[:3], *common, "--order", "0", "--rows", "one_gpu", "--rows", "one_gpu_global", "--ranks", "2"],
         [*LAUNCH, "--standalone", *common, "--order", "1", "--rows", "experts"],
     ]
     running = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c in commands]

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from gem_ranks import Faults, Outcome, run_ranks, trained
+from gem_ranks import Faults, Outcome, assert_close_runs, figures, parameters, run_ranks, trained
 from gemworks.gem import checkpoint_files as files
 from gemworks.gem.errors import REQUEUE, RUN_FAILED, WRONG_INPUT
 from gemworks.gem.run_dir import RunDir
 from test_gem_inputs import write_parquet
-from test_gem_ranks import SETTINGS, assert_close_runs, figures, parameters
+from test_gem_ranks import SETTINGS
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

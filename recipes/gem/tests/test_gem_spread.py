@@ -41,6 +41,7 @@ FOUR = {
     "2 shards x 2 replicas": ("parallel.shard=2",),
     "2 experts x 2 replicas": ("parallel.experts=2",),
     "2 experts x 2 shards": ("parallel.experts=2", "parallel.expert_shard=2"),
+    "small weights whole": ("parallel.shard=2", "parallel.min_shard_numel=1000"),
     "all": (*TABLES, "parallel.shard=2", "parallel.experts=2", "parallel.expert_shard=2"),
     "all in order": (*TABLES, "parallel.shard=2", "parallel.experts=4", "parallel.placement=row_major"),
 }
@@ -63,7 +64,7 @@ def run(path: Path, num_ranks: int, *settings: str) -> list[float]:
 
 
 def test_m3_experts_and_tables_over_two_ranks_equal_one(one: Path, tmp_path: Path) -> None:
-    run(tmp_path / "two", 2, "parallel.experts=2", *TABLES)
+    run(tmp_path / "two", 2, "parallel.experts=2", "parallel.min_shard_numel=1000", *TABLES)
     assert_close_runs(one, tmp_path / "two")
 
 

@@ -8,7 +8,9 @@ estimates from shapes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
+import math
 import statistics
 import time
 import weakref
@@ -26,6 +28,7 @@ from gemworks.netmem.budget import (
     Plan,
     Region,
     StepProfile,
+    evaluate,
 )
 from gemworks.netmem.codec import Codec
 from gemworks.netmem.ledger import HBM, BandwidthLedger
@@ -330,7 +333,8 @@ def profile(
         choices: which to measure.
         repeats: timed runs, of which the median counts.
         base_bytes: memory outside the regions; None: parameters, their gradients, buffers, and the batch. Add your
-            optimizer's state.
+            optimizer's state. What whole steps, one per choice, need above their prediction is added to it: the loss,
+            workspaces of libraries, what lies between the regions.
         compile_kwargs: measure regions compiled with these arguments of `torch.compile`.
         alike: key of a region's name; regions with equal keys have the same code, shapes and dtypes, and one of them is
             measured for all. None: every region is measured.
@@ -416,13 +420,10 @@ def profile(
                 known[key] = options(name)
     measured = tuple(Region(name, known[name if alike is None else alike(name)]) for name in order)
     inside = sum(r.options[0].forward_s + r.options[0].backward_s for r in measured)
-    for p, grad in zip(model.parameters(), saved_grads, strict=True):
-        if grad is not None and p.grad is not None:
-            p.grad.copy_(grad)
     if base_bytes is None:
         unique = {s._cdata: s.nbytes() for s in _storages([*fixed[:-1], *tree_leaves(batch)])}
         base_bytes = sum(unique.values())
-    return StepProfile(
+    step = StepProfile(
         measured,
         base_bytes=base_bytes,
         up_bytes_per_s=up.bytes_per_s,
@@ -431,6 +432,24 @@ def profile(
         other_s=max(0.0, sum(whole) - inside) if choices[0] == KEEP else 0.0,
         granule_bytes=engine.stats().largest_parcel_bytes,
     )
+    fixed += [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor)]
+    fixed += [x.grad for x in tree_leaves(batch) if isinstance(x, torch.Tensor)]
+    missing = 0.0
+    for choice in choices:
+        plan = evaluate(step, [choice] * len(measured))
+        if plan.moved_bytes:
+            continue
+        with apply_policy(model, plan, engine=engine, codec=codec, compile_kwargs=compile_kwargs):
+            _measure_bytes(run, _Captured((), {}), meter(), engine)  # libraries take their workspaces
+            _, forward_bytes, backward_bytes = _measure_bytes(run, _Captured((), {}), meter(), engine)
+        more = max(forward_bytes, backward_bytes) - (plan.peak_bytes - base_bytes)
+        missing = max(missing, more)
+        if progress is not None:
+            progress(f"{choice} everywhere: {more / 2**20:+.1f} MiB against the prediction")
+    for p, grad in zip(model.parameters(), saved_grads, strict=True):
+        if grad is not None and p.grad is not None:
+            p.grad.copy_(grad)
+    return dataclasses.replace(step, base_bytes=base_bytes + math.ceil(missing))
 
 
 def table(profile: StepProfile, plan: Plan | None = None) -> str:

@@ -13,6 +13,7 @@ import argparse
 import csv
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 COLUMN = "gathered_mib"
+COMMAND = "torchrun --nproc-per-node 2 -m gemworks.precision.bench_fsdp"
 
 
 @contextmanager
@@ -152,6 +154,8 @@ def main(arguments: list[str] | None = None) -> int:
                     num_gpus=dist.get_world_size() if gpu else 0,
                 )
                 bench.rows[-1][COLUMN] = mib
+                # Ceilings are not measured here.
+                bench.rows[-1] |= {"copy_gbps": "", "bf16_tflops": "", "command": " ".join([COMMAND, *sys.argv[1:]])}
     if dist.get_rank() == 0:
         chosen.out.mkdir(parents=True, exist_ok=True)
         path = chosen.out / ("precision_h200x2.csv" if gpu else "precision_fsdp_cpu_smoke.csv")

@@ -123,6 +123,7 @@ def general_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str
     from gemworks.precision import kernel_cast as kc
     from gemworks.precision.kernel_common import FORMATS, MODES
     from gemworks.precision.kernel_project import project_kernel
+    from gemworks.precision.kernel_transpose import transpose_kernel
     from gemworks.precision.projection import BLOCK_FEATURES, BLOCK_ROWS, GROUP
     from gemworks.precision.triton_casts import both_config, rows_config
 
@@ -213,6 +214,9 @@ def general_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str
     arguments = types(project_kernel, {**halves, "codes_ptr": u8, "scales_ptr": u8}, constants)
     yield "project", "", project_kernel, arguments, constants, 8
     yield from head_tile_variants()
+    constants = {"SIZE": 128}
+    arguments = types(transpose_kernel, {"x_ptr": u8, "out_ptr": u8}, constants)
+    yield "transpose", "", transpose_kernel, arguments, constants, 8
     constants = {"ROWS": 256, "COLUMNS": 8}
     arguments = types(kc.wide_scales_kernel, {"scales_ptr": u8, "out_ptr": "*fp32"}, constants)
     yield "wide_scales", "", kc.wide_scales_kernel, arguments, constants, 4

@@ -26,7 +26,7 @@ from gemworks.precision.backends import warn_once
 from gemworks.precision.casts import CastSpec, cast, cast_backend
 from gemworks.precision.convert import MXLinear
 from gemworks.precision.formats import Format
-from gemworks.precision.linear import backward_op, forward_op, recipe_of
+from gemworks.precision.linear import PlaneWeight, backward_op, forward_op, recipe_of
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.recipe import GemmKind, Recipe
 from gemworks.precision.scales import ScaleMode
@@ -190,7 +190,7 @@ class FP8GatherWeight(_Wrapper):
         return GatheredWeight(codes, scales, metadata, param_dtype), (codes, scales)
 
 
-class GatheredWeight(_Wrapper):
+class GatheredWeight(PlaneWeight):
     """A whole weight that exists only as codes and scales; `mx_linear` multiplies with them as they are."""
 
     _codes: Tensor

@@ -330,12 +330,24 @@ define_op("linear_backward", _linear_backward, _fake_linear_backward)
 differentiate("linear", _backward, _setup_context)
 
 
+class PlaneWeight(Tensor):
+    """A weight that exists only as a plane, for autograd and FSDP2 a tensor all the same."""
+
+    def plane(self) -> MXTensor:
+        """The weight."""
+        raise NotImplementedError
+
+
+def _source(weight: Tensor) -> Tensor | MXTensor:
+    return weight.plane() if isinstance(weight, PlaneWeight) else weight
+
+
 class _EagerLinear(torch.autograd.Function):
     """What the op computes, without the op: dispatching it takes the host as long as everything else that it does."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, chosen: Recipe, step, save, out_dtype):  # pyright: ignore[reportIncompatibleMethodOverride]
-        y, kept, counts = linear_forward(x, weight, bias, chosen, save, out_dtype)
+        y, kept, counts = linear_forward(x, _source(weight), bias, chosen, save, out_dtype)
         ctx.set_materialize_grads(False)
         ctx.chosen, ctx.step, ctx.x_dtype, ctx.plane = chosen, step, x.dtype, None
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -357,15 +369,17 @@ class _EagerLinear(torch.autograd.Function):
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         x, weight, *kept = ctx.saved_tensors
         source = x if not kept else MXTensor.unchecked(*kept, *ctx.plane)
-        dx, dw = linear_backward(dy, source, weight, ctx.chosen, ctx.step, need_dx, need_dw, ctx.x_dtype, weight.dtype)
+        dx, dw = linear_backward(
+            dy, source, _source(weight), ctx.chosen, ctx.step, need_dx, need_dw, ctx.x_dtype, weight.dtype
+        )
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if need_db and ctx.bias_dtype is not None else None
         return dx, dw, db, None, None, None, None
 
 
 def _runs_eagerly(x: Tensor, weight: Tensor) -> bool:
-    """Nothing watches ops: no compiler, no mode, no transform, no tensor subclass."""
+    """Nothing watches ops: no compiler, no mode, no transform, no tensor subclass but ours."""
     return (
-        type(weight) in _PLAIN
+        (type(weight) in _PLAIN or isinstance(weight, PlaneWeight))
         and type(x) in _PLAIN
         and not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()

@@ -30,6 +30,8 @@ class ParallelConfig:
         gather: dtype in which dense weights are gathered: as they are stored, bfloat16, or FP8 codes and scales for
             the linears that `kernels.linears` quantises. Gradients are reduced in float32.
         all_gather: what gathers dense weights: the process group's collective, or copy engines (gemworks.netmem).
+        min_shard_numel: dense weights of fewer elements are whole on every rank, their gradients averaged when backward
+            ends: what FSDP's host does grows with the number of weights, not with their size.
         keep_gib: gathered dense weights that may stay until their backward, smallest layers first.
         placement: of ranks on the cluster: searched by predicted time, or in order.
     """
@@ -42,6 +44,7 @@ class ParallelConfig:
     table_replica_shard: int = 1
     gather: Literal["stored", "bfloat16", "fp8"] = "stored"
     all_gather: Literal["collective", "copy_engine"] = "collective"
+    min_shard_numel: int = 0
     keep_gib: float = 0.0
     placement: Literal["searched", "row_major"] = "searched"
 
@@ -50,6 +53,8 @@ class ParallelConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"parallel.{name}: got {value!r}, expected a positive integer or 'none' for all")
+        if self.min_shard_numel < 0:
+            raise ConfigError(f"parallel.min_shard_numel: got {self.min_shard_numel!r}, expected an integer, 0 or more")
         for name in ("experts", "expert_shard", "table_replica_shard"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"parallel.{name}: got {getattr(self, name)!r}, expected a positive integer")

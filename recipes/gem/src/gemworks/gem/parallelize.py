@@ -190,6 +190,7 @@ def _shard_dense(model: Gem, config: GemConfig, meshes: Meshes, mixtures: Sequen
     if chosen.gather == "fp8":
         _gather_in_fp8(model, plan, spread=bool(mixtures))
     policy = FsdpPolicy(
+        min_shard_numel=chosen.min_shard_numel,
         keep_bytes=int(chosen.keep_gib * 2**30),
         param_dtype=None if chosen.gather == "stored" else torch.bfloat16,
         reduce_dtype=torch.float32,

@@ -334,12 +334,15 @@ def _distinct(step: StepProfile) -> StepProfile:
 def _target_rows(study: Study, step: StepProfile, keep: Plan, fused: Sequence[str]) -> None:
     """The solver's mix at `TARGET_SHARE` of the activations, with all choices and with those that lose nothing."""
     assert study.keep_point is not None
-    measured = study.keep_point.peak_gib * GIB
-    # what the prediction counts twice, it counts twice in every plan
-    budget = step.base_bytes + TARGET_SHARE * (measured - step.base_bytes) + max(0.0, keep.peak_bytes - measured)
+    base = study.base_bytes
+    budget = base + TARGET_SHARE * (study.keep_point.peak_gib * GIB - base)
     expected = _gradients(study, dict(keep.choices))
     for name, offered in (("-62 %", step), ("-62 %, nothing coded", _without(step, [QUANTISE, *fused]))):
-        target, text = _solve(_distinct(offered), budget)
+        # what the prediction counts twice, it counts twice in every plan of the kind
+        near = _everywhere(offered, f"{QUANTISE_FUSED if offered is step else RECOMPUTE}@{FINER[1]}" if fused else KEEP)
+        peak = study.peak_gib(near)
+        twice = max(0.0, near.peak_bytes - peak * GIB) if isinstance(peak, float) else 0.0
+        target, text = _solve(_distinct(offered), budget + twice)
         _log(text)
         if target is None:
             name, target = f"{name}: least memory ({text})", least_feasible(offered)

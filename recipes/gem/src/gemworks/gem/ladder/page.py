@@ -21,10 +21,30 @@ row above (rows with `+` are measured beside the ladder: the next row builds on 
 attention are different models with different FLOPs, so they are never in one table.
 
 - *samples/s*: of a whole training step, data ready in host memory.
-- *Local MFU*: sequence layers alone, forward and backward, FLOPs over 989 TFLOP/s x time.
+- *Local MFU*: sequence layers alone, forward and backward, FLOPs over 989 TFLOP/s x time. "at 512": from the layers'
+  own run below, with batches of that many samples.
 - *step MFU*: all model FLOPs of a step over 989 TFLOP/s x wall time; *mixed* divides by the peak of the mix of bf16 and
   FP8 products instead.
 - *NE*: over the timed steps, each batch before it is learned from; the same batches in every row of a batch size.
+- *commit*: what was measured. Rows of one commit come from one run or from runs on one kind of machine minutes apart;
+  between commits everything under a row may have changed, and the takeaways say so.
+
+## To repeat it
+
+On one H200 with torch, triton and gemworks installed, these commands, each of which goes on where it was stopped:
+
+```sh
+python -m gemworks.gem.ladder --batch-size 256 --profile cuda_graphs --out docs/measured     # both ladders
+python -m gemworks.gem.ladder --batch-size 256 --leave-one-out --out docs/measured
+python -m gemworks.gem.layers --batch-size 512 --setting cuda_graphs --out docs/measured
+python -m gemworks.gem.ladder --page docs/ladder.md --out docs/measured                      # this page
+```
+
+`--batch-size auto` looks for the largest batch that the padded row fits. `--smoke` runs every row on a CPU in seconds.
+The ladder needs torchrec (the layers alone do not). Where nothing can be installed from an index, unpack the wheels of
+torchrec 1.6.1, fbgemm-gpu 1.6.0, tensordict, iopath, pyre-extensions, typing-inspect, pyvers and orjson, which fit
+torch 2.11, into one folder (`python -m zipfile -e WHEEL FOLDER`) and put it on PYTHONPATH. Of fbgemm-gpu, which is
+large, the objects of one GPU architecture suffice.
 """
 
 
@@ -46,6 +66,7 @@ def write_page(page: Path, measured: Path) -> None:
     parts = [INTRO]
     for title, file in (
         ("The ladder", "ladder_h200.csv"),
+        ("The ladder at 64 samples", "ladder_b64_h200.csv"),
         ("Leave one out", "leave_one_out_h200.csv"),
     ):
         rows = read(measured / file)
@@ -54,8 +75,8 @@ def write_page(page: Path, measured: Path) -> None:
             parts.append(f"Not measured yet: there is no `{file}`.\n")
         for case, group in _cases(rows).items():
             ordered = in_order(group)
-            parts.append(f"### {case}\n\n" + ladder_table(ordered))
-            parts.append(takeaways(ordered, chained=file == "ladder_h200.csv"))
+            parts.append(f"### {case}\n\n" + ladder_table(ordered, read(measured / "layers_h200.csv")))
+            parts.append(takeaways(ordered, chained=file.startswith("ladder")))
             if file == "ladder_h200.csv":
                 parts.append(not_measured(ordered))
             picture = measured / f"{file.removesuffix('.csv')}_{group[0]['attention']}.png"
@@ -132,24 +153,35 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
     return sorted(latest.values(), key=lambda row: names.index(row["row"]) if row["row"] in names else -1)
 
 
-def ladder_table(rows: Sequence[Row]) -> str:
-    """A Markdown table of one ladder's rows."""
+def ladder_table(rows: Sequence[Row], layers: Sequence[Row] = ()) -> str:
+    """A Markdown table of one ladder's rows; `layers` has the Local MFU of rows whose own run did not time layers."""
     lines = [
         "| row | adds | batch | samples/s | Local MFU | step MFU | mixed | step ms | peak GiB | padding | recompute "
-        "| NE |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| NE | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         name = f"+ {row['row']}" if _is_side(row["row"]) else row["row"]
         cells = [
-            name, _added(row), row["batch"], row["samples_per_s"], _percent(row["local_mfu"]),
+            name, _added(row), row["batch"], row["samples_per_s"], _local(row, layers),
             _percent(row["step_mfu"]), _percent(row["mixed_mfu"]), row["step_ms"], row["peak_gib"],
-            _percent(row["padding"]), _percent(row["recompute"]), row["ne"],
+            _percent(row["padding"]), _percent(row["recompute"]), row["ne"], row["commit"],
         ]  # fmt: skip
         if not row["step_ms"]:
             cells[3] = row["note"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _local(row: Row, layers: Sequence[Row]) -> str:
+    """Local MFU of a row's sequence layers: its own, or the latest that `layers` measured, with its batch size."""
+    if row["local_mfu"]:
+        return _percent(row["local_mfu"])
+    found = [
+        x for x in layers
+        if (x["layer"], x["attention"], x["setting"]) == ("sequence layers", row["attention"], row["row"])
+    ]  # fmt: skip
+    return f"{_percent(found[-1]['local_mfu'])} at {found[-1]['batch']}" if found else ""
 
 
 def takeaways(rows: Sequence[Row], *, chained: bool = True) -> str:
@@ -169,7 +201,8 @@ def takeaways(rows: Sequence[Row], *, chained: bool = True) -> str:
         if base is not None:
             ratio = float(row["samples_per_s"]) / float(base["samples_per_s"])
             word = "nearly flat in this run" if abs(ratio - 1) < 0.02 else ("gains" if ratio > 1 else "loses")
-            said.append(f"- `{row['row']}` over `{base['row']}`: x{ratio:.3f} samples/s, {word}.")
+            other = "" if row["commit"] == base["commit"] else " (of another commit)"
+            said.append(f"- `{row['row']}` over `{base['row']}`{other}: x{ratio:.3f} samples/s, {word}.")
         if base is None or (chained and not _is_side(row["row"])):
             base = row
     if chained and first is not None and base is not None and base is not first:

@@ -27,7 +27,7 @@ from gemworks.gem.device import resolve_device
 from gemworks.gem.efficiency import H200_BF16_PEAK_FLOPS
 from gemworks.gem.ladder.pair_row import PairCost, PairRow, compile_small, mean_length
 from gemworks.gem.ladder.rows import COLUMNS as LADDER_COLUMNS
-from gemworks.gem.ladder.settings import WITHOUT_GRAPHS, Change, build, chain, kernels, train
+from gemworks.gem.ladder.settings import FULL_STACK, Change, build, chain, kernels, train
 from gemworks.gem.ladder.step import free
 from gemworks.gem.layers.report import Row, append_csv, common_columns
 from gemworks.gem.presets import load_config
@@ -70,12 +70,17 @@ def balanced(config: GemConfig) -> GemConfig:
     return config.with_data(balance_window=4)
 
 
+SMALL_WEIGHT = 1 << 20
 FP8 = chain(kernels(linears="fp8_block128"), train(compile=False))
 RUNGS = (
     PairRung("one_gpu", "one GPU, one rank's batch", alone="local"),
     PairRung("one_gpu_global", "one GPU, everybody's batch", alone="global"),
     PairRung("fsdp", "dense part by FSDP2, gathered in bf16; tables by torchrec", spread(gather="bfloat16")),
     PairRung("fsdp_float32", "fsdp, but weights gathered as they are stored", spread(gather="stored")),
+    PairRung(
+        "small_whole", "fsdp, weights below 1 M elements whole on each GPU",
+        spread(gather="bfloat16", min_shard_numel=SMALL_WEIGHT),
+    ),
     PairRung("fsdp_kept", "fsdp, gathered weights kept for backward", spread(gather="bfloat16", keep_gib=16.0)),
     PairRung("replicated", "weights whole on each GPU, gradients averaged when backward ends", spread(shard=1)),
     PairRung("experts", "fsdp, experts spread over the ranks (EP 2)", spread(gather="bfloat16", experts=2)),
@@ -93,8 +98,14 @@ RUNGS = (
     PairRung("fp8_linears", "fsdp, FP8 linears, uncompiled; gathered in bf16", chain(FP8, spread(gather="bfloat16"))),
     PairRung("fp8_gather", "the row above, quantised weights gathered in FP8", chain(FP8, spread(gather="fp8"))),
     PairRung(
-        "all", "fsdp, EP 2, tables over both ranks, copy engines, base-batch shuffling",
-        chain(spread(gather="bfloat16", experts=2, tables="fully_sharded", all_gather="copy_engine"), balanced),
+        "all", "fsdp, EP 2, tables over both ranks, copy engines, small weights whole, base-batch shuffling",
+        chain(
+            spread(
+                gather="bfloat16", experts=2, tables="fully_sharded", all_gather="copy_engine",
+                min_shard_numel=SMALL_WEIGHT,
+            ),
+            balanced,
+        ),
     ),
 )  # fmt: skip
 
@@ -132,7 +143,8 @@ class Pair:
         stack = build(base)[self.args.setting]
         chosen = [rung for rung in RUNGS if not self.args.rows or rung.name in self.args.rows]
         local = self.args.batch_size
-        sizes = [local if rung.alone == "local" else local * self.ranks.world_size for rung in chosen]
+        everybody = local * (self.args.ranks or self.ranks.world_size)
+        sizes = [local if rung.alone == "local" else everybody for rung in chosen]
         return [(r, r.change(stack.with_data(batch_size=n))) for r, n in zip(chosen, sizes, strict=True)]
 
     def climb(self, base: GemConfig) -> None:
@@ -278,8 +290,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--preset", default="large")
     parser.add_argument("--attention", choices=("block", "full"), default="block")
-    parser.add_argument("--setting", default=WITHOUT_GRAPHS, help="row of the ladder to start from")
+    parser.add_argument("--setting", default=FULL_STACK, help="row of the ladder to start from")
     parser.add_argument("--batch-size", type=int, default=256, help="samples of a rank")
+    parser.add_argument("--ranks", type=int, help="how many share a batch, where one process measures rows of one GPU")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--rows", action="append", default=[])

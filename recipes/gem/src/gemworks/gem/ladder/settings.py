@@ -66,7 +66,6 @@ BASELINE = chain(
     train(compile=False),
 )  # fmt: skip
 FP8 = kernels(linears="fp8_block128")
-EAGER = train(cuda_graphs=False)
 NOT_YET = "not measured: "
 
 
@@ -99,7 +98,10 @@ RUNGS: tuple[Rung, ...] = (
     Rung(
         "batched_experts", "each product of the experts for all of them at once", kernels(experts="batched"), side=True
     ),
-    Rung("cuda_graphs", "CUDA graphs of forward and backward, a graph per bucket of rows", train(cuda_graphs=True)),
+    Rung(
+        "cuda_graphs", "CUDA graphs of forward and backward, a graph per bucket of rows", train(cuda_graphs=True),
+        side=True,
+    ),
     Rung("pffn_epilogue", "norm and residuals inside GDPA's kernel", kernels(fused_pffn_norm=True), side=True),
     Rung("fp8_linears", "FP8 linears, 1x128 and 128x128 scales", FP8, side=True),
     Rung(
@@ -107,8 +109,8 @@ RUNGS: tuple[Rung, ...] = (
         chain(FP8, kernels(linears_hadamard=True)), side=True,
     ),
     Rung(
-        "fp8_stochastic", "FP8 linears, stochastic rounding of gradients, without graphs",
-        chain(FP8, EAGER, kernels(linears_stochastic=True)), side=True,
+        "fp8_stochastic", "FP8 linears, stochastic rounding of gradients",
+        chain(FP8, kernels(linears_stochastic=True)), side=True,
     ),
     Rung(
         "fp8_attention", "FP8 attention: q, k and v in tiles of 128 rows",
@@ -116,16 +118,17 @@ RUNGS: tuple[Rung, ...] = (
         side=True, refusal=lambda config: no_fp8_attention(config),
     ),
     Rung(
-        "activations_quantised", "activations kept in MXFP8, without graphs",
-        chain(EAGER, kernels(activations="quantise")), side=True,
+        "activations_quantised", "activations kept in MXFP8",
+        kernels(activations="quantise"), side=True,
     ),
     Rung(
-        "activations_offloaded", "activations moved to the host, without graphs",
-        chain(EAGER, kernels(activations="offload")), side=True,
+        "activations_offloaded", "activations moved to the host",
+        kernels(activations="offload"), side=True,
     ),
     Rung("recompute", "activations recomputed", kernels(activations="recompute"), side=True),
     Rung("batch_x2", "FP8 linears and twice the batch", chain(FP8, batch_times(2)), side=True),
     Rung("bf16_batch_x2", "twice the batch", batch_times(2)),
+    Rung("graphs_batch_x2", "twice the batch by CUDA graphs", train(cuda_graphs=True), side=True),
     Rung(
         "state_stash", "optimizer and table state parked between uses", lambda config: config,
         refusal=lambda config: NOT_YET + "the trainer has no hook around the optimizer's step for netmem.StateStash",
@@ -148,9 +151,7 @@ def build(base: GemConfig, rungs: tuple[Rung, ...] = RUNGS) -> dict[str, GemConf
 
 
 # What the full stack loses when one technique is taken away. "without" -> change of the full stack.
-FULL_STACK = "cuda_graphs"
-# The last row that several GPUs have too: a graph would hold FSDP's collectives.
-WITHOUT_GRAPHS = "fast_gelu"
+FULL_STACK = "fast_gelu"
 WITHOUT: Mapping[str, Change] = {
     "jagged attention kernel": kernels(attention="varlen", fused_qk=False),
     "pooled attention kernel": kernels(pooling="varlen"),
@@ -161,7 +162,6 @@ WITHOUT: Mapping[str, Change] = {
     "fp16 rotations": kernels(rope_tables="float32"),
     "torch.compile": train(compile=False),
     "fast GELU": model(pffn_activation="gelu"),
-    "CUDA graphs": train(cuda_graphs=False),
 }
 
 

@@ -8,11 +8,11 @@ consumers put their half of dS into shared memory; each then computes half of th
 it.
 
 dQ sums over the key tiles of a sequence, which different programs work on at the same time. One counter per query tile
-puts them in order: key tile j adds its share after tile j - 1 has. The first stores its share into a float32 scratch,
-those between add to it, the last reads it and writes dQ; a sequence of one key tile never touches the scratch. Programs
-draw key tiles from one counter in the order of the schedule, in which tile j - 1 of a sequence comes before tile j, so
-whatever a program waits for is being worked on, however few programs the device runs at a time. The scratch holds each
-16 x 8 piece of a tile in the order of the threads that own it, so a warp's access is one run of 512 bytes.
+puts them in order (kernel_turns_hopper.py). The first stores its share into a float32 scratch, those between add to it,
+the last reads it and writes dQ; a sequence of one key tile never touches the scratch. Programs draw key tiles from one
+counter in the order of their turns, so whatever a program waits for is being worked on, however few programs a device
+runs at a time. The scratch holds each 16 x 8 piece of a tile in the order of the threads that own it, so an access of a
+warp is one run of 512 bytes.
 
 A mask leaves out query tiles at both ends of a key tile's walk, and so key tiles at both ends of a query tile's order.
 
@@ -27,6 +27,7 @@ from gemworks.jagged.ops.attention_core.kernel_turns_hopper import (
     ends,
     gatekeeper,
     hand_over,
+    in_turn,
     item,
     read_ticket,
     walk,
@@ -77,7 +78,7 @@ def _producer(
             first = 0
             end = k_len
             if not SHARED:
-                first = gl.load(tile_row + t // HEADS)
+                first = in_turn(gl.load(tile_row + t // HEADS), k_len, MASKED)
                 end = first + 1
             head64 = head.to(gl.int64)
             q_from = 0 if SHARED else q_begin  # a shared query is the same rows for every sequence

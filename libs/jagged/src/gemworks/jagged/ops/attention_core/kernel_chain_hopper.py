@@ -1,14 +1,37 @@
-"""A consumer of the Hopper forward whose tiles are chained, and how every consumer stores its tile.
+"""A consumer of the Hopper forward whose tiles are chained; how every consumer weighs its scores and stores its tile.
 
 Letters as in kernel_forward_hopper.py. A consumer that ends a tile before it starts the next has nothing on the tensor
 cores while it weighs the first scores of a tile, and no weights to compute under its last product. Here the last step
 of a tile computes the first scores of the next one, as every step does those of the next step.
 """
 
+# ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
+
 from gemworks.jagged._triton.hopper_common import fold, is_last_of_run, pick, tile_of, weigh
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+
+@gluon.jit
+def weights(
+    scores, peak, total_p, scale, scale2, b0, b1, b2, b3, b4,
+    ACT: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """(weights, factor for what was summed before, peak, sum of the weights); the last three for softmax alone.
+
+    With MASKED a row may have no key so far: its peak is -inf, and 0 is subtracted in place of it.
+    """
+    if ACT == "softmax":
+        new_peak = gl.maximum(peak, gl.max(scores, 1) * scale2)
+        base = new_peak
+        if MASKED:
+            base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+        probs = gl.exp2(scores * scale2 - base[:, None])
+        fix = gl.exp2(peak - base)
+        return probs, fix, new_peak, total_p * fix + gl.sum(probs, 1)
+    else:
+        return weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD), peak, peak, total_p
 
 
 @gluon.jit
@@ -63,8 +86,9 @@ def chained_consumer(
     active = (t < total) & (q_begin + row + GROUP * 64 < q_end) & (k_len > 0)
     ready = t < 0  # whether p holds the first weights of this tile
     o = zero_o
+    nothing = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
     peak = empty
-    total_p = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    total_p = nothing
     p = gl.convert_layout(zero.to(DTYPE), P_LAYOUT)
     for i in range(rounds):
         # What the next tile is: asked for here, needed at the end.
@@ -94,11 +118,9 @@ def chained_consumer(
                 if ACT == "softmax":
                     if k_len < BN:
                         scores = gl.where((column < k_len)[None, :], scores, float("-inf"))
-                    peak = gl.max(scores, 1) * scale2
-                    probs = gl.exp2(scores * scale2 - peak[:, None])
-                    total_p = gl.sum(probs, 1)
-                else:
-                    probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
+                probs, _fix, peak, total_p = weights(
+                    scores, empty, nothing, scale, scale2, b0, b1, b2, b3, b4, ACT, FOLD, False,
+                )  # fmt: skip
                 p = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                 mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
             for j in range(trips):
@@ -121,13 +143,10 @@ def chained_consumer(
                     left = gl.where(final, k_len1, k_len - (j + 1) * BN)
                     if left < BN:
                         scores = gl.where((column < left)[None, :], scores, float("-inf"))
-                    before = gl.where(final, float("-inf"), peak)
-                    new_peak = gl.maximum(before, gl.max(scores, 1) * scale2)
-                    probs = gl.exp2(scores * scale2 - new_peak[:, None])
-                    fix = gl.exp2(before - new_peak)
-                    new_total = gl.sum(probs, 1)
-                else:
-                    probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
+                probs, fix, new_peak, new_total = weights(
+                    scores, gl.where(final, empty, peak), gl.where(final, nothing, total_p),
+                    scale, scale2, b0, b1, b2, b3, b4, ACT, FOLD, False,
+                )  # fmt: skip
                 p_next = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                 # The barrier also keeps the assembler from hoisting the wait below over the work that it hides.
                 mbarrier.wait(v_full.index(s1), phase1, pred=more)
@@ -143,13 +162,10 @@ def chained_consumer(
                         out_stride_t, out_stride_n, lse_stride_n, S_LAYOUT, O_LAYOUT, STORE, HV, DTYPE, ACT, FOLD,
                     )  # fmt: skip
                     o = zero_o
-                    if ACT == "softmax":
-                        total_p = new_total
                 elif ACT == "softmax":
                     o = o * gl.convert_layout(fix, gl.SliceLayout(1, O_LAYOUT))[:, None]
-                    total_p = total_p * fix + new_total
-                if ACT == "softmax":
-                    peak = new_peak
+                peak = new_peak
+                total_p = new_total
                 p = p_next
                 fill += 1
         elif t < total:
@@ -165,9 +181,8 @@ def chained_consumer(
             mbarrier.arrive(q_free.index(qs), count=1)
             if first_row < q_end:  # no key
                 store_tile(
-                    zero_o, empty, gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT)), out_ptr, lse_ptr,
-                    first_row, q_end, head, scale, out_stride_t, out_stride_n, lse_stride_n,
-                    S_LAYOUT, O_LAYOUT, STORE, HV, DTYPE, ACT, FOLD,
+                    zero_o, empty, nothing, out_ptr, lse_ptr, first_row, q_end, head, scale,
+                    out_stride_t, out_stride_n, lse_stride_n, S_LAYOUT, O_LAYOUT, STORE, HV, DTYPE, ACT, FOLD,
                 )  # fmt: skip
         ready = active & active1
         fill = after

@@ -13,8 +13,8 @@ RESIDENT keeps K and V in shared memory over neighbouring tiles of one sequence 
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
-from gemworks.jagged._triton.hopper_common import fold, following, is_last_of_run, load_rows, pick, tile_of, weigh
-from gemworks.jagged.ops.attention_core.kernel_chain_hopper import chained_consumer, store_tile
+from gemworks.jagged._triton.hopper_common import fold, following, is_last_of_run, load_rows, pick, tile_of
+from gemworks.jagged.ops.attention_core.kernel_chain_hopper import chained_consumer, store_tile, weights
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -61,15 +61,6 @@ def _admit(
         if last:
             scores = gl.where((column < k_len - n)[None, :], scores, OTHERS)
     return scores
-
-
-@gluon.jit
-def _base(peak, MASKED: gl.constexpr):
-    """What is subtracted: the peak, and 0 for a row without a key so far."""
-    if MASKED:
-        return gl.where(peak == float("-inf"), 0.0, peak)
-    else:
-        return peak
 
 
 @gluon.jit
@@ -163,8 +154,8 @@ def _consumer(
     zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
     scale2 = scale * 1.4426950408889634
     b0, b1, b2, b3, b4 = fold(scale, ACT, FOLD)
-    stage = gl.program_id(0) * 0
-    phase = stage
+    stage = 0
+    phase = 0
     qi = 0
     rounds = (total + programs - 1) // programs
     t, tile, head = pick(0, pid, programs, rounds, total, HEADS, RESIDENT)
@@ -203,12 +194,9 @@ def _consumer(
                     scores, begin, k_len, first, own, column, shift, left, right, k_len < BN,
                     OTHERS, ACT == "softmax", MASKED, BN,
                 )  # fmt: skip
-                if ACT == "softmax":
-                    peak = gl.max(scores, 1) * scale2
-                    probs = gl.exp2(scores * scale2 - _base(peak, MASKED)[:, None])
-                    total_p = gl.sum(probs, 1)
-                else:
-                    probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
+                probs, _fix, peak, total_p = weights(
+                    scores, peak, total_p, scale, scale2, b0, b1, b2, b3, b4, ACT, FOLD, MASKED,
+                )  # fmt: skip
                 p = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                 mbarrier.wait(v_full.index(stage), phase)
                 s1, phase1 = following(stage, phase, STAGES)
@@ -223,15 +211,9 @@ def _consumer(
                         scores, begin + j * BN, k_len, first, own, column, shift, left, right, j == trips - 1,
                         OTHERS, ACT == "softmax", MASKED, BN,
                     )  # fmt: skip
-                    if ACT == "softmax":
-                        new_peak = gl.maximum(peak, gl.max(scores, 1) * scale2)
-                        base = _base(new_peak, MASKED)
-                        probs = gl.exp2(scores * scale2 - base[:, None])
-                        fix = gl.exp2(peak - base)
-                        total_p = total_p * fix + gl.sum(probs, 1)
-                        peak = new_peak
-                    else:
-                        probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
+                    probs, fix, peak, total_p = weights(
+                        scores, peak, total_p, scale, scale2, b0, b1, b2, b3, b4, ACT, FOLD, MASKED,
+                    )  # fmt: skip
                     p_next = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                     s2, phase2 = following(s1, phase1, STAGES)
                     # The barrier also keeps the assembler from hoisting the wait below over the work that it hides.

@@ -1,7 +1,11 @@
 """How key tiles take turns at dQ in the fused backward for Hopper: who walks over what, and in which order they add.
 
-One counter per query tile puts its key tiles in order: tile j adds its share after tile j - 1 has. The first stores its
-share into a float32 scratch, those between add to it, the last reads it and writes dQ.
+One counter per query tile puts its key tiles in order: each adds its share after the one whose turn is before. The
+first stores its share into a float32 scratch, those between add to it, the last reads it and writes dQ.
+
+The turns are those in which tiles that start together get there. Without a mask all walk over the same queries, from
+the first key tile to the last. With one, the walk of a key tile begins further back the further back its keys are, so
+of the tiles that meet a query tile the last one is there first: turns go from the last key tile to the first.
 """
 
 from gemworks.jagged._triton.hopper_common import sync_threads
@@ -53,13 +57,24 @@ def walk(row, k_len, q_len, left, right, MASKED: gl.constexpr, BOTTOM_RIGHT: gl.
 
 @gluon.jit
 def ends(row, k_len, m, shift, left, right, MASKED: gl.constexpr):
-    """Whether the key tile at `row` is the first and the last one that meets the query tile at `m`."""
-    first = row == 0
-    last = row + 128 >= k_len
+    """Whether the key tile at `row` has the first and the last turn at the query tile at `m`."""
+    lowest = row == 0
+    highest = row + 128 >= k_len
     if MASKED:
-        first = first | (m >= row - shift + left)
-        last = last | (m + 63 < row + 128 - shift - right)
-    return first, last
+        lowest = lowest | (m >= row - shift + left)
+        highest = highest | (m + 63 < row + 128 - shift - right)
+        return highest, lowest
+    else:
+        return lowest, highest
+
+
+@gluon.jit
+def in_turn(row, k_len, MASKED: gl.constexpr):
+    """Key tiles counted in the order of their turns: 128 times the turn of the tile at `row`; its own inverse."""
+    if MASKED:
+        return (k_len - 1) // 128 * 128 - row
+    else:
+        return row
 
 
 @gluon.jit
@@ -86,7 +101,7 @@ def gatekeeper(
         head, sample, _k_begin, k_len, q_begin, q_len = item(
             t, tile_sample, bounds_k, bounds_q, tiles_per_unit, num_sequences, HEADS, SHARED
         )
-        j = row // 128
+        j = in_turn(row, k_len, MASKED) // 128
         shift, begin, end = walk(row, k_len, q_len, left, right, MASKED, BOTTOM_RIGHT)
         at = (turn_ptr + (q_begin // 64 + sample + begin // 64) * HEADS + head).to(gl.int64, bitcast=True)
         for m in range(begin, end, 64):

@@ -126,9 +126,9 @@ def _unpack(p, BN: gl.constexpr, P_LAYOUT: gl.constexpr):
 def _consumer(
     GROUP: gl.constexpr, sq_ptr, sk_ptr, sv_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
     scale, out_stride_t, out_stride_n, lse_stride_n,
-    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, turn,
+    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    QSTAGES: gl.constexpr, APART: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr, DTYPE: gl.constexpr,
+    QSTAGES: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     HEADS_K: gl.constexpr = HEADS // GROUP_HEADS
     pid = gl.program_id(0)
@@ -141,7 +141,6 @@ def _consumer(
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     column = gl.arange(0, BN, layout=gl.SliceLayout(0, S_LAYOUT))
     zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
-    nought = gl.zeros([64, H], gl.float32, O_LAYOUT)
     fill = 0
     qi = 0
     for i in range((total + programs - 1) // programs):
@@ -167,11 +166,7 @@ def _consumer(
                 v_byte = gl.load(sv_at).to(gl.int32)
                 s0 = fill % STAGES
                 mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
-                if TURNS:
-                    mbarrier.wait(turn.index(GROUP), (fill & 1) ^ (1 - GROUP))
                 scores = warpgroup_mma(q, k_smem.index(s0).permute((1, 0)), zero, use_acc=False, is_async=True)
-                if TURNS:
-                    mbarrier.arrive(turn.index(1 - GROUP), count=1)
                 scores = warpgroup_mma_wait(0, [scores])
                 mbarrier.arrive(k_free.index(s0), count=1)
                 if k_len < BN:
@@ -182,7 +177,6 @@ def _consumer(
                 base = peak - HEADROOM
                 probs = gl.exp2(scores * factor + (shift - base)[:, None])
                 total_p = gl.sum(probs, 1) * gl.exp2(-shift)
-                fix = gl.full([64], 1.0, gl.float32, ROWS)
                 p = _pack(probs, BN)
                 mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
                 for j in range(1, trips):
@@ -192,21 +186,10 @@ def _consumer(
                     k_byte = gl.load(sk_at + at).to(gl.int32)
                     v_byte = gl.load(sv_at + at).to(gl.int32)
                     mbarrier.wait(k_full.index(s1), phase1)
-                    if TURNS:  # one group's products run under the other's exponentials
-                        mbarrier.wait(turn.index(GROUP), ((fill + 1) & 1) ^ (1 - GROUP))
                     upcoming = warpgroup_mma(q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
                     v_now = v_smem.index(fill % STAGES).permute((1, 0))
-                    if AHEAD:
-                        if APART:
-                            acc = warpgroup_mma(_unpack(p, BN, P_LAYOUT), v_now, nought, use_acc=False, is_async=True)
-                        else:
-                            acc = warpgroup_mma(_unpack(p, BN, P_LAYOUT), v_now, o, is_async=True)
-                        if TURNS:
-                            mbarrier.arrive(turn.index(1 - GROUP), count=1)
-                        scores = warpgroup_mma_wait(1, [upcoming])
-                    else:
-                        scores = warpgroup_mma_wait(0, [upcoming])
-                        acc = warpgroup_mma(_unpack(p, BN, P_LAYOUT), v_now, o, is_async=True)
+                    acc = warpgroup_mma(_unpack(p, BN, P_LAYOUT), v_now, o, is_async=True)
+                    scores = warpgroup_mma_wait(1, [upcoming])
                     factor = sq * _power(k_byte)
                     shift = gl.where(v_byte == 255, float("nan"), (v_byte - 127).to(gl.float32))
                     mbarrier.arrive(k_free.index(s1), count=1)
@@ -214,39 +197,27 @@ def _consumer(
                         scores = gl.where((column < k_len - j * BN)[None, :], scores, float("-inf"))
                     new_peak = gl.maximum(peak, gl.max(scores, 1) * factor + shift)
                     probs = gl.exp2(scores * factor + (shift - new_peak + HEADROOM)[:, None])
-                    new_fix = gl.exp2(peak - new_peak)
-                    total_p = total_p * new_fix + gl.sum(probs, 1) * gl.exp2(-shift)
+                    fix = gl.exp2(peak - new_peak)
+                    total_p = total_p * fix + gl.sum(probs, 1) * gl.exp2(-shift)
                     peak = new_peak
                     p_next = _pack(probs, BN)
                     # The barrier also keeps the assembler from hoisting the wait below over the work that it hides.
                     mbarrier.wait(v_full.index(s1), phase1)
                     acc, p, p_next = warpgroup_mma_wait(0, [acc, p, p_next])
                     mbarrier.arrive(v_free.index(fill % STAGES), count=1)
-                    if APART:
-                        o = o * gl.convert_layout(fix, O_ROWS)[:, None] + acc
-                    else:
-                        o = acc * gl.convert_layout(new_fix, O_ROWS)[:, None]
-                    fix = new_fix
+                    o = acc * gl.convert_layout(fix, O_ROWS)[:, None]
                     p = p_next
                     fill += 1
                 mbarrier.arrive(q_free.index(qs), count=1)
                 v_now = v_smem.index(fill % STAGES).permute((1, 0))
-                if APART:
-                    acc = warpgroup_mma(_unpack(p, BN, P_LAYOUT), v_now, nought, use_acc=False, is_async=True)
-                    acc = warpgroup_mma_wait(0, [acc])
-                    o = o * gl.convert_layout(fix, O_ROWS)[:, None] + acc
-                else:
-                    acc = warpgroup_mma(_unpack(p, BN, P_LAYOUT), v_now, o, is_async=True)
-                    o = warpgroup_mma_wait(0, [acc])
+                acc = warpgroup_mma(_unpack(p, BN, P_LAYOUT), v_now, o, is_async=True)
+                o = warpgroup_mma_wait(0, [acc])
                 mbarrier.arrive(v_free.index(fill % STAGES), count=1)
                 fill += 1
             else:
                 for _j in range(trips):  # nothing to do in this half: hand the stages on
                     s0 = fill % STAGES
                     mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
-                    if TURNS:
-                        mbarrier.wait(turn.index(GROUP), (fill & 1) ^ (1 - GROUP))
-                        mbarrier.arrive(turn.index(1 - GROUP), count=1)
                     mbarrier.arrive(k_free.index(s0), count=1)
                     mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
                     mbarrier.arrive(v_free.index(s0), count=1)
@@ -274,8 +245,7 @@ def fp8_hopper_kernel(
     q_desc, k_desc, v_desc, sq_ptr, sk_ptr, sv_ptr, out_ptr, lse_ptr,
     bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale, out_stride_t, out_stride_n, lse_stride_n,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    QSTAGES: gl.constexpr, APART: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr,
+    QSTAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     CODE: gl.constexpr = q_desc.dtype
@@ -289,9 +259,6 @@ def fp8_hopper_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    for s in gl.static_range(2):
-        mbarrier.init(turn.index(s), count=1)
     for s in gl.static_range(QSTAGES):
         mbarrier.init(q_full.index(s), count=1)
         mbarrier.init(q_free.index(s), count=2)
@@ -306,12 +273,12 @@ def fp8_hopper_kernel(
         [
             (_consumer, (G(0), sq_ptr, sk_ptr, sv_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row,
                          total, scale, out_stride_t, out_stride_n, lse_stride_n,
-                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, turn,
-                         HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES, APART, AHEAD, TURNS, DTYPE)),
+                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                         HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES, DTYPE)),
             (_consumer, (G(1), sq_ptr, sk_ptr, sv_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row,
                          total, scale, out_stride_t, out_stride_n, lse_stride_n,
-                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, turn,
-                         HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES, APART, AHEAD, TURNS, DTYPE)),
+                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                         HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES, DTYPE)),
             (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
                          q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
                          HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES)),

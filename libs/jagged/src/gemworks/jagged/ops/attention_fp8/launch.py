@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,7 +11,6 @@ import triton
 from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.ops.attention_core import table
 from gemworks.jagged.ops.attention_core.launch import Problem
-from gemworks.jagged.ops.attention_fp8.kernel_fp8 import fp8_kernel as _fp8_kernel
 from gemworks.jagged.ops.attention_fp8.kernel_values import rows_kernel as _rows_kernel
 from gemworks.jagged.ops.attention_fp8.kernel_values import tiles_kernel as _tiles_kernel
 from gemworks.jagged.ops.attention_fp8.reference import scale_block
@@ -20,17 +18,9 @@ from gemworks.jagged.ops.attention_fp8.tiles import TILE, num_tiles
 from torch import Tensor
 
 # Triton's kernels are not callables to a type checker.
-fp8_kernel: Any = quick(_fp8_kernel)
 rows_kernel: Any = quick(_rows_kernel)
 tiles_kernel: Any = quick(_tiles_kernel)
-UNBOUNDED = 1 << 30
 SEARCH = 1024  # offsets that a kernel looks at together
-PLAIN_ROWS, PLAIN_KEYS = 64, 32
-_TRITON_DTYPES: dict[torch.dtype, Any] = {
-    torch.bfloat16: triton.language.bfloat16,
-    torch.float16: triton.language.float16,
-    torch.float32: triton.language.float32,
-}
 
 
 @dataclass(frozen=True)
@@ -42,18 +32,12 @@ class HopperConfig:
         stages: steps in flight, at least 2.
         query_stages: query tiles in flight.
         registers: per thread of a consumer.
-        apart: each step's product is added in registers, not by the matrix unit, whose sums keep fewer bits.
-        ahead: the next step's scores are computed under this step's second product.
-        turns: the groups start their products in turn (with `ahead`).
     """
 
     block: int = 128
-    stages: int = 3
-    query_stages: int = 1
+    stages: int = 4
+    query_stages: int = 2
     registers: int = 240
-    apart: bool = False
-    ahead: bool = True
-    turns: bool = False
 
 
 HOPPER = HopperConfig()
@@ -72,44 +56,6 @@ def hopper_refusal(
     if scale <= 0.0:
         return "it takes a positive scale"
     return "it has no causal or window mask" if masked else None
-
-
-def plain_enabled() -> bool:
-    """The plain kernel is off: GEMWORKS_FP8_KERNELS=plain switches it on."""
-    return os.environ.get("GEMWORKS_FP8_KERNELS", "") == "plain"
-
-
-def forward(p: Problem, sq: Tensor, sk: Tensor, sv: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(output [T, N, V] in `dtype`, log-sum-exp [N, T] or [N, 0]); `p.q`, `p.k` (and `p.v`) hold codes as uint8."""
-    heads = p.q.shape[1]
-    out = torch.empty(p.rows_q, heads, p.v.shape[2], dtype=dtype, device=p.q.device)
-    lse = torch.empty(heads, p.rows_q if p.rule.is_softmax else 0, dtype=torch.float32, device=p.q.device)
-    if p.rows_q == 0 or p.k.shape[0] == 0:
-        return out.zero_(), lse.fill_(float("inf"))
-    triton_forward(p, sq, sk, sv, out, lse)
-    return out, lse
-
-
-def triton_forward(p: Problem, sq: Tensor, sk: Tensor, sv: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    """The plain kernel: every arrangement of scales, masks, grouped heads."""
-    q, k, v, heads = p.q.contiguous(), p.k.contiguous(), p.v.contiguous(), p.q.shape[1]
-    rows, width = scale_block("q", q, sq)
-    rows_v, width_v = (1, v.shape[2]) if sv is None else scale_block("v", v, sv)
-    values = sk if sv is None else sv  # not read without codes
-    sq, sk, values = sq.contiguous(), sk.contiguous(), values.contiguous()
-    wide = out.dtype == torch.float32
-    block_m, block_n = (32, 32) if wide or p.q.shape[2] > 128 else (PLAIN_ROWS, PLAIN_KEYS)
-    sample, row, count = p.tiles(f"q{block_m}")
-    bounds, mask = p.schedule.bounds, p.rule.mask
-    strides = [x.stride(i) for x in (q, k, v, sq, sk, values, out) for i in (0, 1)]
-    fp8_kernel[(sample.shape[0] * heads,)](
-        q, k, v, sq, sk, values, out, lse, bounds[0], bounds[3], sample, row, count, p.rule.scale,
-        min(mask.left, UNBOUNDED), min(mask.right, UNBOUNDED), *strides, lse.stride(0),
-        ACT=p.rule.activation, MASKED=not mask.is_full, BOTTOM_RIGHT=mask.align == "bottom_right", HEADS=heads,
-        GROUP=heads // k.shape[1], H=q.shape[2], V=v.shape[2], R=rows, W=width, RV=rows_v, WV=width_v,
-        V_CODES=sv is not None, DTYPE=_TRITON_DTYPES[out.dtype], BM=block_m, BN=block_n,
-        PRECISION="ieee", num_warps=4 if wide else 8, num_stages=1 if wide else 2,
-    )  # fmt: skip
 
 
 def rows_values(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -162,8 +108,7 @@ def hopper_forward(
         *scales, out, lse, bounds[0], bounds[3], sample, row, count, p.rule.scale,
         out.stride(0), out.stride(1), lse.stride(0),
         HEADS=heads, GROUP_HEADS=heads // heads_k, H=width, BN=config.block, STAGES=config.stages,
-        QSTAGES=config.query_stages, APART=config.apart, AHEAD=config.ahead, TURNS=config.turns,
-        CONSUMER_REGS=config.registers, num_warps=4,
+        QSTAGES=config.query_stages, CONSUMER_REGS=config.registers, num_warps=4,
     )  # fmt: skip
     return out, lse
 

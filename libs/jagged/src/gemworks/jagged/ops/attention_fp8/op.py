@@ -84,10 +84,10 @@ attention_fp8 = custom_op("attention_fp8", _on_host, _SCHEMA, device="cpu")
 def _(
     q: Tensor, k: Tensor, v: Tensor, q_scales: Tensor, k_scales: Tensor, v_scales: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    from gemworks.jagged.ops.attention_fp8 import launch
-
     dtype = rest[3]
     if v.dim() == 4:
+        from gemworks.jagged.ops.attention_fp8 import launch
+
         assert v_scales is not None
         call, architecture = Call(q, k, *rest[4:]), architecture_of(q.device)
         rule = call.rule
@@ -99,11 +99,6 @@ def _(
                 problem = _problem(q, k, v, call, architecture)
                 return launch.hopper_forward(problem, (q_scales, k_scales, v_scales), dtype)
         warn_once(f"FP8 tiles are multiplied out in front of {dtype} attention, at its speed at best: {refusal}")
-    if v.dim() == 3 and launch.plain_enabled():
-        call = Call(q, k, *rest[4:])
-        with torch.cuda.device(q.device):
-            problem = _problem(q, k, v, call, architecture_of(q.device))
-            return launch.forward(problem, q_scales, k_scales, v_scales, dtype)
     values = _values(q, k, v, (q_scales, k_scales, v_scales), dtype, *rest[4:6])
     return attention_forward(*values, *rest[4:])
 
