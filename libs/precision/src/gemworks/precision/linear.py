@@ -22,6 +22,7 @@ from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
 from gemworks.precision.gemms import gemm
 from gemworks.precision.hopper import HopperLinear, Plan, fits, plan_of
 from gemworks.precision.mxtensor import MXTensor, padded_rows
+from gemworks.precision.op import define_op, differentiate
 from gemworks.precision.recipe import GemmKind, GemmRecipe, Recipe, Save, recipe
 from gemworks.precision.rng import Stochastic
 from torch import Tensor
@@ -228,15 +229,13 @@ def _requantise(weight: MXTensor, chosen: Recipe) -> MXTensor:
     return cast(dense, 0, specs_of(chosen.text).dgrad_weight, chosen.backend)[0].t()
 
 
-@torch.library.custom_op("gemworks_precision::linear", mutates_args=())
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, recipe_text: str, step: int, save: bool, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return forward_op(x, weight, bias, recipe_of(recipe_text), save, out_dtype)
 
 
-@_linear.register_fake
-def _(x, weight, bias, recipe_text, step, save, out_dtype):
+def _fake_linear(x, weight, bias, recipe_text, step, save, out_dtype):
     chosen = recipe_of(recipe_text)
     y = x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
     counts = x.new_empty(2, dtype=torch.int64)
@@ -254,7 +253,6 @@ def _(x, weight, bias, recipe_text, step, save, out_dtype):
     return y, x.new_empty((m, k), dtype=torch.uint8), x.new_empty((-(-k // block), m), dtype=torch.uint8).t(), counts
 
 
-@torch.library.custom_op("gemworks_precision::linear_backward", mutates_args=())
 def _linear_backward(
     dy: Tensor,
     x: Tensor,
@@ -296,8 +294,7 @@ def backward_op(
     return dx, torch.empty(0, device=dy.device, dtype=dw_dtype) if dw is None else dw
 
 
-@_linear_backward.register_fake
-def _(dy, x, weight, codes, scales, recipe_text, step, need_dx, need_dw, x_dtype, num_features):
+def _fake_linear_backward(dy, x, weight, codes, scales, recipe_text, step, need_dx, need_dw, x_dtype, num_features):
     dx = dy.new_empty((dy.shape[0], num_features) if need_dx else 0, dtype=x_dtype)
     dw = weight.new_empty((dy.shape[1], num_features) if need_dw else 0)
     return dx, dw
@@ -328,7 +325,9 @@ def _backward(ctx, dy, *_unused):
     return dx if need_dx else None, dw if need_dw else None, db, None, None, None, None
 
 
-_linear.register_autograd(_backward, setup_context=_setup_context)
+define_op("linear", _linear, _fake_linear)
+define_op("linear_backward", _linear_backward, _fake_linear_backward)
+differentiate("linear", _backward, _setup_context)
 
 
 class PlaneWeight(Tensor):
