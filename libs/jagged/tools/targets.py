@@ -266,7 +266,7 @@ def counters_block(counters: Sequence[Row], rows: Rows) -> str:
         op, _, shape = r["op"].partition(" ") if not r["op"].startswith("block_attention") else (r["op"], "", BLOCKS)
         step = rows.find(op, shape, r["direction"])
         useful = ""
-        if step and step["tflops"] and step["clock_mhz"]:
+        if step and step["tflops"] and step["clock_mhz"] and float(r["tensor_pipe_percent"] or 0) >= 1:
             useful = f"{float(step['tflops']) / (FLOPS_PER_CYCLE * float(step['clock_mhz']) * 1e-6):.0%}"
         shares = [f"{r[c]} %" for c in ("issue_percent", "dram_percent", "l2_percent")]
         head = (r["op"], r["direction"], f"`{r['kernel'].split('(')[0]}`", r["us"], f"{r['tensor_pipe_percent']} %")
