@@ -161,6 +161,12 @@ GROUPS: dict[str, Group] = {
     ),
     "backward short keys": Group((FUSED,), ("B256 max2048 kv256",), ("fast_gelu",)),
     "backward shared query": Group((FUSED, IN_TWO), ("B128 max2048 seeds256", "B128 max2048 seeds64"), ("fast_gelu",)),
+    "softmax short keys": Group(
+        forward(two_groups(128, 2, 2, one_release=True, chained=True), two_groups(128, 2, 2), three_groups(64, 3, 2)),
+        ("B256 max2048 kv256",),
+        ("softmax",),
+    ),
+    "masked backward": Group((BOTH_PEERS[1], FUSED), ("B128 max2048 window100", "B128 max2048 causal"), ("softmax",)),
     "masks": Group(
         (
             *BOTH_PEERS,

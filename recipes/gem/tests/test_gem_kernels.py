@@ -7,6 +7,7 @@ import torch
 from gemworks.gem.config import EventConfig, GemConfig
 from gemworks.gem.kernels import KernelConfig
 from gemworks.gem.model import Gem
+from gemworks.gem.model.events import MaskNetMerge
 from gemworks.gem.presets import get_preset
 from gemworks.gem.random_batch import random_batch
 from gemworks.gem.schema import EventType, IdFeature, Schema
@@ -81,6 +82,21 @@ def test_kernels_change_nothing(kernels: str):
         size = float(gradient.abs().max())
         bound = half * 1e-4 * size + 1e-9
         torch.testing.assert_close(other_gradients[name], gradient, rtol=half * 1e-3, atol=bound, msg=name)
+
+
+def test_columns_padded_for_tensor_cores_change_nothing():
+    """Values and every gradient of the merge of events, at a width of 21 padded to 24."""
+    torch.manual_seed(0)
+    merge = MaskNetMerge(21, 16, 32)
+    columns = [torch.randn(50, n, requires_grad=True) for n in (8, 8, 5)]
+    leaves = [*columns, *merge.parameters()]
+    upstream = torch.randn(50, 32)
+    results = []
+    for multiple in (1, 8):
+        out = merge.merge(columns, multiple=multiple)
+        results.append([out, *torch.autograd.grad(out, leaves, upstream)])
+    for plain, padded in zip(*results, strict=True):
+        torch.testing.assert_close(padded, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

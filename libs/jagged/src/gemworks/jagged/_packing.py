@@ -138,7 +138,8 @@ def split_groups(x_PH: Tensor, groups: tuple[Group, ...], num_heads: int, side: 
 def segment_ids(offsets: Tensor, total: int) -> Tensor:
     """The sequence of each of `total` rows, int64 [total]; rows past `offsets[-1]` get B. No host synchronisation."""
     rows = torch.arange(total, device=offsets.device, dtype=offsets.dtype)
-    return torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
+    # Not of offsets[1:]: the compiler of torch 2.11 searches a slice from the start of what it is a slice of (0330).
+    return torch.searchsorted(offsets, rows, right=True) - 1
 
 
 def _bucket(length: int) -> int:

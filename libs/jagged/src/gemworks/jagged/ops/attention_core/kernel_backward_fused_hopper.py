@@ -10,9 +10,9 @@ it.
 dQ sums over the key tiles of a sequence, which different programs work on at the same time. One counter per query tile
 puts them in order (kernel_turns_hopper.py). The first stores its share into a float32 scratch, those between add to it,
 the last reads it and writes dQ; a sequence of one key tile never touches the scratch. Programs draw key tiles from one
-counter in the order of their turns, so whatever a program waits for is being worked on, however few programs the device
-runs at a time. The scratch holds each 16 x 8 piece of a tile in the order of the threads that own it, so a warp's
-access is one run of 512 bytes.
+counter in the order of their turns, so whatever a program waits for is being worked on, however few programs a device
+runs at a time. The scratch holds each 16 x 8 piece of a tile in the order of the threads that own it, so an access of a
+warp is one run of 512 bytes.
 
 A mask leaves out query tiles at both ends of a key tile's walk, and so key tiles at both ends of a query tile's order.
 

@@ -13,7 +13,7 @@ RESIDENT keeps K and V in shared memory over neighbouring tiles of one sequence 
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
-from gemworks.jagged._triton.hopper_common import fold, is_last_of_run, load_rows, pick, tile_of
+from gemworks.jagged._triton.hopper_common import fold, following, is_last_of_run, load_rows, pick, tile_of
 from gemworks.jagged.ops.attention_core.kernel_chain_hopper import chained_consumer, store_tile, weights
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -154,7 +154,8 @@ def _consumer(
     zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
     scale2 = scale * 1.4426950408889634
     b0, b1, b2, b3, b4 = fold(scale, ACT, FOLD)
-    fill = 0
+    stage = 0
+    phase = 0
     qi = 0
     rounds = (total + programs - 1) // programs
     t, tile, head = pick(0, pid, programs, rounds, total, HEADS, RESIDENT)
@@ -170,7 +171,8 @@ def _consumer(
         )
         if t < total:
             last = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
-            first_fill = fill
+            first_stage = stage
+            first_phase = phase
             q_row = q_begin + row
             qs = qi % QSTAGES
             mbarrier.wait(q_full.index(qs), (qi // QSTAGES) & 1)
@@ -184,11 +186,10 @@ def _consumer(
             first_row = q_row + GROUP * 64
             if first_row < q_end and trips > 0:
                 q = q_smem.index(GROUPS * qs + GROUP)
-                s0 = fill % STAGES
-                mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
-                scores = warpgroup_mma(q, k_smem.index(s0).permute((1, 0)), zero, use_acc=False, is_async=True)
+                mbarrier.wait(k_full.index(stage), phase)
+                scores = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(0, [scores])
-                mbarrier.arrive(k_free.index(s0), count=1, pred=last)
+                mbarrier.arrive(k_free.index(stage), count=1, pred=last)
                 scores = _admit(
                     scores, begin, k_len, first, own, column, shift, left, right, k_len < BN,
                     OTHERS, ACT == "softmax", MASKED, BN,
@@ -197,13 +198,12 @@ def _consumer(
                     scores, peak, total_p, scale, scale2, b0, b1, b2, b3, b4, ACT, FOLD, MASKED,
                 )  # fmt: skip
                 p = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
-                mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
+                mbarrier.wait(v_full.index(stage), phase)
+                s1, phase1 = following(stage, phase, STAGES)
                 for j in range(1, trips):
-                    s1 = (fill + 1) % STAGES
-                    phase1 = ((fill + 1) // STAGES) & 1
                     mbarrier.wait(k_full.index(s1), phase1)
                     upcoming = warpgroup_mma(q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
-                    acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
+                    acc = warpgroup_mma(p, v_smem.index(stage), o, is_async=True)
                     scores = warpgroup_mma_wait(1, [upcoming])
                     if not ONE_RELEASE:
                         mbarrier.arrive(k_free.index(s1), count=1, pred=last)
@@ -215,35 +215,39 @@ def _consumer(
                         scores, peak, total_p, scale, scale2, b0, b1, b2, b3, b4, ACT, FOLD, MASKED,
                     )  # fmt: skip
                     p_next = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
+                    s2, phase2 = following(s1, phase1, STAGES)
                     # The barrier also keeps the assembler from hoisting the wait below over the work that it hides.
                     mbarrier.wait(v_full.index(s1), phase1)
                     o, p, p_next = warpgroup_mma_wait(0, [acc, p, p_next])
                     if ONE_RELEASE:  # every signal makes the four warps meet
                         mbarrier.arrive(k_free.index(s1), count=1)
                     else:
-                        mbarrier.arrive(v_free.index(fill % STAGES), count=1, pred=last)
+                        mbarrier.arrive(v_free.index(stage), count=1, pred=last)
                     if ACT == "softmax":
                         o = o * gl.convert_layout(fix, gl.SliceLayout(1, O_LAYOUT))[:, None]
                     p = p_next
-                    fill += 1
+                    stage = s1
+                    s1 = s2
+                    phase1 = phase2
                 mbarrier.arrive(q_free.index(qs), count=1)
-                acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
+                acc = warpgroup_mma(p, v_smem.index(stage), o, is_async=True)
                 o = warpgroup_mma_wait(0, [acc])
                 if not ONE_RELEASE:
-                    mbarrier.arrive(v_free.index(fill % STAGES), count=1, pred=last)
-                fill += 1
+                    mbarrier.arrive(v_free.index(stage), count=1, pred=last)
+                stage = s1
+                phase = phase1
             else:
                 for _j in range(trips):  # nothing to do in this half: hand the stages on
-                    s0 = fill % STAGES
-                    mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
-                    mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
-                    mbarrier.arrive(k_free.index(s0), count=1, pred=last)
+                    mbarrier.wait(k_full.index(stage), phase)
+                    mbarrier.wait(v_full.index(stage), phase)
+                    mbarrier.arrive(k_free.index(stage), count=1, pred=last)
                     if not ONE_RELEASE:
-                        mbarrier.arrive(v_free.index(s0), count=1, pred=last)
-                    fill += 1
+                        mbarrier.arrive(v_free.index(stage), count=1, pred=last)
+                    stage, phase = following(stage, phase, STAGES)
                 mbarrier.arrive(q_free.index(qs), count=1)
             if RESIDENT:  # the same stages again for the next tile of the run
-                fill = gl.where(last, fill, first_fill)
+                stage = gl.where(last, stage, first_stage)
+                phase = gl.where(last, phase, first_phase)
             if first_row < q_end:
                 store_tile(
                     o, peak, total_p, out_ptr, lse_ptr, first_row, q_end, head, scale,

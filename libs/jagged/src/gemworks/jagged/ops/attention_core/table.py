@@ -107,7 +107,7 @@ Config = TritonConfig | GluonConfig
 # serve what FUSED does not.
 GLUON: dict[tuple[Step, str, str], GluonConfig] = {
     ("forward", "softmax", "long"): GluonConfig(128, 2, resident_stages=2, one_release=True, chained=True),
-    ("forward", "softmax", "short"): GluonConfig(64, 3, groups=3, registers=160, resident_stages=2),
+    ("forward", "softmax", "short"): GluonConfig(128, 2, resident_stages=2, one_release=True, chained=True),
     ("forward", "activation", "long"): GluonConfig(64, 3, 3, 160, resident_stages=2, one_release=True),
     ("forward", "activation", "short"): GluonConfig(128, 2, resident_stages=2),
     ("backward_kv", "softmax", "long"): GluonConfig(64, 3, registers=240),

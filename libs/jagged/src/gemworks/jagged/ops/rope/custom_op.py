@@ -113,7 +113,7 @@ norm_rope_op.register_autograd(_backward, setup_context=_save)
 def runs_in_one_pass(x: Tensor) -> bool:
     """Whether x goes through the op, which has a kernel on CUDA; else the formulas run in PyTorch.
 
-    For a compiler too, which could fuse a rotation with its neighbours: see decision 0330.
+    For a compiler too (decision 0330).
     """
     return x.device.type == "cuda" and x.dtype != torch.float64
 
