@@ -21,11 +21,12 @@ def attention_groups(args: Any) -> list[list[Case]]:
     """Cases that share their inputs together, the most urgent first."""
     if "attention" not in args.suite:
         return []
-    return grouped(
+    chosen = grouped(
         c
         for c in (SMOKE if args.smoke else CASES)
-        if args.from_priority <= c.priority <= args.priority and args.only in f"{c.op} {c.shape} {c.law} H{c.head_dim}"
+        if c.priority <= args.priority and args.only in f"{c.op} {c.shape} {c.law} H{c.head_dim}"
     )
+    return [cases for cases in chosen if cases[0].priority >= args.from_priority]
 
 
 def memory_bound_subjects(
