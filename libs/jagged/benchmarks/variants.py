@@ -121,10 +121,7 @@ GROUPS: dict[str, Group] = {
         forward(
             two_groups(128, 2, 2),
             two_groups(128, 2, 2, chained=True),
-            two_groups(128, 2, 2, chained=True, resident_keys=True),
-            two_groups(64, 4, 2, chained=True, resident_keys=True),
             three_groups(64, 4, 1),
-            three_groups(64, 4, 1, resident_keys=True),
         ),
         ("B256 max2048 kv256",),
         ("fast_gelu",),

@@ -136,7 +136,6 @@ def compile_gluon(
         "H": width,
         "STAGES": config.stages,
         "SHARED": False,
-        "RESIDENT": config.resident_keys,
     }
     constants["CONSUMER_REGS"] = config.registers
     kernel: Any

@@ -11,7 +11,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs under TRITON_INTERPRET=1, see test_precision_tiers.py", allow_module_level=True)
 
 from gemworks.precision.attention import head_plane
-from gemworks.precision.head_tiles import head_tiles, project_head_tiles
 from gemworks.precision.projection import project_heads
 
 pytestmark = pytest.mark.interpret
@@ -32,17 +31,3 @@ def test_planes_are_those_of_the_projection(dtype, rows, width, coded):
     assert torch.equal(out.coded.scales, expected.scales)
     assert torch.equal(out.values, y[:, coded:])
     assert torch.equal(out.coded.dequantize(), expected.dequantize())
-
-
-def test_tiles_are_those_of_the_projection():
-    """Grouped heads, ragged samples and features, a bias: tiles against those of y, which is found by an identity."""
-    generator = torch.Generator().manual_seed(1)
-    offsets = torch.tensor([0, 0, 130, 131, 140])
-    x = torch.randn(150, 90, generator=generator)[:, :80]
-    w, b = torch.randn(4 * 32, 80, generator=generator) / 9, torch.randn(4 * 32, generator=generator)
-    y = project_heads(x, w, 32, 0, bias=b, backend="triton").values
-    tiles = project_head_tiles(x, w, offsets, 32, 1, bias=b, backend="triton")
-    for found, part, transposed in zip(tiles, y.split([2, 1, 1], 1), (False, False, True), strict=True):
-        expected = head_tiles(part, offsets, transposed=transposed, backend="reference")
-        assert torch.equal(found.scales, expected.scales)
-        assert torch.equal(found.codes, expected.codes)

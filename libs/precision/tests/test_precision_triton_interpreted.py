@@ -22,7 +22,7 @@ from gemworks.precision.gemms import gemm
 from gemworks.precision.head_tiles import head_tiles
 from gemworks.precision.recipe import GemmKind, recipe
 from gemworks.precision.scales import ScaleMode
-from gemworks.precision.triton_casts import triton_cast, triton_dequantize, triton_transpose
+from gemworks.precision.triton_casts import triton_cast, triton_dequantize
 
 pytestmark = [
     pytest.mark.interpret,
@@ -218,9 +218,3 @@ def test_head_tiles(transposed):
     ours, reference = (head_tiles(x, offsets, transposed=transposed, backend=b) for b in ("triton", "reference"))
     assert torch.equal(ours.scales, reference.scales)
     assert torch.equal(ours.codes, reference.codes)
-
-
-@pytest.mark.parametrize("shape", [(130, 70), (1, 300), (256, 128)])
-def test_transpose(shape):
-    codes = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    assert torch.equal(triton_transpose(codes), codes.t())

@@ -21,7 +21,7 @@ from gemworks.jagged import TileSchedule, flash_attention, flash_attention_fp8
 from gemworks.precision.attention import head_plane
 from gemworks.precision.bench import ceilings
 from gemworks.precision.bench_run import COMMON, LEADING, SEED, Bench
-from gemworks.precision.head_tiles import HeadTiles, head_tiles, project_head_tiles
+from gemworks.precision.head_tiles import HeadTiles, head_tiles
 from gemworks.precision.probe import sqnr_db
 from torch import Tensor
 
@@ -93,26 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
             lambda: fp8(quantise(leaves[0].detach(), leaves[1].detach(), leaves[2].detach()), leaves)
         ),
     }
-    x = bench.randn(total + 4, width * heads)[:total].clone()
-    w = bench.randn(3 * width * heads, width * heads) / (width * heads) ** 0.5
-
-    def projected() -> Tensor:
-        parts = torch.nn.functional.linear(x, w).unflatten(1, (3 * heads, width)).split(heads, 1)
-        return flash_attention(parts[0], parts[1], parts[2], offsets, **options)
-
-    def projected_fp8() -> Tensor:
-        return fp8(project_head_tiles(x, w, offsets, width, heads))
-
-    noise["tiles of the projection"] = sqnr_db(projected(), projected_fp8())
-    # With the projection of q, k and v in front; TFLOP/s count attention only.
-    with_projection: dict[tuple[str, str], Callable[[], object]] = {
-        ("bf16", "gemworks_bf16"): projected,
-        ("tiles of the projection", "gemworks"): projected_fp8,
-    }
     for op, direction, runs, factor in (
         ("attention_fp8", "fwd", forward, 1.0),
         ("attention_fp8", "fwd_bwd", both, 3.5),
-        ("projected_attention_fp8", "fwd", with_projection, 1.0),
     ):
         base = 0.0
         for (format, impl), run in runs.items():

@@ -16,7 +16,7 @@ from pathlib import Path
 # are those of eight processes on an emulated network of three tiers
 MEASURED: tuple[tuple[str, int, int, float, float], ...] = (
     ("H200", 1, 8, 1.4, 2.7),
-    ("H200", 2, 12, 3.8, 10.8),
+    ("H200", 2, 12, 1.5, 6.5),
     ("cpu x86_64", 8, 10, 2.3, 9.1),
 )
 

@@ -92,10 +92,10 @@ def variants() -> Iterator[Variant]:
 
 
 def head_tile_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str, Any], int]]:
-    """Tiles of q, k and v, out of memory and out of their projection."""
-    from gemworks.precision.head_tiles import GROUP, MIN_BYTE, SEARCH
+    """Tiles of q, k and v."""
+    from gemworks.precision.head_tiles import MIN_BYTE, SEARCH
     from gemworks.precision.kernel_common import FORMATS, MODES
-    from gemworks.precision.kernel_head_tile import head_tile_kernel, project_tile_kernel
+    from gemworks.precision.kernel_head_tile import head_tile_kernel
 
     base = {"HEADS": 4, "H": 128, "SEARCH": SEARCH, "MIN_BYTE": MIN_BYTE, "FORMAT": FORMATS["e4m3"]}
     base |= {"MODE": MODES["rceil"], "HARDWARE": True}
@@ -107,15 +107,6 @@ def head_tile_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[s
         constants: dict[str, Any] = {**base, "TRANSPOSED": transposed}
         types = argument_types(head_tile_kernel, pointers, constants)
         yield "head_tile", name, head_tile_kernel, types, constants, 8
-    constants = {**base, "HAS_BIAS": False, "HEADS_K": 4, "BK": 64, "GROUP": GROUP, "PRECISION": "ieee"}
-    yield (
-        "project_tile",
-        "",
-        project_tile_kernel,
-        argument_types(project_tile_kernel, pointers, constants),
-        constants,
-        8,
-    )
 
 
 def general_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str, Any], int]]:
@@ -123,7 +114,6 @@ def general_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str
     from gemworks.precision import kernel_cast as kc
     from gemworks.precision.kernel_common import FORMATS, MODES
     from gemworks.precision.kernel_project import project_kernel
-    from gemworks.precision.kernel_transpose import transpose_kernel
     from gemworks.precision.projection import BLOCK_FEATURES, BLOCK_ROWS, GROUP
     from gemworks.precision.triton_casts import both_config, rows_config
 
@@ -214,9 +204,6 @@ def general_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str
     arguments = types(project_kernel, {**halves, "codes_ptr": u8, "scales_ptr": u8}, constants)
     yield "project", "", project_kernel, arguments, constants, 8
     yield from head_tile_variants()
-    constants = {"SIZE": 128}
-    arguments = types(transpose_kernel, {"x_ptr": u8, "out_ptr": u8}, constants)
-    yield "transpose", "", transpose_kernel, arguments, constants, 8
     constants = {"ROWS": 256, "COLUMNS": 8}
     arguments = types(kc.wide_scales_kernel, {"scales_ptr": u8, "out_ptr": "*fp32"}, constants)
     yield "wide_scales", "", kc.wide_scales_kernel, arguments, constants, 4

@@ -29,7 +29,6 @@ KEY_ORDER = tuple(16 * (a // 16) + 8 * (a // 2 % 2) + 2 * (a // 4 % 4) + a % 2 f
 # The attention kernel divides the softmax's sum by v's scale: keys whose values are all tiny must still count in it.
 MIN_BYTE = 87
 SEARCH = 1024  # offsets that a kernel looks at together
-GROUP = 8  # tiles of a projection that share the weights in L2
 
 
 @dataclass(frozen=True)
@@ -134,62 +133,6 @@ def _reference(x: Tensor, offsets: Tensor, transposed: bool, mode: ScaleMode) ->
     return HeadTiles(codes.contiguous(), scales, offsets, rows)
 
 
-def project_head_tiles(
-    x: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    width: int,
-    num_heads_k: int,
-    *,
-    bias: Tensor | None = None,
-    scale_mode: str | ScaleMode = "rceil",
-    backend: str = "auto",
-) -> tuple[HeadTiles, HeadTiles, HeadTiles]:
-    """Tiles of q, k and v out of their projection `x W^T + bias`: no bf16 of them is written.
-
-    Exactly the tiles of the y that was computed, rounded to x's dtype; y itself may differ in its last bit between
-    backends, as sums are ordered differently.
-
-    Args:
-        x: `[T, K]`, bf16, fp16 or fp32.
-        weight: `[(H + 2 M) D, K]` in x's dtype: q's heads, k's, v's.
-        offsets: as in `head_tiles`.
-        width: D.
-        num_heads_k: M.
-        bias: `[(H + 2 M) D]`.
-
-    Raises:
-        ValueError: shapes, width or heads that do not fit.
-
-    >>> x, w = torch.ones(200, 64), torch.eye(64).repeat(4, 1)
-    >>> q, k, v = project_head_tiles(x, w, torch.tensor([0, 130, 200]), 32, num_heads_k=2)
-    >>> tuple(q.codes.shape), tuple(k.codes.shape), tuple(v.codes.shape)
-    ((200, 4, 32), (200, 2, 32), (4, 2, 32, 128))
-    """
-    if x.dim() != 2 or weight.dim() != 2 or weight.shape[1] != x.shape[1] or weight.dtype != x.dtype:
-        raise ValueError(
-            f"x and weight: got {tuple(x.shape)} {x.dtype} and {tuple(weight.shape)} {weight.dtype}, expected [T, K] "
-            "and [(H + 2 M) D, K] of one dtype"
-        )
-    if width not in HEAD_WIDTHS or weight.shape[0] % width:
-        raise ValueError(f"width: got {width} for {weight.shape[0]} outputs, expected a divisor among {HEAD_WIDTHS}")
-    heads = weight.shape[0] // width - 2 * num_heads_k
-    if num_heads_k < 1 or heads < 1:
-        raise ValueError(f"num_heads_k: got {num_heads_k} of {weight.shape[0] // width} heads, which leaves q {heads}")
-    mode = scale_mode_of(scale_mode)
-    _check_offsets(x, offsets)
-    chosen = choose("cast", GemmKind.MXFP8, (0, 0, 0), device_of(x), backend).backend
-    if chosen == "triton" and (x.is_cuda or backend == "triton") and x.numel():
-        return _project_on_device(x, weight, bias, offsets, width, heads, num_heads_k, mode)
-    y = torch.nn.functional.linear(x, weight, bias).unflatten(1, (-1, width))
-    q, k, v = y.split([heads, num_heads_k, num_heads_k], 1)
-    return (
-        head_tiles(q, offsets, scale_mode=mode, backend=backend),
-        head_tiles(k, offsets, scale_mode=mode, backend=backend),
-        head_tiles(v, offsets, transposed=True, scale_mode=mode, backend=backend),
-    )
-
-
 def _check_offsets(x: Tensor, offsets: Tensor) -> None:
     if offsets.dim() != 1 or offsets.shape[0] < 1 or offsets.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"offsets: got {offsets.dtype} {tuple(offsets.shape)}, expected int32 or int64 [samples + 1]")
@@ -232,40 +175,3 @@ def _on_device(x: Tensor, offsets: Tensor, transposed: bool, mode: ScaleMode) ->
         {"num_warps": 8, "maxnreg": 80},  # three programs on a multiprocessor
     )
     return out
-
-
-def _project_on_device(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    width: int,
-    heads: int,
-    heads_k: int,
-    mode: ScaleMode,
-) -> tuple[HeadTiles, HeadTiles, HeadTiles]:
-    from gemworks.precision.kernel_head_tile import project_tile_kernel
-    from gemworks.precision.launch import launch
-
-    x, weight = x if x.stride(1) == 1 else x.contiguous(), weight.contiguous()
-    rows, features = x.shape
-    q, k, v = (
-        _empty(x, offsets, rows, h, width, transposed)
-        for h, transposed in ((heads, False), (heads_k, False), (heads_k, True))
-    )
-    count = q.scales.shape[0]
-    wide = x.dtype is torch.float32
-    launch(
-        project_tile_kernel,
-        (count * (heads + 2 * heads_k), 1, 1),
-        (
-            x, weight, bias if bias is not None else weight, offsets.contiguous(), q.codes, k.codes, v.codes,
-            q.scales, k.scales, v.scales, rows, offsets.shape[0] - 1, count, features, x.stride(0),
-        ),
-        {
-            "HAS_BIAS": bias is not None, "HEADS": heads, "HEADS_K": heads_k, "H": width,
-            "BK": 32 if wide or width > 128 else 64, "GROUP": GROUP, "PRECISION": "ieee", **_constants(mode),
-        },
-        {"num_warps": 8, "num_stages": 2 if wide or width > 128 else 3},
-    )  # fmt: skip
-    return q, k, v

@@ -2,10 +2,9 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportAssignmentType=false, reportOptionalMemberAccess=false
 """128 rows of one sequence and head under one scale, stored as they lie or transposed: what Hopper's attention reads.
-Out of memory, or out of the accumulators of the projection that makes q, k and v.
 
 One program a tile and head; which sequence a tile belongs to is searched for, so nothing is built beforehand. Letters:
-T rows, K features, N heads, H head width, C tiles.
+T rows, N heads, H head width, C tiles.
 """
 
 from __future__ import annotations
@@ -87,77 +86,3 @@ def head_tile_kernel(
     else:
         target = (row.to(tl.int64) * HEADS + head)[:, None] * H + column[None, :]
         tl.store(codes_ptr + target, code, mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_sequences", "num_tiles"])
-def project_tile_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    offsets_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    sq_ptr,
-    sk_ptr,
-    sv_ptr,
-    num_rows,
-    num_sequences,
-    num_tiles,
-    num_features,
-    stride_row,
-    HAS_BIAS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEADS_K: tl.constexpr,
-    H: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    SEARCH: tl.constexpr,
-    MIN_BYTE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MODE: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """x `[T, K]`, weight `[(HEADS + 2 HEADS_K) H, K]` of q's heads, k's, v's: their tiles, out of the accumulators.
-
-    GROUP tiles of rows take turns over the heads, so that both stay in L2.
-    """
-    ALL: tl.constexpr = HEADS + 2 * HEADS_K
-    program = tl.program_id(0)
-    group = program // (GROUP * ALL)
-    height = tl.minimum(num_tiles - group * GROUP, GROUP)
-    within = program % (GROUP * ALL)
-    head = within // height
-    tile = group * GROUP + within % height
-    first_row, end = rows_of_tile(tile, offsets_ptr, num_rows, num_sequences, SEARCH)
-    place = tl.arange(0, 128)
-    row = first_row + tl.where(head >= HEADS + HEADS_K, key_order(), place)
-    inside = row < end
-    column = tl.arange(0, H)
-    step = tl.arange(0, BK)
-    x = x_ptr + row.to(tl.int64)[:, None] * stride_row + step[None, :]
-    weight = weight_ptr + (head * H + column).to(tl.int64)[None, :] * num_features + step[:, None]
-    total = tl.zeros([128, H], tl.float32)
-    for first in range(0, num_features, BK):
-        known = step < num_features - first
-        a = tl.load(x + first, mask=inside[:, None] & known[None, :], other=0.0)
-        b = tl.load(weight + first, mask=known[:, None], other=0.0)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + head * H + column).to(tl.float32)[None, :]
-    y = tl.where(inside[:, None], total.to(x_ptr.dtype.element_ty).to(tl.float32), 0.0)
-    code, byte = tile_codes(y, inside[:, None], MIN_BYTE, FORMAT, MODE, HARDWARE)
-    if head < HEADS:
-        at = (row.to(tl.int64) * HEADS + head)[:, None] * H + column[None, :]
-        tl.store(q_ptr + at, code, mask=inside[:, None])
-        tl.store(sq_ptr + tile * HEADS + head, byte)
-    elif head < HEADS + HEADS_K:
-        at = (row.to(tl.int64) * HEADS_K + head - HEADS)[:, None] * H + column[None, :]
-        tl.store(k_ptr + at, code, mask=inside[:, None])
-        tl.store(sk_ptr + tile * HEADS_K + head - HEADS, byte)
-    else:
-        line = tile * HEADS_K + head - HEADS - HEADS_K
-        target = v_ptr + line.to(tl.int64) * (H * 128)
-        tl.store(target + column[:, None] * 128 + place[None, :], tl.trans(code))
-        tl.store(sv_ptr + line, byte)

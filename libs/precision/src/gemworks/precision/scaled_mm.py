@@ -203,13 +203,7 @@ def _codes(plane: MXTensor) -> Tensor:
     """All codes of a plane, as torch's float8 dtype."""
     dtype = element_spec(plane.format).torch_dtype
     assert dtype is not None, "recipes refuse formats of 4 bits"
-    codes = plane.tensors[0]
-    if codes.is_cuda and plane.dim is None and not codes.is_contiguous() and codes.t().is_contiguous():
-        # A square plane stored one way and read the other, as a weight gathered in FP8 is.
-        from gemworks.precision.triton_casts import triton_transpose
-
-        codes = triton_transpose(codes.t())
-    return codes.view(dtype)
+    return plane.tensors[0].view(dtype)
 
 
 def _per_row(plane: MXTensor, num_rows: int) -> Tensor:

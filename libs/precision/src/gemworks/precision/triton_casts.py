@@ -22,7 +22,6 @@ from gemworks.precision.kernel_cast import (
 )
 from gemworks.precision.kernel_common import FORMATS, MODES
 from gemworks.precision.kernel_tile import cast_tile_kernel
-from gemworks.precision.kernel_transpose import transpose_kernel
 from gemworks.precision.launch import integers, launch
 from gemworks.precision.mxtensor import MXTensor, padded_rows, scale_shape
 from gemworks.precision.quantization import ROW_BLOCK_SIZES, SQUARE_BLOCK_SIZES, check_input
@@ -459,21 +458,6 @@ def triton_dequantize(plane: MXTensor, dtype: torch.dtype = torch.bfloat16) -> T
             SWAP=swap,
             num_warps=4,
         )
-    return out
-
-
-def triton_transpose(codes: Tensor) -> Tensor:
-    """Contiguous uint8 `[K, M]` of contiguous `codes [M, K]`."""
-    rows, columns = codes.shape
-    out = torch.empty(columns, rows, dtype=torch.uint8, device=codes.device)
-    column_tiles = -(-columns // 128)
-    launch(
-        transpose_kernel,
-        (-(-rows // 128) * column_tiles, 1, 1),
-        (codes, out, rows, columns, column_tiles),
-        {"SIZE": 128},
-        {"num_warps": 8},
-    )
     return out
 
 

@@ -218,6 +218,10 @@ class Trainer:
             figures = self.ranks.sum(torch.stack([*(x.double() for x in (loss, norm, refused)), *counts]))
             if self.optimizers.skips_on_device:
                 self.optimizers.step_dense(skip=~figures[:2].isfinite().all() | (figures[2] != 0))
+            else:
+                figures = figures.cpu()  # whether this step counts must be known before it ends
+                if _counts_as_step(figures.tolist()):
+                    self.optimizers.step_dense()
         self.step += 1
         launched = _Launched(self.step, batches, rng, outcomes, figures)
         if not self.optimizers.skips_on_device:
@@ -240,12 +244,9 @@ class Trainer:
             self._settle(launched)
 
     def _settle(self, launched: _Launched) -> None:
-        # the one place where the host waits for the device
-        loss_value, norm_value, num_refused, *totals = launched.values()
-        self._last_step_finite = is_finite(loss_value, norm_value) and num_refused == 0
-        if self._last_step_finite and not self.optimizers.skips_on_device:
-            with self._phase("optimizer"):
-                self.optimizers.step_dense()
+        figures = launched.values()  # the one place where the host waits for the device
+        loss_value, norm_value, _, *totals = figures
+        self._last_step_finite = _counts_as_step(figures)
         self._add_counts(totals)
         loss_value /= self.ranks.world_size
         norm_value /= self.ranks.world_size  # it is the whole gradient's on each rank
@@ -457,6 +458,12 @@ class Trainer:
                 {"sums": torch.tensor(metrics["sums"], dtype=torch.float64), "num_samples": metrics["num_samples"]}
             )
         return host
+
+
+def _counts_as_step(figures: list[float]) -> bool:
+    """Of loss, gradient norm and refusals of the gate: all finite, and none refused."""
+    loss, norm, num_refused, *_ = figures
+    return is_finite(loss, norm) and num_refused == 0
 
 
 def _in_batch(batch: Batch, dense_names: tuple[str, ...]) -> str | None:

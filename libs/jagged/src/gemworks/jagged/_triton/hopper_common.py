@@ -44,31 +44,10 @@ def zigzag(i, pid, programs):
 
 
 @gluon.jit
-def pick(i, pid, programs, rounds, total, HEADS: gl.constexpr, RESIDENT: gl.constexpr):
-    """(number, tile, head) of the i-th piece of work of a program.
-
-    RESIDENT: a run of neighbouring tiles of one head, so that most share a sequence; all tiles must cost the same.
-    """
-    if RESIDENT:
-        t = pid * rounds + i
-        num_tiles = total // HEADS
-        return t, t % num_tiles, t // num_tiles
-    else:
-        t = zigzag(i, pid, programs)
-        return t, t // HEADS, t % HEADS
-
-
-@gluon.jit
-def is_last_of_run(i, t, rounds, total, tile_sample, HEADS: gl.constexpr, RESIDENT: gl.constexpr):
-    """Whether this program's next tile belongs to another sequence or head."""
-    if RESIDENT:
-        num_tiles = total // HEADS
-        other = (i + 1 >= rounds) | (t + 1 >= total) | ((t + 1) % num_tiles == 0)
-        here = gl.load(tile_sample + t % num_tiles)
-        following = gl.load(tile_sample + (t + 1) % num_tiles)
-        return other | (here != following)
-    else:
-        return True
+def pick(i, pid, programs, HEADS: gl.constexpr):
+    """(number, tile, head) of the i-th piece of work of a program."""
+    t = zigzag(i, pid, programs)
+    return t, t // HEADS, t % HEADS
 
 
 @gluon.jit

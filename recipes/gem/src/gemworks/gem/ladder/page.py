@@ -26,6 +26,8 @@ attention are different models with different FLOPs, so they are never in one ta
 - *step MFU*: all model FLOPs of a step over 989 TFLOP/s x wall time; *mixed* divides by the peak of the mix of bf16 and
   FP8 products instead.
 - *NE*: over the timed steps, each batch before it is learned from; the same batches in every row of a batch size.
+- *step ms*: median, and 20th to 80th percentile. A wide range means that steps waited for a host that other processes
+  kept busy: such rows of different runs compare badly.
 - *commit*: what was measured. Rows of one commit come from one run or from runs on one kind of machine minutes apart;
   between commits everything under a row may have changed, and the takeaways say so.
 
@@ -164,13 +166,21 @@ def ladder_table(rows: Sequence[Row], layers: Sequence[Row] = ()) -> str:
         name = f"+ {row['row']}" if _is_side(row["row"]) else row["row"]
         cells = [
             name, _added(row), row["batch"], row["samples_per_s"], _local(row, layers),
-            _percent(row["step_mfu"]), _percent(row["mixed_mfu"]), row["step_ms"], row["peak_gib"],
+            _percent(row["step_mfu"]), _percent(row["mixed_mfu"]), _spread(row), row["peak_gib"],
             _percent(row["padding"]), _percent(row["recompute"]), row["ne"], row["commit"],
         ]  # fmt: skip
         if not row["step_ms"]:
             cells[3] = row["note"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _spread(row: Row) -> str:
+    """Median of a step, with the 20th and 80th percentile."""
+    if not row["step_ms"]:
+        return ""
+    ends = f" ({float(row['ms_p20']):.0f}-{float(row['ms_p80']):.0f})" if row["ms_p20"] and row["ms_p80"] else ""
+    return f"{float(row['step_ms']):.1f}{ends}"
 
 
 def _local(row: Row, layers: Sequence[Row]) -> str:

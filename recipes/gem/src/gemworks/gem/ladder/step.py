@@ -44,6 +44,7 @@ class StepCost:
         ne: of the timed steps, each batch before it is learned from.
         loss: mean over the timed steps.
         split: of a step, where it was traced.
+        num_skipped: steps, untimed ones too, that were not finite and changed nothing.
     """
 
     step: Time
@@ -58,6 +59,7 @@ class StepCost:
     ne: float | None
     loss: float
     split: Split | None
+    num_skipped: int = 0
 
 
 class ReadyBatches:
@@ -167,6 +169,7 @@ class TrainingRow:
             ne,
             loss,
             split,
+            self.trainer.num_skipped,
         )
 
 

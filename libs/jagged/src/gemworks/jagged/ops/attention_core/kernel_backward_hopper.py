@@ -11,7 +11,6 @@ warpgroup and summed in a fixed order, so repeats are bit-equal.
 
 from gemworks.jagged._triton.hopper_common import (
     activate_with_grad,
-    is_last_of_run,
     load_rows,
     pick,
     slope_only,
@@ -34,16 +33,15 @@ def _producer(
     a_desc, b_desc, c_desc, d_desc, bounds_r, bounds_c, tile_sample, tile_row, total,
     a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
     HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr,
-    SHARED: gl.constexpr, RSTAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUPS: gl.constexpr,
+    SHARED: gl.constexpr, RSTAGES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     fill = 0
     ri = 0
-    fresh = pid >= 0
     rounds = (total + programs - 1) // programs
     for i in range(rounds):
-        t, tile, head = pick(i, pid, programs, rounds, total, HEADS, RESIDENT)
+        t, tile, head = pick(i, pid, programs, HEADS)
         if t < total:
             row, r_begin, r_end, c_begin, c_len = tile_of(tile, tile_sample, tile_row, bounds_r, bounds_c)
             # A shared query is the same rows for every sequence: resident for dQ (a), streamed for dK and dV (c).
@@ -58,11 +56,7 @@ def _producer(
                 load_rows(a_desc, a_begin, r_end - r_begin, at, head, full, a_smem.index(GROUPS * rs + g))
                 load_rows(b_desc, r_begin, r_end - r_begin, at, head, full, b_smem.index(GROUPS * rs + g))
             ri += 1
-            to_load = c_len
-            if RESIDENT:  # the streamed side of this sequence and head may still be there
-                to_load = gl.where(fresh, c_len, 0)
-                fresh = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
-            for j in range(0, to_load, BC):
+            for j in range(0, c_len, BC):
                 s = fill % STAGES
                 mbarrier.wait(c_free.index(s), ((fill // STAGES) & 1) ^ 1)
                 mbarrier.expect(c_full.index(s), 2 * BC * H * 2)
@@ -103,7 +97,7 @@ def _consumer(
     tile_sample, tile_row, total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
     a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr,
-    DTYPE: gl.constexpr, RSTAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUPS: gl.constexpr,
+    DTYPE: gl.constexpr, RSTAGES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """KV: x is dV and y is dK, scores are transposed (rows are keys). Otherwise y is dQ and x is unused."""
     pid = gl.program_id(0)
@@ -118,11 +112,9 @@ def _consumer(
     ri = 0
     rounds = (total + programs - 1) // programs
     for i in range(rounds):
-        t, tile, head = pick(i, pid, programs, rounds, total, HEADS, RESIDENT)
+        t, tile, head = pick(i, pid, programs, HEADS)
         if t < total:
             row, r_begin, end, c_begin, c_len = tile_of(tile, tile_sample, tile_row, bounds_r, bounds_c)
-            last = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
-            first_fill = fill
             rs = ri % RSTAGES
             mbarrier.wait(r_full.index(rs), (ri // RSTAGES) & 1)
             ri += 1
@@ -161,7 +153,7 @@ def _consumer(
                         x_acc = warpgroup_mma(p, d_smem.index(sv), x, is_async=True)
                     y_acc = warpgroup_mma(ds, c_smem.index(sv), y, is_async=True)
                     x, y, p, ds = warpgroup_mma_wait(0, [x_acc, y_acc, p, ds])
-                    mbarrier.arrive(c_free.index(sv), count=1, pred=last)
+                    mbarrier.arrive(c_free.index(sv), count=1)
                     fill += 1
                 mbarrier.arrive(r_free.index(rs), count=1)
             elif first < end and trips > 0:
@@ -205,23 +197,21 @@ def _consumer(
                     # already complete: keeps the assembler from hoisting the wait below over the work that it hides
                     mbarrier.wait(c_full.index(s1), phase1)
                     y, ds, ds_next = warpgroup_mma_wait(0, [y_acc, ds, ds_next])
-                    mbarrier.arrive(c_free.index(sv), count=1, pred=last)
+                    mbarrier.arrive(c_free.index(sv), count=1)
                     ds = ds_next
                     fill += 1
                 mbarrier.arrive(r_free.index(rs), count=1)
                 y = warpgroup_mma(ds, c_smem.index(fill % STAGES), y, is_async=True)
                 y = warpgroup_mma_wait(0, [y])
-                mbarrier.arrive(c_free.index(fill % STAGES), count=1, pred=last)
+                mbarrier.arrive(c_free.index(fill % STAGES), count=1)
                 fill += 1
             else:
                 for _j in range(trips):  # nothing to do in this half: hand the stages on
                     s0 = fill % STAGES
                     mbarrier.wait(c_full.index(s0), (fill // STAGES) & 1)
-                    mbarrier.arrive(c_free.index(s0), count=1, pred=last)
+                    mbarrier.arrive(c_free.index(s0), count=1)
                     fill += 1
                 mbarrier.arrive(r_free.index(rs), count=1)
-            if RESIDENT:  # the same stages again for the next tile of the run
-                fill = gl.where(last, fill, first_fill)
             if first < end:
                 rows = first + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
                 cols = gl.arange(0, H, layout=gl.SliceLayout(0, STORE))
@@ -246,7 +236,7 @@ def backward_hopper_kernel(
     a_desc, b_desc, c_desc, d_desc, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row,
     num_tiles, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
     KV: gl.constexpr, OVERLAP: gl.constexpr, ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr,
-    STAGES: gl.constexpr, SHARED: gl.constexpr, RSTAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr, SHARED: gl.constexpr, RSTAGES: gl.constexpr, GROUPS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = a_desc.dtype
@@ -275,10 +265,10 @@ def backward_hopper_kernel(
                 (_consumer, (G(0), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample,
                              tile_row, total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
                              a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
-                             ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, RESIDENT, GROUPS)),
+                             ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, GROUPS)),
                 (_producer, (a_desc, b_desc, c_desc, d_desc, bounds_r, bounds_c, tile_sample, tile_row, total,
                              a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
-                             HEADS, H, BC, STAGES, KV, SHARED, RSTAGES, RESIDENT, GROUPS)),
+                             HEADS, H, BC, STAGES, KV, SHARED, RSTAGES, GROUPS)),
             ],
             [1], [24],
         )  # fmt: skip
@@ -288,14 +278,14 @@ def backward_hopper_kernel(
                 (_consumer, (G(0), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample,
                              tile_row, total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
                              a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
-                             ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, RESIDENT, GROUPS)),
+                             ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, GROUPS)),
                 (_consumer, (G(1), KV, OVERLAP, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample,
                              tile_row, total, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
                              a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
-                             ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, RESIDENT, GROUPS)),
+                             ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, GROUPS)),
                 (_producer, (a_desc, b_desc, c_desc, d_desc, bounds_r, bounds_c, tile_sample, tile_row, total,
                              a_smem, b_smem, c_smem, d_smem, r_full, r_free, c_full, c_free,
-                             HEADS, H, BC, STAGES, KV, SHARED, RSTAGES, RESIDENT, GROUPS)),
+                             HEADS, H, BC, STAGES, KV, SHARED, RSTAGES, GROUPS)),
             ],
             [4, 1], [CONSUMER_REGS, 24],
         )  # fmt: skip

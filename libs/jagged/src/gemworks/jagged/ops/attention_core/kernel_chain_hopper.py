@@ -7,7 +7,7 @@ of a tile computes the first scores of the next one, as every step does those of
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
-from gemworks.jagged._triton.hopper_common import fold, is_last_of_run, pick, tile_of, weigh
+from gemworks.jagged._triton.hopper_common import fold, pick, tile_of, weigh
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -61,7 +61,7 @@ def chained_consumer(
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
     ACT: gl.constexpr, HEADS: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
-    RESIDENT: gl.constexpr, ONE_RELEASE: gl.constexpr,
+    ONE_RELEASE: gl.constexpr,
 ):  # fmt: skip
     """The last step of a tile computes the first scores of the next one, as every step does those of the next step."""
     pid = gl.program_id(0)
@@ -78,11 +78,10 @@ def chained_consumer(
     b0, b1, b2, b3, b4 = fold(scale, ACT, FOLD)
     fill = 0
     rounds = (total + programs - 1) // programs
-    t, tile, head = pick(0, pid, programs, rounds, total, HEADS, RESIDENT)
+    t, tile, head = pick(0, pid, programs, HEADS)
     row, q_begin, q_end, _k_begin, k_len = tile_of(
         gl.where(t < total, tile, 0), tile_sample, tile_row, bounds_q, bounds_k
     )
-    last = is_last_of_run(0, t, rounds, total, tile_sample, HEADS, RESIDENT)
     active = (t < total) & (q_begin + row + GROUP * 64 < q_end) & (k_len > 0)
     ready = t < 0  # whether p holds the first weights of this tile
     o = zero_o
@@ -92,18 +91,17 @@ def chained_consumer(
     p = gl.convert_layout(zero.to(DTYPE), P_LAYOUT)
     for i in range(rounds):
         # What the next tile is: asked for here, needed at the end.
-        t1, tile1, head1 = pick(i + 1, pid, programs, rounds, total, HEADS, RESIDENT)
+        t1, tile1, head1 = pick(i + 1, pid, programs, HEADS)
         there1 = (i + 1 < rounds) & (t1 < total)
         row1, q_begin1, q_end1, _k_begin1, k_len1 = tile_of(
             gl.where(there1, tile1, 0), tile_sample, tile_row, bounds_q, bounds_k
         )
-        last1 = is_last_of_run(i + 1, t1, rounds, total, tile_sample, HEADS, RESIDENT)
         active1 = there1 & (q_begin1 + row1 + GROUP * 64 < q_end1) & (k_len1 > 0)
         first_row = q_begin + row + GROUP * 64
         qs = i % QSTAGES
         qs1 = (i + 1) % QSTAGES
         trips = (k_len + BN - 1) // BN
-        after = gl.where(last, fill + trips, fill)  # keys that stay are met again at the same place
+        after = fill + trips
         if active:
             if not ready:
                 mbarrier.wait(q_full.index(qs), (i // QSTAGES) & 1)
@@ -114,7 +112,7 @@ def chained_consumer(
                     use_acc=False, is_async=True,
                 )  # fmt: skip
                 scores = warpgroup_mma_wait(0, [scores])
-                mbarrier.arrive(k_free.index(s0), count=1, pred=last)
+                mbarrier.arrive(k_free.index(s0), count=1)
                 if ACT == "softmax":
                     if k_len < BN:
                         scores = gl.where((column < k_len)[None, :], scores, float("-inf"))
@@ -138,7 +136,7 @@ def chained_consumer(
                 acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
                 scores = warpgroup_mma_wait(1, [upcoming])
                 if not ONE_RELEASE:
-                    mbarrier.arrive(k_free.index(s1), count=1, pred=more & gl.where(final, last1, last))
+                    mbarrier.arrive(k_free.index(s1), count=1, pred=more)
                 if ACT == "softmax":
                     left = gl.where(final, k_len1, k_len - (j + 1) * BN)
                     if left < BN:
@@ -155,7 +153,7 @@ def chained_consumer(
                     if more:
                         mbarrier.arrive(k_free.index(s1), count=1)
                 else:
-                    mbarrier.arrive(v_free.index(fill % STAGES), count=1, pred=last)
+                    mbarrier.arrive(v_free.index(fill % STAGES), count=1)
                 if final:
                     store_tile(
                         o, peak, total_p, out_ptr, lse_ptr, first_row, q_end, head, scale,
@@ -174,9 +172,9 @@ def chained_consumer(
                 s0 = fill % STAGES
                 mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
                 mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
-                mbarrier.arrive(k_free.index(s0), count=1, pred=last)
+                mbarrier.arrive(k_free.index(s0), count=1)
                 if not ONE_RELEASE:
-                    mbarrier.arrive(v_free.index(s0), count=1, pred=last)
+                    mbarrier.arrive(v_free.index(s0), count=1)
                 fill += 1
             mbarrier.arrive(q_free.index(qs), count=1)
             if first_row < q_end:  # no key
@@ -192,5 +190,4 @@ def chained_consumer(
         q_begin = q_begin1
         q_end = q_end1
         k_len = k_len1
-        last = last1
         active = active1

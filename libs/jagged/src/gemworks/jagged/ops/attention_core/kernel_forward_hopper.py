@@ -6,14 +6,11 @@ The producer loads K and V through descriptors that it builds per sequence: rows
 zeros, never as a neighbour's. An element-wise activation has act(0) = 0, so zeros need no mask at all; softmax masks
 the columns of the last tile only. Each consumer owns 64 query rows; while P V of tile j runs on the tensor cores, the
 consumer works on the scores of tile j + 1.
-
-RESIDENT keeps K and V in shared memory over neighbouring tiles of one sequence and head, for short keys of one length
-(a per-sample feed-forward network): a program then takes a run of tiles, and all keys must fit into the stages.
 """
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
-from gemworks.jagged._triton.hopper_common import fold, following, is_last_of_run, load_rows, pick, tile_of
+from gemworks.jagged._triton.hopper_common import fold, following, load_rows, pick, tile_of
 from gemworks.jagged.ops.attention_core.kernel_chain_hopper import chained_consumer, store_tile, weights
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -88,26 +85,20 @@ def _producer(
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
-    RESIDENT: gl.constexpr, ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr,
+    ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     fill = 0
     qi = 0
-    fresh = pid >= 0
     rounds = (total + programs - 1) // programs
     for i in range(rounds):
-        t, tile, head = pick(i, pid, programs, rounds, total, HEADS, RESIDENT)
+        t, tile, head = pick(i, pid, programs, HEADS)
         if t < total:
             row, q_begin, q_end, k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
-            _shift, begin, to_load = _span(
-                row, q_end - q_begin, k_len, left, right, MASKED, BOTTOM_RIGHT, GROUPS * 64, BN
-            )
+            _shift, begin, end = _span(row, q_end - q_begin, k_len, left, right, MASKED, BOTTOM_RIGHT, GROUPS * 64, BN)
             q_from = 0 if SHARED else q_begin
-            if RESIDENT:  # K and V of this sequence and head may still be there
-                to_load = gl.where(fresh, k_len, 0)
-                fresh = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
             qs = qi % QSTAGES
             mbarrier.wait(q_free.index(qs), ((qi // QSTAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(qs), GROUPS * 64 * H * 2)
@@ -116,7 +107,7 @@ def _producer(
                     q_desc, q_from, q_end - q_begin, row + g * 64, head, q_full.index(qs), q_smem.index(GROUPS * qs + g)
                 )
             qi += 1
-            for j in range(begin, to_load, BN):
+            for j in range(begin, end, BN):
                 _load_keys(
                     k_desc, v_desc, k_begin, k_len, j, head // GROUP_HEADS, fill, k_smem, v_smem,
                     k_full, k_free, v_full, v_free, H, HV, BN, STAGES, ONE_RELEASE,
@@ -131,7 +122,7 @@ def _consumer(
     q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
-    RESIDENT: gl.constexpr, ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
     CHAINED: gl.constexpr,
 ):  # fmt: skip
     if CHAINED:
@@ -139,7 +130,7 @@ def _consumer(
             GROUP, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
             out_stride_t, out_stride_n, lse_stride_n,
             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-            ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
+            ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
         )  # fmt: skip
         return
     pid = gl.program_id(0)
@@ -158,21 +149,18 @@ def _consumer(
     phase = 0
     qi = 0
     rounds = (total + programs - 1) // programs
-    t, tile, head = pick(0, pid, programs, rounds, total, HEADS, RESIDENT)
+    t, tile, head = pick(0, pid, programs, HEADS)
     row, q_begin, q_end, _k_begin, k_len = tile_of(
         gl.where(t < total, tile, 0), tile_sample, tile_row, bounds_q, bounds_k
     )
     for i in range(rounds):
         # What the next tile is: asked for here, needed at the end.
-        t1, tile1, head1 = pick(i + 1, pid, programs, rounds, total, HEADS, RESIDENT)
+        t1, tile1, head1 = pick(i + 1, pid, programs, HEADS)
         there1 = (i + 1 < rounds) & (t1 < total)
         row1, q_begin1, q_end1, _k_begin1, k_len1 = tile_of(
             gl.where(there1, tile1, 0), tile_sample, tile_row, bounds_q, bounds_k
         )
         if t < total:
-            last = is_last_of_run(i, t, rounds, total, tile_sample, HEADS, RESIDENT)
-            first_stage = stage
-            first_phase = phase
             q_row = q_begin + row
             qs = qi % QSTAGES
             mbarrier.wait(q_full.index(qs), (qi // QSTAGES) & 1)
@@ -189,7 +177,7 @@ def _consumer(
                 mbarrier.wait(k_full.index(stage), phase)
                 scores = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(0, [scores])
-                mbarrier.arrive(k_free.index(stage), count=1, pred=last)
+                mbarrier.arrive(k_free.index(stage), count=1)
                 scores = _admit(
                     scores, begin, k_len, first, own, column, shift, left, right, k_len < BN,
                     OTHERS, ACT == "softmax", MASKED, BN,
@@ -206,7 +194,7 @@ def _consumer(
                     acc = warpgroup_mma(p, v_smem.index(stage), o, is_async=True)
                     scores = warpgroup_mma_wait(1, [upcoming])
                     if not ONE_RELEASE:
-                        mbarrier.arrive(k_free.index(s1), count=1, pred=last)
+                        mbarrier.arrive(k_free.index(s1), count=1)
                     scores = _admit(
                         scores, begin + j * BN, k_len, first, own, column, shift, left, right, j == trips - 1,
                         OTHERS, ACT == "softmax", MASKED, BN,
@@ -222,7 +210,7 @@ def _consumer(
                     if ONE_RELEASE:  # every signal makes the four warps meet
                         mbarrier.arrive(k_free.index(s1), count=1)
                     else:
-                        mbarrier.arrive(v_free.index(stage), count=1, pred=last)
+                        mbarrier.arrive(v_free.index(stage), count=1)
                     if ACT == "softmax":
                         o = o * gl.convert_layout(fix, gl.SliceLayout(1, O_LAYOUT))[:, None]
                     p = p_next
@@ -233,21 +221,18 @@ def _consumer(
                 acc = warpgroup_mma(p, v_smem.index(stage), o, is_async=True)
                 o = warpgroup_mma_wait(0, [acc])
                 if not ONE_RELEASE:
-                    mbarrier.arrive(v_free.index(stage), count=1, pred=last)
+                    mbarrier.arrive(v_free.index(stage), count=1)
                 stage = s1
                 phase = phase1
             else:
                 for _j in range(trips):  # nothing to do in this half: hand the stages on
                     mbarrier.wait(k_full.index(stage), phase)
                     mbarrier.wait(v_full.index(stage), phase)
-                    mbarrier.arrive(k_free.index(stage), count=1, pred=last)
+                    mbarrier.arrive(k_free.index(stage), count=1)
                     if not ONE_RELEASE:
-                        mbarrier.arrive(v_free.index(stage), count=1, pred=last)
+                        mbarrier.arrive(v_free.index(stage), count=1)
                     stage, phase = following(stage, phase, STAGES)
                 mbarrier.arrive(q_free.index(qs), count=1)
-            if RESIDENT:  # the same stages again for the next tile of the run
-                stage = gl.where(last, stage, first_stage)
-                phase = gl.where(last, phase, first_phase)
             if first_row < q_end:
                 store_tile(
                     o, peak, total_p, out_ptr, lse_ptr, first_row, q_end, head, scale,
@@ -267,7 +252,7 @@ def forward_hopper_kernel(
     left, right, out_stride_t, out_stride_n, lse_stride_n,
     ACT: gl.constexpr, HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
-    FOLD: gl.constexpr, RESIDENT: gl.constexpr, ONE_RELEASE: gl.constexpr,
+    FOLD: gl.constexpr, ONE_RELEASE: gl.constexpr,
     MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CHAINED: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
@@ -300,11 +285,11 @@ def forward_hopper_kernel(
                 (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT, CHAINED)),
                 (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, ONE_RELEASE,
+                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT)),
             ],
             [1], [24],
@@ -315,16 +300,16 @@ def forward_hopper_kernel(
                 (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT, CHAINED)),
                 (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT, CHAINED)),
                 (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, ONE_RELEASE,
+                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT)),
             ],
             [4, 1], [CONSUMER_REGS, 24],
@@ -335,21 +320,21 @@ def forward_hopper_kernel(
                 (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT, CHAINED)),
                 (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT, CHAINED)),
                 (_consumer, (G(2), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
                              left, right, out_stride_t, out_stride_n, lse_stride_n,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, RESIDENT, ONE_RELEASE,
+                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT, CHAINED)),
                 (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
                              q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, RESIDENT, ONE_RELEASE,
+                             HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT)),
             ],
             [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, 24],

@@ -86,24 +86,18 @@ def folds(activation: str, scale: float, dtype: torch.dtype) -> bool:
     return activation == "fast_gelu" and dtype == torch.bfloat16 and low <= scale <= high
 
 
-def keeps_keys(p: Problem, config: GluonConfig) -> bool:
-    """Keys of one length that fit into the stages: the ring would otherwise wait for itself."""
-    fits = p.rows_k is not None and 0 < p.rows_k <= config.block * config.stages
-    return config.resident_keys and p.rule.mask.is_full and fits
-
-
 def forward(p: Problem, out: Tensor, lse: Tensor, config: GluonConfig, *, fold: bool | None = None) -> None:
     sample, row, count = p.tiles(config.height("forward"))
     q, k, v, bounds = streamable(p.q), streamable(p.k), streamable(p.v), p.schedule.bounds
     if fold is None:
         fold = folds(p.rule.activation, p.rule.scale, q.dtype)
-    keep, masked = keeps_keys(p, config), not p.rule.mask.is_full
+    masked = not p.rule.mask.is_full
     forward_hopper_kernel[_grid(q, config)](
         ragged(q, 64), ragged(k, config.block), ragged(v, config.block), out, lse, bounds[0], bounds[3],
         sample, row, count, *limits(p.rule), out.stride(0), out.stride(1), lse.stride(0),
         ACT=p.rule.activation, HEADS=q.shape[1], GROUP_HEADS=q.shape[1] // k.shape[1], H=q.shape[2], HV=v.shape[2],
         BN=config.block, STAGES=config.stages, QSTAGES=config.resident_stages, GROUPS=config.groups,
-        SHARED=p.rule.shared_query, FOLD=fold, RESIDENT=keep, ONE_RELEASE=config.one_release and not keep,
+        SHARED=p.rule.shared_query, FOLD=fold, ONE_RELEASE=config.one_release,
         MASKED=masked, BOTTOM_RIGHT=p.rule.mask.align == "bottom_right", CHAINED=config.chained and not masked,
         CONSUMER_REGS=config.registers, num_warps=4, maxnreg=config.max_registers,
     )  # fmt: skip
@@ -133,7 +127,7 @@ def _backward(
         sample, row, count, p.rule.scale, *(s for x in results for s in (x.stride(0), x.stride(1))), lse.stride(0),
         KV=is_kv, OVERLAP=config.overlap or not is_kv, ACT=p.rule.activation, HEADS=a.shape[1], H=a.shape[2],
         BC=config.block, STAGES=config.stages, SHARED=p.rule.shared_query, RSTAGES=config.resident_stages,
-        RESIDENT=not is_kv and keeps_keys(p, config), GROUPS=config.groups, CONSUMER_REGS=config.registers,
+        GROUPS=config.groups, CONSUMER_REGS=config.registers,
         num_warps=4, maxnreg=config.max_registers,
     )  # fmt: skip
 

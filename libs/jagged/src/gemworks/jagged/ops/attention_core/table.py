@@ -50,9 +50,7 @@ class GluonConfig:
         resident_stages: resident tiles in flight.
         registers: per thread of a consumer.
         overlap: start P^T dO before dP is there (backward_kv only).
-        resident_keys: keep K and V over neighbouring tiles of a sequence (forward and backward_q; a 4-D k whose rows
-            fit into the stages, otherwise ignored).
-        one_release: one signal for K of a tile and V of the one before (forward; not with resident keys).
+        one_release: one signal for K of a tile and V of the one before (forward).
         chained: the last step of a tile computes the first scores of the next one (forward; resident_stages 2).
     """
 
@@ -62,7 +60,6 @@ class GluonConfig:
     registers: int = 232
     resident_stages: int = 1
     overlap: bool = False
-    resident_keys: bool = False
     one_release: bool = False
     chained: bool = False
 

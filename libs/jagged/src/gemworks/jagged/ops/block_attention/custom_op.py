@@ -17,6 +17,9 @@ from gemworks.jagged.dispatch import architecture_of, backend_of
 from gemworks.jagged.ops.block_attention.formulas import BlockArgs, block_backward, block_forward
 from torch import Tensor
 
+# The fields of BlockArgs, last in the schema of every operator here.
+SETTINGS = "Tensor table, Tensor? cos, Tensor? sin, float scale, SymInt block, bool causal, bool qk_norm, float eps"
+
 
 def has_kernel_for(x: Tensor, head_dim: int) -> bool:
     """Whether a kernel runs, of either language: which one, launch.py says."""
@@ -40,24 +43,14 @@ def split_heads(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _block_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    scale: float,
-    block: int,
-    causal: bool,
-    qk_norm: bool,
-    eps: float,
-) -> Tensor:
+def _block_attention(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
     """[T, N, V], contiguous."""
-    return forward(q, k, v, BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps))
+    return forward(q, k, v, BlockArgs(*settings))
 
 
-block_attention_op = custom_op("block_attention", _block_attention)
+block_attention_op = custom_op(
+    "block_attention", _block_attention, f"(Tensor q, Tensor k, Tensor v, {SETTINGS}) -> Tensor"
+)
 
 
 @block_attention_op.register_fake
@@ -66,21 +59,10 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
 
 
 def _block_attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    scale: float,
-    block: int,
-    causal: bool,
-    qk_norm: bool,
-    eps: float,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous."""
-    args = BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps)
+    args = BlockArgs(*settings)
     if not has_kernel_for(q, q.shape[-1]):
         return block_backward(dout, q, k, v, args)
     from gemworks.jagged.ops.block_attention.launch import block_attention_backward
@@ -90,7 +72,11 @@ def _block_attention_backward(
     return dq, dk, dv
 
 
-block_attention_backward_op = custom_op("block_attention_backward", _block_attention_backward)
+block_attention_backward_op = custom_op(
+    "block_attention_backward",
+    _block_attention_backward,
+    f"(Tensor dout, Tensor q, Tensor k, Tensor v, {SETTINGS}) -> (Tensor, Tensor, Tensor)",
+)
 
 
 @block_attention_backward_op.register_fake
@@ -98,23 +84,14 @@ def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tu
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _block_attention_qkv(
-    qkv: Tensor,
-    num_heads: int,
-    table: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    scale: float,
-    block: int,
-    causal: bool,
-    qk_norm: bool,
-    eps: float,
-) -> Tensor:
+def _block_attention_qkv(qkv: Tensor, num_heads: int, *settings: Any) -> Tensor:
     """[T, N, H], contiguous, from [T, N + 2 M, H]."""
-    return forward(*split_heads(qkv, num_heads), BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps))
+    return forward(*split_heads(qkv, num_heads), BlockArgs(*settings))
 
 
-block_attention_qkv_op = custom_op("block_attention_qkv", _block_attention_qkv)
+block_attention_qkv_op = custom_op(
+    "block_attention_qkv", _block_attention_qkv, f"(Tensor qkv, SymInt num_heads, {SETTINGS}) -> Tensor"
+)
 
 
 @block_attention_qkv_op.register_fake
@@ -122,21 +99,9 @@ def _qkv_fake(qkv: Tensor, num_heads: int, *_: Any) -> Tensor:
     return qkv.new_empty(qkv.shape[0], num_heads, qkv.shape[2])
 
 
-def backward_qkv(
-    dout: Tensor,
-    qkv: Tensor,
-    num_heads: int,
-    table: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    scale: float,
-    block: int,
-    causal: bool,
-    qk_norm: bool,
-    eps: float,
-) -> Tensor:
+def backward_qkv(dout: Tensor, qkv: Tensor, num_heads: int, *settings: Any) -> Tensor:
     """The gradient of the packed projection in one tensor: three would cost as many bytes again to join."""
-    args = BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps)
+    args = BlockArgs(*settings)
     q, k, v = split_heads(qkv, num_heads)
     if not has_kernel_for(qkv, qkv.shape[-1]):
         return torch.cat(block_backward(dout, q, k, v, args), dim=1)
@@ -147,7 +112,11 @@ def backward_qkv(
     return dqkv
 
 
-block_attention_qkv_backward_op = custom_op("block_attention_qkv_backward", backward_qkv)
+block_attention_qkv_backward_op = custom_op(
+    "block_attention_qkv_backward",
+    backward_qkv,
+    f"(Tensor dout, Tensor qkv, SymInt num_heads, {SETTINGS}) -> Tensor",
+)
 
 
 @block_attention_qkv_backward_op.register_fake

@@ -87,48 +87,18 @@ def block_attention_projected(
     return block_attention_projected_op(x, weight, offsets, num_heads, head_dim, *settings)
 
 
-def _forward(
-    x: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    num_heads: int,
-    head_dim: int,
-    table: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    scale: float,
-    block: int,
-    causal: bool,
-    qk_norm: bool,
-    eps: float,
-) -> Tensor:
+def _forward(x: Tensor, weight: Tensor, offsets: Tensor, num_heads: int, head_dim: int, *settings: Any) -> Tensor:
     """[T, N, H], contiguous."""
-    args = BlockArgs(table, cos, sin, scale, block, causal, qk_norm, eps)
-    return unprojected.forward(*split_heads(_project(x, weight, head_dim), num_heads), args)
+    return unprojected.forward(*split_heads(_project(x, weight, head_dim), num_heads), BlockArgs(*settings))
 
 
 def _backward(
-    dout: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    num_heads: int,
-    head_dim: int,
-    table: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    scale: float,
-    block: int,
-    causal: bool,
-    qk_norm: bool,
-    eps: float,
+    dout: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, num_heads: int, head_dim: int, *settings: Any
 ) -> tuple[Tensor, Tensor]:
     """(dx, dweight): the projections again, the backward of block attention, and two products."""
     live = (torch.arange(x.shape[0], device=x.device) < offsets[-1])[:, None]
     x = torch.where(live, x, 0)  # 0 times garbage past the end could be NaN in dweight
-    dqkv = unprojected.backward_qkv(
-        dout, _project(x, weight, head_dim), num_heads, table, cos, sin, scale, block, causal, qk_norm, eps
-    ).flatten(1)
+    dqkv = unprojected.backward_qkv(dout, _project(x, weight, head_dim), num_heads, *settings).flatten(1)
     return dqkv @ weight, dqkv.mT @ x
 
 
@@ -136,8 +106,11 @@ def _project(x: Tensor, weight: Tensor, head_dim: int) -> Tensor:
     return functional.linear(x, weight).unflatten(-1, (-1, head_dim))
 
 
-block_attention_projected_op = custom_op("block_attention_projected", _forward)
-block_attention_projected_backward_op = custom_op("block_attention_projected_backward", _backward)
+_ARGUMENTS = f"Tensor x, Tensor weight, Tensor offsets, SymInt num_heads, SymInt head_dim, {unprojected.SETTINGS}"
+block_attention_projected_op = custom_op("block_attention_projected", _forward, f"({_ARGUMENTS}) -> Tensor")
+block_attention_projected_backward_op = custom_op(
+    "block_attention_projected_backward", _backward, f"(Tensor dout, {_ARGUMENTS}) -> (Tensor, Tensor)"
+)
 
 
 @block_attention_projected_op.register_fake

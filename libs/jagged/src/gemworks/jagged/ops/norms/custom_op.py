@@ -55,13 +55,7 @@ def _norm_cuda(
 
 @norm_op.register_fake
 def _norm_fake(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    add: Tensor | None,
-    eps: float,
-    center: bool,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)
 
@@ -131,14 +125,7 @@ def _norm_backward_cuda(
 
 @norm_backward_op.register_fake
 def _norm_backward_fake(
-    dy: Tensor,
-    dh: Tensor | None,
-    h: Tensor,
-    weight: Tensor | None,
-    bias_dtype: torch.dtype | None,
-    eps: float,
-    center: bool,
-    offsets: Tensor | None,
+    dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor | None, bias_dtype: torch.dtype | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     width = h.shape[-1:]
     dweight = h.new_empty(0, dtype=torch.float32) if weight is None else weight.new_empty(width)
