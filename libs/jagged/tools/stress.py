@@ -1,0 +1,138 @@
+"""The same attention again and again, bit for bit, while another process uses the device too.
+
+    python libs/jagged/tools/stress.py --seconds 20 --contend
+    python libs/jagged/tools/stress.py --seconds 20 --contend --launch plain --forward separate
+
+Everything that `flash_attention` and `gdpa` return is a function of their arguments, to the bit, however the device is
+shared and however far the host runs ahead. So each repeat is compared with the first one, on the device and without
+waiting, over several batches in turn whose memory is reused. Prints a line per op and tensor, and exits with 1 if any
+repeat differed. The options take one suspect away each:
+
+    --launch plain       Triton's own launcher in place of `quick`
+    --dispatch torch     every call through torch's dispatcher
+    --forward separate   a signal each for K and V, tiles that are not chained
+    --backward split     two kernels of dQ and dK, dV in place of the fused one
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from gemworks.jagged import flash_attention, gdpa, offsets_from_lengths
+from gemworks.jagged.ops.attention_core import table
+from torch import Tensor
+
+NAMES = ("out", "dq", "dk", "dv")
+HEADS, WIDTH = 4, 128
+# Another process: products of changing sizes, and memory that is taken and given back.
+OTHER = """
+import torch
+x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+n = 0
+while True:
+    n += 1
+    y = x[: 256 + 64 * (n % 120)] @ x
+    z = torch.empty((n % 64) << 20, device="cuda").fill_(float(n))
+    if n % 50 == 0:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+"""
+Step = Callable[[], list[Tensor]]
+
+
+def without_suspects(args: argparse.Namespace) -> None:
+    """Puts the slower, older way in the place of each suspect that the options name."""
+    if args.launch == "plain":
+        from gemworks.jagged._triton.quick import Quick
+
+        Quick.__getitem__ = lambda self, grid: self.kernel[grid]
+    if args.dispatch == "torch":
+        from gemworks.jagged import _custom_op
+
+        _custom_op._is_watched = lambda: True
+    if args.forward == "separate":
+        choose = table.choose
+
+        def separate(step: Any, shape: Any, architecture: str) -> Any:
+            config = choose(step, shape, architecture)
+            if isinstance(config, table.GluonConfig):
+                return replace(config, one_release=False, chained=False)
+            return config
+
+        table.choose = separate
+    if args.backward == "split":
+        table.choose_fused = lambda shape, architecture: None
+
+
+def steps(batch: int, max_length: int, seed: int) -> dict[str, Step]:
+    """op -> forward and backward on one batch of uniform lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, max_length + 1, (batch,), generator=generator)
+    offsets, total = offsets_from_lengths(lengths).cuda(), int(lengths.sum())
+    on_device = torch.Generator("cuda").manual_seed(seed)
+    q, k, v, d_out = (torch.randn(total, HEADS, WIDTH, generator=on_device, device="cuda").bfloat16() for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def both(attend: Callable[..., Tensor], **options: Any) -> list[Tensor]:
+        out = attend(*leaves, offsets, max_length_q=max_length, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+    return {
+        "flash_attention": lambda: both(flash_attention),
+        "gdpa fast_gelu": lambda: both(gdpa, scale=WIDTH**-0.5, activation="fast_gelu"),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--max-length", type=int, default=2048)
+    parser.add_argument("--batches", type=int, default=3, help="different ones, in turn")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of repeats, after the first results")
+    parser.add_argument("--contend", action="store_true", help="another process on the same device")
+    parser.add_argument("--launch", choices=("quick", "plain"), default="quick")
+    parser.add_argument("--dispatch", choices=("direct", "torch"), default="direct")
+    parser.add_argument("--forward", choices=("shipped", "separate"), default="shipped")
+    parser.add_argument("--backward", choices=("shipped", "split"), default="shipped")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device: it is about what devices do")
+    without_suspects(args)
+    cases = [steps(args.batch_size, args.max_length, seed) for seed in range(args.batches)]
+    first = [{op: step() for op, step in case.items()} for case in cases]
+    torch.cuda.synchronize()
+    different = {op: torch.zeros(len(NAMES), dtype=torch.int64, device="cuda") for op in cases[0]}
+    other = subprocess.Popen([sys.executable, "-c", OTHER]) if args.contend else None
+    repeats, end = 0, time.monotonic() + args.seconds
+    try:
+        while time.monotonic() < end:
+            for case, expected in zip(cases, first, strict=True):
+                for op, step in case.items():
+                    found = step()
+                    marks = [(a != b).any() for a, b in zip(found, expected[op], strict=True)]
+                    different[op] += torch.stack(marks)
+            repeats += args.batches
+            if repeats % (8 * args.batches) == 0:  # the host may run ahead, but not for ever
+                torch.cuda.synchronize()
+        torch.cuda.synchronize()
+    finally:
+        if other is not None:
+            other.kill()
+            other.wait()
+    total = 0
+    for op, counts in different.items():
+        total += sum(counts.tolist())
+        facts = "  ".join(f"{name} {n}" for name, n in zip(NAMES, counts.tolist(), strict=True))
+        print(f"{op}: of {repeats} repeats differed: {facts}", flush=True)
+    return int(total > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
