@@ -12,6 +12,8 @@ repeat differed. The options take one suspect away each:
     --dispatch torch     every call through torch's dispatcher
     --forward separate   a signal each for K and V, tiles that are not chained
     --backward split     two kernels of dQ and dK, dV in place of the fused one
+    --poison             not a suspect: ones (NaN, -1) in the free memory before every call show reads of what
+                         nobody wrote
 """
 
 from __future__ import annotations
@@ -45,6 +47,16 @@ while True:
         torch.cuda.empty_cache()
 """
 Step = Callable[[], list[Tensor]]
+
+
+def poison(num_bytes: int = 6 << 30) -> None:
+    """Leaves 0xFF in memory that the next calls get, in blocks of the sizes that they ask for."""
+    blocks = [
+        torch.empty(n, dtype=torch.uint8, device="cuda") for n in [1 << 20] * 64 + [256 << 20] * (num_bytes >> 28)
+    ]
+    small = [torch.empty(512 * (1 + n % 64), dtype=torch.uint8, device="cuda") for n in range(2048)]
+    for block in blocks + small:
+        block.fill_(255)
 
 
 def without_suspects(args: argparse.Namespace) -> None:
@@ -101,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dispatch", choices=("direct", "torch"), default="direct")
     parser.add_argument("--forward", choices=("shipped", "separate"), default="shipped")
     parser.add_argument("--backward", choices=("shipped", "split"), default="shipped")
+    parser.add_argument("--poison", action="store_true")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device: it is about what devices do")
@@ -115,6 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         while time.monotonic() < end:
             for case, expected in zip(cases, first, strict=True):
                 for op, step in case.items():
+                    if args.poison:
+                        poison()
                     found = step()
                     marks = [(a != b).any() for a, b in zip(found, expected[op], strict=True)]
                     different[op] += torch.stack(marks)
