@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from typing import NoReturn, TextIO
 
@@ -14,6 +15,7 @@ RUN_FAILED = 1
 WRONG_INPUT = 2
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
 TRACEBACK_VARIABLE = "GEMWORKS_TRACEBACK"
+FOLLOWS_SECONDS = 2.0  # torchrun tells the first failure from the others by the whole second
 
 
 class Preempted(Exception):
@@ -68,11 +70,15 @@ def print_line(text: str, stream: TextIO) -> None:
 def write_error_file(error: BaseException) -> None:
     """Tells torchrun, if that started this process, what it then shows as the first failure of all ranks.
 
-    Call it where the error is being handled: the file holds the current exception's traceback.
+    Call it where the error is being handled: the file holds the current exception's traceback. A `RankFailure`, which
+    is another rank's fault, waits until torchrun's clock shows that it came later.
     """
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from gemworks.parallel.heartbeat import RankFailure
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+        if isinstance(error, RankFailure):
+            time.sleep(FOLLOWS_SECONDS)
         handler = get_error_handler()
         handler.initialize()
         handler.record_exception(error)
