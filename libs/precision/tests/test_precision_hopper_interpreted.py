@@ -8,8 +8,10 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs under TRITON_INTERPRET=1, see test_precision_tiers.py", allow_module_level=True)
 
-from gemworks.precision import hopper
-from gemworks.precision.hopper import HopperLinear, fits, plan_of
+from gemworks.precision import backends, hopper, linear, short_casts
+from gemworks.precision.backends import DeviceSpec
+from gemworks.precision.exact import exact_plan_of
+from gemworks.precision.hopper import HopperLinear, plan_of
 from gemworks.precision.linear import mx_linear
 from gemworks.precision.recipe import recipe
 from gemworks.precision.scaled_mm import SQUARES128
@@ -68,7 +70,7 @@ def test_gives_what_the_general_way_gives(name, settings, kept, monkeypatch):
         if general:
             y = mx_linear(x, w, b, recipe(chosen, backend="reference"))
         else:
-            y = HopperLinear.apply(x, w, b, plan, True, torch.bfloat16)
+            y = HopperLinear.apply(x, w, b, plan, True, None)
         assert y.shape == (m, n)
         y.backward(dy)
         results.append((y.detach(), x.grad, w.grad, b.grad))
@@ -81,11 +83,11 @@ def test_inputs_that_need_no_gradient(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm_v2", by_definition)
     plan = plan_of(recipe("fp8_square128"), torch.bfloat16, torch.bfloat16, 128, 128)
     x, w = torch.randn(16, 128).bfloat16(), torch.randn(128, 128).bfloat16().requires_grad_()
-    HopperLinear.apply(x, w, None, plan, True, torch.bfloat16).sum().backward()
+    HopperLinear.apply(x, w, None, plan, True, None).sum().backward()
     assert w.grad is not None
     w.requires_grad_(False)
     x.requires_grad_()
-    HopperLinear.apply(x, w, None, plan, False, torch.bfloat16).backward(torch.ones(16, 128).bfloat16().t().t())
+    HopperLinear.apply(x, w, None, plan, False, None).backward(torch.ones(16, 128).bfloat16().t().t())
     assert x.grad is not None
 
 
@@ -107,6 +109,6 @@ def test_what_takes_the_general_way(settings):
     assert plan_of(recipe("mxfp8"), half, half, 256, 128) is None
     assert plan_of(recipe("fp8_block128"), torch.float32, half, 256, 128) is None
     assert plan_of(recipe("fp8_block128"), half, half, 192, 128) is None
-    assert fits(torch.empty(3, 128, dtype=half))
-    assert not fits(torch.empty(128, 3, dtype=half).t())
-    assert not fits(torch.empty(3, 136, dtype=half)[:, 4:132])
+    assert short_casts.fits(torch.empty(3, 128, dtype=half))
+    assert not short_casts.fits(torch.empty(128, 3, dtype=half).t())
+    assert not short_casts.fits(torch.empty(3, 136, dtype=half)[:, 4:132])
