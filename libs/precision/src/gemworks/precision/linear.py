@@ -394,9 +394,11 @@ def _plan_of(
     text: str, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, k: int, n: int
 ) -> Plan | ExactPlan | None:
     """The short way of a layer, which `hopper` or `exact` knows; None elsewhere."""
-    if device.type != "cuda":
+    if device.type not in ("cpu", "cuda"):
         return None
     chosen, spec = recipe_of(text), device_spec(device)
+    if spec.type != "cuda":
+        return None
     if chosen.forward.kind is GemmKind.MXFP8:
         choice = choose("gemm", GemmKind.MXFP8, (0, k, n), spec, chosen.backend)
         plan = exact_plan_of(chosen, dtype, weight_dtype, k, n) if choice.backend == "triton" else None
