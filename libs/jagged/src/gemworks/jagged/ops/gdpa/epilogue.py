@@ -150,9 +150,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, _dh: Tensor | None) -> tuple[Any
         dy.flatten(1), None, h.flatten(1), weight, bias_dtype, ctx.eps, ctx.center, offsets_q
     )
     dh = dh.view(h.shape)
-    grads = op.attention_backward(
-        dh, q, k, v, None, None, offsets_q, offsets_k, tiles, ctx.heights, *ctx.rest
-    )
+    grads = op.attention_backward(dh, q, k, v, None, None, offsets_q, offsets_k, tiles, ctx.heights, *ctx.rest)
     return (
         *grads, *none,
         None if residual_dtype is None else dh.to(residual_dtype),
