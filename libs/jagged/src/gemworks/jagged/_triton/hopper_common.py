@@ -5,7 +5,7 @@ import struct
 from gemworks.jagged.ops.gdpa import activations as _definition
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 _GELU = _definition.FAST_GELU_COEFFICIENTS
 # All threads of one partition; Triton 3.7 has another name for it.
@@ -78,6 +78,86 @@ def load_rows(desc, begin, length, row, head, barrier, smem):
     FAR: gl.constexpr = 1 << 30
     box = smem._reinterpret(desc.dtype, [1, 1, smem.shape[0], 1, smem.shape[1]], desc.layout)
     tma.async_copy_global_to_shared(desc, [FAR, begin + length, FAR - length + row, head, 0], barrier, box)
+
+
+@gluon.jit
+def attention_barriers(STAGES: gl.constexpr, QSTAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """(full, free) of q's ring, of k's and of v's: the producer fills a stage, each consumer signals it free."""
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
+    q_free = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    for s in gl.static_range(QSTAGES):
+        mbarrier.init(q_full.index(s), count=1)
+        mbarrier.init(q_free.index(s), count=CONSUMERS)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(k_free.index(s), count=CONSUMERS)
+        mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(v_free.index(s), count=CONSUMERS)
+    return q_full, q_free, k_full, k_free, v_full, v_free
+
+
+@gluon.jit
+def load_query_tile(
+    desc, begin, length, row, head, qi, smem, full, free,
+    H: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """The producer's qi-th query tile: 64 rows for each of GROUPS consumers."""
+    qs = qi % QSTAGES
+    mbarrier.wait(free.index(qs), ((qi // QSTAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(qs), GROUPS * 64 * H * 2)
+    for g in gl.static_range(GROUPS):
+        load_rows(desc, begin, length, row + g * 64, head, full.index(qs), smem.index(GROUPS * qs + g))
+
+
+@gluon.jit
+def load_keys(
+    k_desc, v_desc, k_begin, k_len, j, head, fill, k_smem, v_smem, k_full, k_free, v_full, v_free,
+    H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, ONE_RELEASE: gl.constexpr,
+):  # fmt: skip
+    """The producer's fill-th tile of keys and values, rows j to j + BN.
+
+    ONE_RELEASE: the consumers' n-th signal says that K of the n-th tile and V of the one before are done with.
+    """
+    s = fill % STAGES
+    phase = ((fill // STAGES) & 1) ^ 1
+    mbarrier.wait(k_free.index(s), phase)
+    mbarrier.expect(k_full.index(s), BN * H * 2)
+    load_rows(k_desc, k_begin, k_len, j, head, k_full.index(s), k_smem.index(s))
+    if ONE_RELEASE:
+        mbarrier.wait(k_free.index((fill + 1) % STAGES), (((fill + 1) // STAGES) & 1) ^ 1)
+    else:
+        mbarrier.wait(v_free.index(s), phase)
+    mbarrier.expect(v_full.index(s), BN * HV * 2)
+    load_rows(v_desc, k_begin, k_len, j, head, v_full.index(s), v_smem.index(s))
+
+
+@gluon.jit
+def pass_over(trips, fill, k_full, k_free, v_full, v_free, STAGES: gl.constexpr):
+    """A consumer without rows in a tile hands its `trips` stages on, from the fill-th: the next one."""
+    for _j in range(trips):
+        s = fill % STAGES
+        mbarrier.wait(k_full.index(s), (fill // STAGES) & 1)
+        mbarrier.arrive(k_free.index(s), count=1)
+        mbarrier.wait(v_full.index(s), (fill // STAGES) & 1)
+        mbarrier.arrive(v_free.index(s), count=1)
+        fill += 1
+    return fill
+
+
+@gluon.jit
+def store_rows(ptr, x, first, end, head, stride_t, stride_n):
+    """x [64, W] to rows `first` and after of one head, as far as `end`, in 16-byte pieces."""
+    W: gl.constexpr = x.shape[1]
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (W // 8), W // 8], [4, 1], [1, 0])
+    rows = first + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
+    cols = gl.arange(0, W, layout=gl.SliceLayout(0, STORE))
+    at = ptr + (rows.to(gl.int64) * stride_t)[:, None] + head.to(gl.int64) * stride_n + cols[None, :]
+    gl.store(at, gl.convert_layout(x.to(ptr.dtype.element_ty), STORE), mask=(rows < end)[:, None])
 
 
 @gluon.jit
