@@ -9,14 +9,8 @@ warpgroup and summed in a fixed order, so repeats are bit-equal.
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
-from gemworks.jagged._triton.hopper_common import (
-    activate_with_grad,
-    load_rows,
-    pick,
-    slope_only,
-    store_rows,
-    tile_of,
-)
+from gemworks.jagged._triton.activations_hopper import activate_with_grad, slope_only
+from gemworks.jagged._triton.hopper_common import load_rows, pick, store_rows, tile_of
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

@@ -8,16 +8,15 @@ to the rows of a tile, normalises them and adds what comes after, while the cons
 norm reads is in the L2 cache, and its waiting costs the tensor cores nothing.
 """
 
+from gemworks.jagged._triton.activations_hopper import fold, weigh
 from gemworks.jagged._triton.hopper_common import (
     attention_barriers,
-    fold,
     load_keys,
     load_query_tile,
     pass_over,
     store_rows,
     sync_threads,
     tile_of,
-    weigh,
     zigzag,
 )
 from triton.experimental import gluon
@@ -78,7 +77,7 @@ def _consumer(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
-    b0, b1, b2, b3, b4 = fold(scale, ACT, FOLD)
+    b0, b1, b2, b3, b4 = fold(scale)
     fill = 0
     qi = 0
     done = 0
