@@ -253,7 +253,7 @@ class OffloadEngine:
         with self._lock, torch.no_grad():
             self._reap()
             self._ahead_of, self._ahead_bytes = start, returning_bytes
-            self._look_ahead(end)
+            self._look_ahead(end, min((p.num_passes for at, p in self._live.items() if at < end), default=0))
 
     # -- pack ----------------------------------------------------------------------------------------------------------
 
@@ -383,13 +383,11 @@ class OffloadEngine:
                     for c, shape, dtype in handle.codes
                 )
                 x = handle.restore(codes)
-            for parcel in handle.parcels:
-                parcel.num_unpacked += 1
-                if parcel.num_unpacked >= parcel.num_handles:
-                    parcel.num_unpacked = 0
-                    parcel.settle()
             if handle.parcels:
-                self._look_ahead(min(p.sequence for p in handle.parcels))
+                current = min(p.num_passes for p in handle.parcels)
+                for parcel in handle.parcels:
+                    parcel.unpacked()
+                self._look_ahead(min(p.sequence for p in handle.parcels), current)
             return x
 
     def _fetch(self, parcel: Parcel) -> torch.UntypedStorage:
@@ -411,14 +409,18 @@ class OffloadEngine:
             return parcel
         return self._live[sequence]
 
-    def _look_ahead(self, sequence: int) -> None:
-        """Bring what was saved before this one, latest first, as far as the pace and the window reach."""
+    def _look_ahead(self, sequence: int, num_passes: int) -> None:
+        """Bring what was saved before this one, latest first, as far as the pace and the window reach.
+
+        A node of the graph asks for its tensors in the order of saving: what more than `num_passes` backward passes are
+        through with lies before this one too and is not needed again in this pass.
+        """
         ahead_bytes = sum(p.nbytes for at, p in self._returning.items() if at < self._ahead_of)
         for earlier in reversed(self._live):
             if earlier >= sequence:
                 continue
             parcel = self._live[earlier]
-            if parcel.state is not State.AWAY:
+            if parcel.state is not State.AWAY or parcel.num_passes > num_passes:
                 continue
             if earlier < self._ahead_of:
                 if ahead_bytes >= self._ahead_bytes:

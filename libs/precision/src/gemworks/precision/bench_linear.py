@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from gemworks.precision.bench_checks import check_transformer_engine
+from gemworks.precision.bench_gemm_checks import check_transformer_engine
 from gemworks.precision.bench_run import KINDS, Bench, attempt, time_bytes
 from gemworks.precision.casts import CastSpec, cast, cast_both
 from gemworks.precision.gemms import gemm

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from gemworks.gem.config_checks import check_counts
 from gemworks.gem.typed_config import ConfigError
 
 Layout = Literal["jagged", "padded"]
@@ -90,7 +91,4 @@ class KernelConfig:
                 f"kernels.attention_format: got 'fp8' with kernels.attention {self.attention!r}, expected 'gemworks'; "
                 f"no other kernel here reads FP8 codes"
             )
-        if self.linears_min_features < 1:
-            raise ConfigError(
-                f"kernels.linears_min_features: got {self.linears_min_features!r}, expected a positive integer"
-            )
+        check_counts("kernels", self, "linears_min_features")
