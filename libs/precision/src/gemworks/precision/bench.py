@@ -21,7 +21,8 @@ from gemworks.precision.activation import activation_cast
 from gemworks.precision.attention import head_plane
 from gemworks.precision.backends import PrecisionCostWarning, device_spec
 from gemworks.precision.bench_checks import run_checks
-from gemworks.precision.bench_linear import bench_host, bench_linear, bench_norm_linear, bench_parts
+from gemworks.precision.bench_host import bench_host
+from gemworks.precision.bench_linear import bench_linear, bench_norm_linear, bench_parts
 from gemworks.precision.bench_plot import plot
 from gemworks.precision.bench_run import (
     COMMON,

@@ -139,28 +139,6 @@ def bench_linear(bench: Bench) -> None:
                 layer.profile(f"{format} {impl}", lambda a, b, c=chosen: mx_linear(a, b, None, c))
 
 
-def bench_host(bench: Bench) -> None:
-    """How long the host is busy with one forward and backward: so few rows that the device waits for it."""
-    shape = (96, 256, 128) if bench.smoke else (256, 1024, 1024)
-    layer = LayerBench.make(bench, shape)
-    runs = [("bf16", "torch", nn.functional.linear)]
-    runs += [(f, i, lambda a, b, c=c: mx_linear(a, b, None, c)) for f, i, c in variants()]
-    times = {}
-    for format, impl, forward in runs:
-        ms, p20, p80 = times[format, impl] = bench.time_host(linear_run(layer.x, layer.w, layer.dy, forward))
-        bench.add(
-            op="linear_host",
-            shape="x".join(map(str, shape)),
-            format=format,
-            direction="fwd_bwd",
-            impl=impl,
-            ratio_to_bf16=round(times["bf16", "torch"][0] / ms, 4),
-            ms=round(ms, 4),
-            ms_p20=round(p20, 4),
-            ms_p80=round(p80, 4),
-        )
-
-
 def bench_norm_linear(bench: Bench) -> None:
     """RMSNorm and the linear layer behind it, with the cast in the norm's epilogue."""
     for shape in shapes_of(bench):

@@ -6,6 +6,7 @@ import math
 
 import torch
 from gemworks.jagged._attention_args import autocast, check_attention, clear_past_end, make_mask
+from gemworks.jagged._checks import check_scale
 from gemworks.jagged._dense import Align
 from gemworks.jagged._packing import make_plan
 from gemworks.jagged.dispatch import warn_once
@@ -83,6 +84,7 @@ def flash_attention(
     True
     """
     q, k, v = autocast(q, k, v)
+    check_scale(scale)
     mask = make_mask(causal, window, align)
     args = check_attention(
         q, k, v, offsets_q, offsets_k, max_length_q=max_length_q, max_length_k=max_length_k, shared_query=shared_query
