@@ -45,6 +45,8 @@ class KernelConfig:
         linears_stochastic: stochastic rounding of their output gradients.
         activations: what a layer's sequence block does with what it saves for backward (gemworks.netmem).
         compile_scope: what `train.compile` compiles: the dense parts, or whole layers.
+        compile_saves: what compiled parts keep for backward: what torch's rules of thumb say, or the least, so that a
+            chain of elementwise work is computed again in backward however long it is.
     """
 
     layout: Layout = "jagged"
@@ -65,6 +67,7 @@ class KernelConfig:
     linears_stochastic: bool = False
     activations: ActivationPolicy = "keep"
     compile_scope: Literal["dense", "layers"] = "dense"
+    compile_saves: Literal["usual", "least"] = "usual"
 
     def __post_init__(self) -> None:
         padded = self.layout == "padded"
