@@ -398,6 +398,8 @@ class TrainConfig:
             `kernels.compile_scope` names.
         cuda_graphs: forward and backward of everything but the tables are replayed as CUDA graphs, one per bucket of
             packed rows; the batch is padded to its bucket with samples that no loss sees. On a CPU it is only padded.
+        graph_memory: "own": every graph keeps its own inputs and gradients (of the dense parameters, 4 bytes each, and
+            of the tables' rows); "shared": all read and write the same, and one graph more costs next to nothing.
         save_every: steps between two checkpoints; None: after each evaluation.
         keep_last: newest checkpoints kept beside the best one.
         max_skipped: steps with a loss or gradient that is not finite are skipped, up to this many in a run.
@@ -421,6 +423,7 @@ class TrainConfig:
     accumulate: int = 1
     compile: bool = False
     cuda_graphs: bool = False
+    graph_memory: Literal["own", "shared"] = "own"
     save_every: int | None = None
     keep_last: int = 2
     max_skipped: int = 10
