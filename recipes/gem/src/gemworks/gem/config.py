@@ -360,6 +360,8 @@ class OptimizerConfig:
         warmup_steps: steps of linear warm-up.
         decay: shape of the schedule after the warm-up.
         clip_norm: largest norm of the dense gradient.
+        state_place: where AdamW's two moments are between steps: on the device, or parked in the host's memory
+            (gemworks.netmem), which the step waits for twice. One process only.
     """
 
     lr: float = 1e-3
@@ -369,6 +371,7 @@ class OptimizerConfig:
     warmup_steps: int = 100
     decay: Literal["constant", "cosine"] = "cosine"
     clip_norm: float = 1.0
+    state_place: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
         for name in ("lr", "sparse_lr", "clip_norm"):

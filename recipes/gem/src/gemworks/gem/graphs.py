@@ -240,8 +240,8 @@ class GraphedStep:
         remedy = "" if self._shares else "train.graph_memory=shared (then they keep one for all), "
         return (
             f"train.cuda_graphs: no memory for a graph of {sum(key)} rows beside {self.num_graphs} others, of which "
-            f"each keeps {each:.1f} GiB of inputs and gradients. Set {remedy}data.balance_window=8 (batches of one size "
-            f"need one graph), or a smaller data.batch_size. {error}"
+            f"each keeps {each:.1f} GiB of inputs and gradients. Set {remedy}data.balance_window=8 (batches of one "
+            f"size need one graph), or a smaller data.batch_size. {error}"
         )
 
     def _drop(self) -> None:
