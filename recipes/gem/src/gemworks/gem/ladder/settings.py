@@ -176,6 +176,9 @@ def build(base: GemConfig, rungs: tuple[Rung, ...] = RUNGS) -> dict[str, GemConf
     return out
 
 
+# Rows whose batches are dealt otherwise than the others': their NE is of other samples.
+OTHER_BATCHES = frozenset({"bbs"})
+
 # What the full stack loses when one technique is taken away. "without" -> change of the full stack.
 FULL_STACK = "fast_gelu"
 WITHOUT: Mapping[str, Change] = {
