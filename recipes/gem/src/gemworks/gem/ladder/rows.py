@@ -44,9 +44,9 @@ def done(path: Path) -> set[tuple[str, ...]]:
 def wrong_answer(path: Path, name: str, case: Case, steps: int, cost: StepCost) -> str:
     """Why a row gets no number, or "".
 
-    All rows of a case, but for those of `OTHER_BATCHES`, learn from the same batches with the same seed; what differs is
-    rounding. A loss that is not finite, or an NE that is not the first row's within `NE_TOLERANCE`, is another model's
-    or nobody's.
+    All rows of a case, but for those of `OTHER_BATCHES`, learn from the same batches with the same seed; what differs
+    is rounding. A loss that is not finite, or an NE that is not the first row's within `NE_TOLERANCE`, is another
+    model's or nobody's.
     """
     if not math.isfinite(cost.loss):
         return f"WrongAnswer: the loss is {cost.loss}"
