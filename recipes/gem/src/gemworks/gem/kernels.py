@@ -17,7 +17,9 @@ SelfAttentionKernel = Literal["gemworks", "varlen", "sdpa"]
 PoolKernel = Literal["gemworks", "varlen", "sdpa"]
 PffnKernel = Literal["gemworks", "matmul"]
 NormKernel = Literal["gemworks", "torch"]
-ActivationPolicy = Literal["keep", "recompute", "recompute_cheap", "quantise", "offload", "quantise_offload"]
+ActivationPolicy = Literal[
+    "keep", "recompute", "recompute_cheap", "recompute@0.5", "quantise", "offload", "quantise_offload"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +46,11 @@ class KernelConfig:
         linears_min_features: narrower linears stay as they are.
         linears_hadamard: random Hadamard transform along the contraction of their weight gradients.
         linears_stochastic: stochastic rounding of their output gradients.
-        activations: what a layer's sequence block does with what it saves for backward (gemworks.netmem).
+        activations: what a layer does with what it saves for backward (gemworks.netmem); "recompute@0.5" gives every
+            compiled layer a budget of its own, half of what it would keep.
         compile_scope: what `train.compile` compiles: the dense parts, or whole layers.
+        compile_saves: what compiled parts keep for backward: what torch's rules of thumb say, or the least, so that a
+            chain of elementwise work is computed again in backward however long it is.
     """
 
     layout: Layout = "jagged"
@@ -66,6 +71,7 @@ class KernelConfig:
     linears_stochastic: bool = False
     activations: ActivationPolicy = "keep"
     compile_scope: Literal["dense", "layers"] = "dense"
+    compile_saves: Literal["usual", "least"] = "usual"
 
     def __post_init__(self) -> None:
         padded = self.layout == "padded"
@@ -90,5 +96,10 @@ class KernelConfig:
             raise ConfigError(
                 f"kernels.attention_format: got 'fp8' with kernels.attention {self.attention!r}, expected 'gemworks'; "
                 f"no other kernel here reads FP8 codes"
+            )
+        if self.activations == "recompute@0.5" and self.compile_scope != "layers":
+            raise ConfigError(
+                f"kernels.activations: got 'recompute@0.5' with kernels.compile_scope {self.compile_scope!r}, expected "
+                f"'layers'; it is the compiler that a layer's budget is for"
             )
         check_counts("kernels", self, "linears_min_features")
