@@ -140,7 +140,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not all(isinstance(t, Tensor) for t in tensors):
         kinds = ", ".join(type(t).__name__ for t in tensors)
         raise ValueError(
-            f"rows of attention: got {kinds}, expected Tensors, as [T, N, H]; Jagged.from_list packs a list of sequences"
+            f"rows of attention: got {kinds}, expected Tensors like [T, N, H]; Jagged.from_list packs a list"
         )
     kind = tensors[0].device.type
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
