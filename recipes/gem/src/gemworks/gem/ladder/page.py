@@ -9,10 +9,11 @@ from pathlib import Path
 
 from gemworks.gem.ladder.pair_page import latest_in_order, pair_table, pair_takeaways
 from gemworks.gem.ladder.settings import RUNGS
+from gemworks.gem.ladder.short_page import TARGETS, TECHNIQUES, in_short
+from gemworks.gem.ladder.time_page import where_time_goes
 from gemworks.gem.presets import get_preset
 
 Row = dict[str, str]
-TARGETS = {"block": "0.40", "full": "0.42"}  # Local MFU of the sequence layers of `large`
 INTRO = """# The MFU ladder
 
 Written by `python -m gemworks.gem.ladder --page` from the CSVs beside it: no figure here was typed. Every row is a
@@ -65,7 +66,13 @@ def write_page(page: Path, measured: Path) -> None:
         page: the Markdown file.
         measured: folder of ladder_h200.csv, leave_one_out_h200.csv, layers_h200.csv and their charts.
     """
-    parts = [INTRO]
+    layers = read(measured / "layers_h200.csv")
+    parts = [
+        INTRO,
+        "## In short\n",
+        in_short({k: in_order(g) for k, g in _by_attention(read(measured / "ladder_h200.csv")).items()}, layers),
+        TECHNIQUES,
+    ]
     for title, file in (
         ("The ladder", "ladder_h200.csv"),
         ("The ladder at 64 samples", "ladder_b64_h200.csv"),
@@ -77,7 +84,7 @@ def write_page(page: Path, measured: Path) -> None:
             parts.append(f"Not measured yet: there is no `{file}`.\n")
         for case, group in _cases(rows).items():
             ordered = in_order(group)
-            parts.append(f"### {case}\n\n" + ladder_table(ordered, read(measured / "layers_h200.csv")))
+            parts.append(f"### {case}\n\n" + ladder_table(ordered, layers))
             parts.append(takeaways(ordered, chained=file.startswith("ladder")))
             if file == "ladder_h200.csv":
                 parts.append(not_measured(ordered))
@@ -86,7 +93,8 @@ def write_page(page: Path, measured: Path) -> None:
                 parts.append(f"![samples/s of each row]({_relative(picture.parent, page)}/{picture.name})\n")
     pair = read(measured / "ladder_h200x2.csv")
     parts += _two_gpus(pair)
-    layers = read(measured / "layers_h200.csv")
+    if kernels := where_time_goes(measured, read(measured / "ladder_h200.csv"), layers):
+        parts += ["## Where a step's time goes\n", kernels]
     parts.append("## Layer by layer\n")
     if not layers:
         parts.append("Not measured yet: there is no `layers_h200.csv`.\n")
@@ -132,6 +140,13 @@ def _cases(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         where = row["gpu"] or "a CPU"
         groups[f"{row['attention']} attention, {row['law']} lengths up to {row['max_len']}, {where}"].append(row)
+    return groups
+
+
+def _by_attention(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row["attention"]].append(row)
     return groups
 
 
