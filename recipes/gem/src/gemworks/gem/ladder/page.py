@@ -31,7 +31,8 @@ attention are different models with different FLOPs, so they are never in one ta
   kept busy: such rows of different runs compare badly.
 - *commit*: what was measured. Rows of one commit come from one run or from runs on one kind of machine minutes apart;
   between commits everything under a row may have changed, and the takeaways say so.
-
+"""
+REPEAT = """\
 ## To repeat it
 
 On one H200 with torch, triton and gemworks installed, these commands, each of which goes on where it was stopped:
@@ -72,6 +73,7 @@ def write_page(page: Path, measured: Path) -> None:
         "## In short\n",
         in_short({k: in_order(g) for k, g in _by_attention(read(measured / "ladder_h200.csv")).items()}, layers),
         TECHNIQUES,
+        REPEAT,
     ]
     for title, file in (
         ("The ladder", "ladder_h200.csv"),

@@ -22,7 +22,7 @@ TECHNIQUES = """\
 | compiler | `compiled`, `compiled_norms`, `compiled_qk` |
 | CUDA graphs | `cuda_graphs`, `graphs_less_kept`, `graphs_epilogue`, `graphs_batch_x2` |
 | FP8 linears; Hadamard, stochastic rounding | `fp8_linears`, `fp8_hadamard`, `fp8_stochastic`, `batch_x2` |
-| linears chosen by probe, late layers in bf16 | none yet: whole recipes only, [loss parity](measured/loss_parity_h200.csv) |
+| linears chosen by probe, late layers in bf16 | none yet; the parity of losses is measured for whole recipes |
 | FP8 attention | `fp8_attention` (full attention; block attention is bound by memory, not by products) |
 | activations quantised, offloaded, recomputed | `activations_quantised`, `activations_offloaded`, `recompute` |
 | a budget per region | `region_budgets` |
@@ -50,8 +50,8 @@ def in_short(ladders: Mapping[str, Sequence[Row]], layers: Sequence[Row]) -> str
             scores = [float(row["ne"]) for row in same if row["ne"] and row["row"] not in OTHER_BATCHES]
             lines.append(
                 f"- **{attention} attention**: {slow:.0f} samples/s in `{first['row']}`, {fast:.0f} in "
-                f"`{best['row']}` at the same {first['batch']} samples: x{fast / slow:.2f}. NE of these {len(same)} rows: "
-                f"{min(scores):.4f} to {max(scores):.4f}."
+                f"`{best['row']}` at the same {first['batch']} samples: x{fast / slow:.2f}. NE of these "
+                f"{len(same)} rows: {min(scores):.4f} to {max(scores):.4f}."
             )
         measured = [r for r in layers if (r["layer"], r["attention"]) == ("sequence layers", attention)]
         if measured:
