@@ -223,6 +223,7 @@ def chart(path: Path, layers: Sequence[Measured], title: str) -> None:
         share = x.flops / (x.time.ms * 1e-3 * H200_BF16_PEAK_FLOPS)
         axes.text(end, at, f"  {100 * share:.1f} %", va="center", fontsize=8)
     axes.invert_yaxis()
+    axes.set_xlim(right=1.12 * max(left, default=1.0))
     axes.set_xlabel("time of a step (ms), forward + backward, layers alone; label: MFU against 989 TFLOP/s")
     axes.set_title(title)
     figure.tight_layout()
