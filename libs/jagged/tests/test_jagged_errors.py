@@ -77,6 +77,13 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "4-D with offsets": (lambda: flash(k=X[None], v=X[None], offsets_k=O), r"offsets_k: got a tensor with a 4-D k"),
     "shared with offsets": (lambda: flash(offsets_k=O, shared_query=True), r"offsets_q: got a tensor with shared"),
     "shared without": (lambda: flash(offsets_q=None, shared_query=True), r"offsets_k: missing; pass the offsets"),
+    "no tensor": (lambda: flash(q=[1, 2]), r"got list, Tensor, Tensor, expected Tensors"),
+    "no tensor of blocks": (lambda: block_attention(None, X, X, O, max_length_q=4), r"got NoneType"),  # pyright: ignore
+    "no heads": (lambda: flash(X[:, :0], X[:, :0], X[:, :0]), r"q: got shape \(5, 0, 4\) without a head"),
+    "block dims": (lambda: block_attention(X[0], X[0], X[0], O, max_length_q=4), r"q: got shape \(2, 4\)"),
+    "scale on a device": (lambda: flash(scale=torch.tensor(0.5)), r"scale: got a Tensor on cpu, expected a number"),
+    "scale text": (lambda: gdpa(X, X, X, O, max_length_q=4, scale="auto"), r"scale: got 'auto'"),  # pyright: ignore
+    "causal text": (lambda: flash(causal="false"), r"causal: got 'false'"),
     "window": (lambda: flash(window=0), r"window: got 0"),
     "window pair": (lambda: flash(window=(1, -2)), r"window: got \(1, -2\)"),
     "align": (lambda: flash(align="left"), r"align: got 'left'"),

@@ -143,6 +143,41 @@ def test_bytes_ahead_stay_within_the_pace_rounded_up_to_a_tensor():
     assert all(x.grad is not None and torch.equal(x.grad, x.detach().cos()) for x in leaves)
 
 
+class Save(torch.autograd.Function):
+    """One node that saves several tensors: it asks for them in the order of saving, as compiled regions do."""
+
+    @staticmethod
+    def forward(ctx, x, *kept):
+        ctx.save_for_backward(*kept)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        assert [int(t[0]) for t in ctx.saved_tensors] == [0, 1, 2]
+        return grads[0], None, None, None
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("max_delay", [0, 10**6])
+def test_a_backward_brings_each_tensor_once(told, max_delay):
+    mover = DelayedMover(0, max_delay=max_delay)
+    engine = OffloadEngine(
+        PinnedArena(1 << 20, pin=False), device="cpu", window_bytes=1 << 20, min_bytes=64, mover=mover
+    )
+    y = torch.ones(1, requires_grad=True)
+    for _ in range(2):
+        with engine.saving():
+            y = Save.apply(y, *[torch.full((100,), float(i)) for i in range(3)])
+    engine.end_forward(0)
+    for num_passes in (1, 2):
+        if told:
+            engine.begin_backward(3, 6, 0)
+        y.backward(retain_graph=True)
+        assert engine.stats().moved_down_bytes == num_passes * engine.stats().moved_up_bytes == num_passes * 2400
+    del y
+    assert engine.stats().num_live == 0
+
+
 def test_pace_of_a_plan_that_moves_nothing_costs_nothing():
     model = make_model()
     plan = evaluate(make_step(1, 1), ["keep"] * NUM)

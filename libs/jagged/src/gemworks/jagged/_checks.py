@@ -58,6 +58,13 @@ def check_float(name: str, x: Tensor, *, dtype: torch.dtype | None = None, devic
         raise ValueError(f"{name}: got device {x.device}, expected {device} like q; move it with .to('{device}')")
 
 
+def check_scale(scale: float | None) -> None:
+    """A tensor would have to be read from its device in every step."""
+    if isinstance(scale, (Tensor, str)):
+        got = f"a Tensor on {scale.device}" if isinstance(scale, Tensor) else repr(scale)
+        raise ValueError(f"scale: got {got}, expected a number known on the host; pass float(scale), made once")
+
+
 def check_head_dim(name: str, head_dim: int) -> None:
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(

@@ -231,6 +231,12 @@ class OffloadEngine:
         """Number of parcels sent so far. What a region sends lies between its position before and after."""
         return self._sequence
 
+    def parcel_bytes(self, start: int) -> tuple[int, ...]:
+        """Sizes of what was sent since `position` was `start` and is still needed, in that order."""
+        with self._lock:
+            self._reap()
+            return tuple(p.nbytes for at, p in self._live.items() if at >= start)
+
     def end_forward(self, leaving_bytes: float) -> None:
         """Let device bytes go until at most that many, rounded up to a whole parcel, are leaving.
 
@@ -253,7 +259,7 @@ class OffloadEngine:
         with self._lock, torch.no_grad():
             self._reap()
             self._ahead_of, self._ahead_bytes = start, returning_bytes
-            self._look_ahead(end)
+            self._look_ahead(end, min((p.num_passes for at, p in self._live.items() if at < end), default=0))
 
     # -- pack ----------------------------------------------------------------------------------------------------------
 
@@ -383,23 +389,23 @@ class OffloadEngine:
                     for c, shape, dtype in handle.codes
                 )
                 x = handle.restore(codes)
-            for parcel in handle.parcels:
-                parcel.num_unpacked += 1
-                if parcel.num_unpacked >= parcel.num_handles:
-                    parcel.num_unpacked = 0
-                    parcel.settle()
             if handle.parcels:
-                self._look_ahead(min(p.sequence for p in handle.parcels))
+                current = min(p.num_passes for p in handle.parcels)
+                for parcel in handle.parcels:
+                    parcel.unpacked()
+                self._look_ahead(min(p.sequence for p in handle.parcels), current)
             return x
 
     def _fetch(self, parcel: Parcel) -> torch.UntypedStorage:
         if parcel.state is State.LEAVING:
             self._count["num_rescued"] += 1
         if parcel.state is State.AWAY:
-            # brought ahead but for a later time than this one: their host copies are intact, so give their room to
-            # this one
-            while self._returning and self._returning_bytes + parcel.nbytes > self.window_bytes:
-                self._forget_returning(next(iter(self._returning))).settle()
+            # brought ahead, but for a later time than this one: their host copies are intact, so give their room to
+            # this one. What was saved after it is asked for before it or by the same node, so that stays.
+            for later in sorted(at for at in self._returning if at < parcel.sequence):
+                if self._returning_bytes + parcel.nbytes <= self.window_bytes:
+                    break
+                self._forget_returning(later).settle()
             self._count["moved_down_bytes"] += parcel.nbytes
         self._forget_returning(parcel.sequence)
         return parcel.fetch()
@@ -411,14 +417,18 @@ class OffloadEngine:
             return parcel
         return self._live[sequence]
 
-    def _look_ahead(self, sequence: int) -> None:
-        """Bring what was saved before this one, latest first, as far as the pace and the window reach."""
+    def _look_ahead(self, sequence: int, num_passes: int) -> None:
+        """Bring what was saved before this one, latest first, as far as the pace and the window reach.
+
+        A node of the graph asks for its tensors in the order of saving: what more than `num_passes` backward passes are
+        through with lies before this one too and is not needed again in this pass.
+        """
         ahead_bytes = sum(p.nbytes for at, p in self._returning.items() if at < self._ahead_of)
         for earlier in reversed(self._live):
             if earlier >= sequence:
                 continue
             parcel = self._live[earlier]
-            if parcel.state is not State.AWAY:
+            if parcel.state is not State.AWAY or parcel.num_passes > num_passes:
                 continue
             if earlier < self._ahead_of:
                 if ahead_bytes >= self._ahead_bytes:

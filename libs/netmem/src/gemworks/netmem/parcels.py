@@ -50,6 +50,7 @@ class Parcel:
         self.identity = StorageWeakRef(storage)
         self.num_handles = 0
         self.num_unpacked = 0
+        self.num_passes = 0  # backward passes that are through with it
         self._arena, self._mover = arena, mover
         self.block: Block = arena.allocate(self.nbytes)
         self._bytes: torch.Tensor | None = as_bytes(storage)
@@ -92,6 +93,14 @@ class Parcel:
             self.state = State.RESIDENT
         assert self._bytes is not None, self.state
         return self._bytes.untyped_storage()
+
+    def unpacked(self) -> None:
+        """One of its handles was asked for. After the last one this backward pass is through with it."""
+        self.num_unpacked += 1
+        if self.num_unpacked >= self.num_handles:
+            self.num_unpacked = 0
+            self.num_passes += 1
+            self.settle()
 
     def settle(self) -> None:
         """resident or returning -> away: drop the device bytes, the host copy stays."""

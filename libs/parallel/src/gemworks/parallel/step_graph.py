@@ -114,13 +114,13 @@ class StepGraph:
             self._cache[key] = collective_cost(collective, shape, nbytes, self.cluster, posting=self.config.posting)
         cost = self._cache[key]
         duration = cost.us / every
-        label = f"exposed: {view}.{axis} {collective}"
+        label = f"{view}.{axis} {collective}"
         count, us, _ = self.calls.get(label, (0, 0.0, None))
         self.calls[label] = (count + 1, us + duration, shape.widest_tier)
         for tier, b in cost.bytes_by_tier.items():
             self.sent[tier] = self.sent.get(tier, 0.0) + b / every * self.config.wire_factor.get(collective, 1.0)
         queue: Queue = "nvlink" if shape.widest_tier == "nvlink" else "network"
-        self.ops.append(Op(f"{name} {view}.{axis} {collective}", queue, duration, self._after(deps), label))
+        self.ops.append(Op(f"{name} {label}", queue, duration, self._after(deps), f"exposed: {label}"))
         return len(self.ops) - 1
 
     def _after(self, deps: Sequence[int | None]) -> list[int]:

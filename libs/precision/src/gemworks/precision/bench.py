@@ -21,7 +21,9 @@ from gemworks.precision.activation import activation_cast
 from gemworks.precision.attention import head_plane
 from gemworks.precision.backends import PrecisionCostWarning, device_spec
 from gemworks.precision.bench_checks import run_checks
-from gemworks.precision.bench_linear import bench_host, bench_linear, bench_norm_linear, bench_parts
+from gemworks.precision.bench_host import bench_host
+from gemworks.precision.bench_linear import bench_linear, bench_norm_linear, bench_parts
+from gemworks.precision.bench_plot import plot
 from gemworks.precision.bench_run import (
     COMMON,
     KINDS,
@@ -217,28 +219,11 @@ def write(bench: Bench, out: Path) -> None:
         writer.writerows(bench.rows)
     print(f"wrote {out / name}.csv: {len(bench.rows)} rows", flush=True)
     try:
-        import matplotlib
+        drawn = plot([{k: str(v) for k, v in row.items()} for row in bench.rows], out / f"{name}.png")
     except ImportError:
         print("no plot: matplotlib is not installed", flush=True)
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    casts = [r for r in bench.rows if r["gbps"] != "" and r["impl"] == "gemworks"]
-    layers = [r for r in bench.rows if r["ratio_to_bf16"] != "" and r["direction"] == "fwd_bwd" and r["op"] == "linear"]
-    figure, axes = pyplot.subplots(2, 1, figsize=(12, 4 + 0.12 * (len(casts) + len(layers))))
-    for axis, rows, column, title in (
-        (axes[0], casts, "roofline_fraction", "casts: share of measured copy bandwidth"),
-        (axes[1], layers, "ratio_to_bf16", "linear, forward + backward: speed relative to bf16"),
-    ):
-        labels = [f"{r['op']} {r['shape']} {r['format']} {r['impl']}" for r in rows]
-        axis.barh(labels, [float(r[column]) for r in rows])
-        axis.set_title(title)
-        axis.axvline(1.0, color="black", linewidth=0.8)
-        axis.tick_params(axis="y", labelsize=6)
-    figure.tight_layout()
-    figure.savefig(out / f"{name}.png", dpi=120)
-    pyplot.close(figure)
+    else:
+        print(f"wrote {out / name}.png" if drawn else "no plot: neither casts nor layers were timed", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -52,9 +52,11 @@ def gemm(a: MXTensor, b: MXTensor, kind: GemmKind, out_dtype: torch.dtype, backe
 
         return scaled_mm(a, b, out_dtype)
     if backend == "triton":
-        from gemworks.precision.triton_casts import triton_dequantize
+        from gemworks.precision.triton_casts import readable_length, triton_dequantize
 
-        return multiply_bf16(triton_dequantize(a), triton_dequantize(b), out_dtype)
+        length = readable_length(a.padded_shape[1])
+        left, right = (triton_dequantize(plane, length=length) for plane in (a, b))
+        return multiply_bf16(left, right, out_dtype)
     if not a.codes.is_cuda:
         product = a.dequantize(keep_transform=True) @ b.dequantize(keep_transform=True).t()
         return product.to(out_dtype)
@@ -75,6 +77,11 @@ def _backend_of(kind: GemmKind, contraction: int, columns: int, device: torch.de
 
 def multiply_bf16(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """`a @ b^T` of bf16 matrices with fp32 accumulation, rounded once to `out_dtype`."""
-    if out_dtype is torch.float32 and a.is_cuda:
-        return torch.mm(a, b.t(), out_dtype=torch.float32)
-    return (a @ b.t()).to(out_dtype)
+    return product_bf16(a, b.t(), out_dtype)
+
+
+def product_bf16(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """`left @ right` of bf16 matrices with fp32 accumulation, rounded once to `out_dtype`."""
+    if out_dtype is torch.float32 and left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left, right).to(out_dtype)

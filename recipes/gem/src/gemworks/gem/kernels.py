@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from gemworks.gem.config_checks import check_counts
 from gemworks.gem.typed_config import ConfigError
 
 Layout = Literal["jagged", "padded"]
@@ -101,7 +102,4 @@ class KernelConfig:
                 f"kernels.activations: got 'recompute@0.5' with kernels.compile_scope {self.compile_scope!r}, expected "
                 f"'layers'; it is the compiler that a layer's budget is for"
             )
-        if self.linears_min_features < 1:
-            raise ConfigError(
-                f"kernels.linears_min_features: got {self.linears_min_features!r}, expected a positive integer"
-            )
+        check_counts("kernels", self, "linears_min_features")

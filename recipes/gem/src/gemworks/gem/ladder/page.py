@@ -11,6 +11,7 @@ from gemworks.gem.ladder.pair_page import latest_in_order, pair_table, pair_take
 from gemworks.gem.ladder.settings import RUNGS
 from gemworks.gem.ladder.short_page import TARGETS, TECHNIQUES, in_short
 from gemworks.gem.ladder.time_page import where_time_goes
+from gemworks.gem.layers.report import chart as layer_chart
 from gemworks.gem.presets import get_preset
 
 Row = dict[str, str]
@@ -107,8 +108,8 @@ def write_page(page: Path, measured: Path) -> None:
         groups[f"{row['attention']} attention, {row['setting']}, batch {row['batch']}"].append(row)
     for name, group in groups.items():
         parts.append(f"### {name}\n\n" + layer_table(group))
-        picture = f"layers_{group[0]['attention']}_{group[0]['setting']}.png"
-        if (measured / picture).is_file():
+        picture = f"layers_{group[0]['attention']}_{group[0]['setting']}_b{group[0]['batch']}.png"
+        if layer_chart(measured / picture, group):
             parts.append(f"![time of each layer]({_relative(measured, page)}/{picture})\n")
     predicted = read(measured / "plan_predictions.csv")
     parts += ["## Thousands of GPUs, predicted\n", predictions(predicted, read(measured / "simulator_error.csv"))]
@@ -357,7 +358,7 @@ def long_run(rows: Sequence[Row]) -> str:
 
 
 def chart(path: Path, rows: Sequence[Row], title: str) -> bool:
-    """A bar of samples/s per row, with its step MFU; False without a measured row."""
+    """A bar of samples/s per row, with its step MFU and commit; False without a measured row."""
     shown = [row for row in rows if row["samples_per_s"]]
     if not shown:
         return False
@@ -372,12 +373,12 @@ def chart(path: Path, rows: Sequence[Row], title: str) -> bool:
     axes.barh(names, speeds, color=["#a0aec0" if _is_side(row["row"]) else "#2b6cb0" for row in shown])
     for at, (row, speed) in enumerate(zip(shown, speeds, strict=True)):
         text = f"  {speed:.0f}" + (f", {_percent(row['step_mfu'])}" if row["step_mfu"] else "")
+        text += f" ({row['commit']})" if row.get("commit") else ""
         axes.text(speed, at, text, va="center", fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlim(right=1.25 * max(speeds))
-    axes.set_xlabel(
-        "samples/s of whole training steps\nlabel: step MFU against 989 TFLOP/s; grey: measured beside the ladder"
-    )
+    axes.set_xlim(right=1.35 * max(speeds))
+    beside = "; grey: measured beside the ladder" if any(_is_side(row["row"]) for row in shown) else ""
+    axes.set_xlabel(f"samples/s of whole training steps\nlabel: step MFU against 989 TFLOP/s (commit){beside}")
     axes.set_title(title)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

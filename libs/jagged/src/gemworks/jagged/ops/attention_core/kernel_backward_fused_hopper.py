@@ -22,7 +22,8 @@ all, and the order is that of its own loop.
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
-from gemworks.jagged._triton.hopper_common import activate_with_grad, load_rows, sync_threads
+from gemworks.jagged._triton.activations_hopper import activate_with_grad
+from gemworks.jagged._triton.hopper_common import load_rows, sync_threads
 from gemworks.jagged.ops.attention_core.kernel_turns_hopper import (
     ends,
     gatekeeper,

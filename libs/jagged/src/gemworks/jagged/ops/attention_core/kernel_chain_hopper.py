@@ -7,7 +7,8 @@ of a tile computes the first scores of the next one, as every step does those of
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
-from gemworks.jagged._triton.hopper_common import fold, pick, tile_of, weigh
+from gemworks.jagged._triton.activations_hopper import fold, weigh
+from gemworks.jagged._triton.hopper_common import pick, tile_of
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -75,7 +76,7 @@ def chained_consumer(
     zero_o = gl.zeros([64, HV], gl.float32, O_LAYOUT)
     empty = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
     scale2 = scale * 1.4426950408889634
-    b0, b1, b2, b3, b4 = fold(scale, ACT, FOLD)
+    b0, b1, b2, b3, b4 = fold(scale)
     fill = 0
     rounds = (total + programs - 1) // programs
     t, tile, head = pick(0, pid, programs, HEADS)

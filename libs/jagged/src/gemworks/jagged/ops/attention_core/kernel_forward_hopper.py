@@ -10,7 +10,8 @@ consumer works on the scores of tile j + 1.
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
-from gemworks.jagged._triton.hopper_common import fold, following, load_rows, pick, tile_of
+from gemworks.jagged._triton.activations_hopper import fold
+from gemworks.jagged._triton.hopper_common import following, load_rows, pick, tile_of
 from gemworks.jagged.ops.attention_core.kernel_chain_hopper import chained_consumer, store_tile, weights
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -144,7 +145,7 @@ def _consumer(
     own = gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
     scale2 = scale * 1.4426950408889634
-    b0, b1, b2, b3, b4 = fold(scale, ACT, FOLD)
+    b0, b1, b2, b3, b4 = fold(scale)
     stage = 0
     phase = 0
     qi = 0

@@ -24,7 +24,9 @@ STORE_PTX = gl.constexpr(
 PASS_ON = gl.constexpr("=r,=r,=r,=r,l,l,l,l,f,f,f,f")
 LOAD_PTX = gl.constexpr("ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];")
 SEEN_PTX = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
-TELL_PTX = gl.constexpr("st.release.gpu.global.b32 [$1], $2;\nmov.b32 $0, 0;")
+# By one lane: if the lanes left the wait before it one after the other, a late store would turn the counter back.
+TELL_PTX = gl.constexpr("""{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; mov.b32 $0, 0;
+@p st.release.gpu.global.b32 [$1], $2; }""")
 
 
 @gluon.jit
