@@ -61,6 +61,14 @@ def test_fused_update_equals_row_wise_adagrad_that_steps_afterwards() -> None:
         optimizers.step_dense()
 
 
+def test_weights_decay_and_vectors_do_not() -> None:
+    groups = make("optimizer.weight_decay=0.1").optimizers.dense.param_groups
+    assert {(p.ndim >= 2, group["weight_decay"]) for group in groups for p in group["params"]} == {
+        (True, 0.1),
+        (False, 0.0),
+    }
+
+
 def test_no_gradient_of_a_tables_size_survives_backward() -> None:
     trainer = make()
     sizes = {p.numel() for p in trainer.model.sparse_parameters()}
