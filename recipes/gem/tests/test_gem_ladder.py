@@ -130,8 +130,9 @@ def test_every_row_trains_on_a_cpu(attention: str, monkeypatch: pytest.MonkeyPat
     from its batches. Compiled rows are traced and not generated: that takes minutes on a CPU."""
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: compiler(f, **{"backend": "eager", **options}))
-    base = tiny(model__attention=attention, kernels__linears_min_features="32")
+    base = tiny(model__attention=attention, model__dim="128", kernels__linears_min_features="128")
     source, configs = open_source(base.data), build(base)
+    assert "qkv" in quantise_linears(Gem(source.schema, base), configs["fp8_linears"].kernels)
     wanted: float | None = None
     for rung in RUNGS:
         config = configs[rung.name]
