@@ -119,6 +119,7 @@ RUNGS: tuple[Rung, ...] = (
         chain(train(cuda_graphs=True), kernels(compile_saves="least", fused_pffn_norm=True)), side=True,
     ),
     Rung("fp8_linears", "FP8 linears, 1x128 and 128x128 scales", FP8, side=True),
+    Rung("fp8_probed", "FP8 linears where a probe finds them exact and faster", kernels(linears="probe"), side=True),
     Rung(
         "fp8_hadamard", "FP8 linears, Hadamard transform before weight gradients",
         chain(FP8, kernels(linears_hadamard=True)), side=True,
