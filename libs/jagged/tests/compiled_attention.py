@@ -151,7 +151,7 @@ def compile_gluon(
     masked: bool = False,
     **options: Any,
 ) -> None:
-    from gemworks.jagged.ops.attention_core import kernel_backward_hopper, kernel_forward_hopper
+    from gemworks.jagged.ops.attention_core import kernel_backward_pair_hopper, kernel_forward_hopper
     from triton.experimental.gluon._runtime import GluonASTSource
 
     constants: dict[str, Any] = {
@@ -171,7 +171,7 @@ def compile_gluon(
         constants["ONE_RELEASE"] = config.one_release
         constants |= {"MASKED": masked, "BOTTOM_RIGHT": True, "CHAINED": config.chained}
     else:
-        kernel = kernel_backward_hopper.backward_hopper_kernel
+        kernel = kernel_backward_pair_hopper.backward_hopper_kernel
         described = {"a_desc": 64, "b_desc": 64, "c_desc": config.block, "d_desc": config.block}
         overlap = True if step == "backward_q" else config.overlap
         constants |= {

@@ -1,5 +1,7 @@
 """Remembered launches: one compiled kernel for each thing that Triton compiles differently for."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from gemworks.precision import launch
@@ -124,8 +126,7 @@ def test_the_launchers_own_function_is_started_where_it_gets_the_same(monkeypatc
     monkeypatch.setattr(CudaLauncher, "global_scratch_size", scratch)
     monkeypatch.setattr(CudaLauncher, "reorder", reorder)
     log = []
-    compiled = Compiled([], "")
-    compiled.run, compiled.function, compiled.packed_metadata = CudaLauncher(log), "function", "metadata"
+    compiled = SimpleNamespace(run=CudaLauncher(log), function="function", packed_metadata="metadata")
     start, head = launch._entry(compiled)
     assert log == []
     assert (start is compiled.run.launch) is direct
@@ -138,8 +139,7 @@ def test_tritons_own_launcher_is_known():
     """What is started directly, of the Triton that is installed: its launcher handed on to a function of ours."""
     driver = pytest.importorskip("triton.backends.nvidia.driver")
     log = []
-    compiled = Compiled([], "")
-    compiled.run = object.__new__(driver.CudaLauncher)
+    compiled = SimpleNamespace(run=object.__new__(driver.CudaLauncher), function=None, packed_metadata=())
     compiled.run.__dict__.update(
         launch=lambda *a: log.append(a), num_ctas=1, global_scratch_size=0, global_scratch_align=1,
         profile_scratch_size=0, profile_scratch_align=1, launch_cooperative_grid=False, launch_pdl=False,

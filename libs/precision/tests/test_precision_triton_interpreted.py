@@ -22,7 +22,7 @@ from gemworks.precision.gemms import gemm
 from gemworks.precision.head_tiles import head_tiles
 from gemworks.precision.recipe import GemmKind, recipe
 from gemworks.precision.scales import ScaleMode
-from gemworks.precision.triton_casts import triton_cast, triton_dequantize
+from gemworks.precision.triton_casts import readable_length, triton_cast, triton_dequantize
 
 pytestmark = [
     pytest.mark.interpret,
@@ -218,3 +218,16 @@ def test_head_tiles(transposed):
     ours, reference = (head_tiles(x, offsets, transposed=transposed, backend=b) for b in ("triton", "reference"))
     assert torch.equal(ours.scales, reference.scales)
     assert torch.equal(ours.codes, reference.codes)
+
+
+def test_dequantised_lines_end_in_zeros_where_they_are_made_longer():
+    """P5: a weight gradient whose rows are no multiple of 8 contracts over zeros behind them."""
+    x = torch.randn(37, 64, generator=torch.Generator().manual_seed(5))
+    columns = cast(x, 0, CastSpec(GemmKind.MXFP8), "triton")[0].t()
+    length = readable_length(37)
+    read = triton_dequantize(columns, length=length)
+    assert read.shape == (64, length)
+    assert length == 128
+    assert torch.equal(read[:, :37].float(), columns.dequantize())
+    assert not read[:, 37:].any()
+    assert readable_length(40) == 40

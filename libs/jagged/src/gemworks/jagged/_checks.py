@@ -50,6 +50,8 @@ def is_host(x: Tensor) -> bool:
 
 
 def check_float(name: str, x: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name}: got {type(x).__name__}, expected a Tensor")
     if x.dtype not in DTYPES:
         raise ValueError(f"{name}: got dtype {x.dtype}, expected one of {DTYPES}; cast it with .to(torch.bfloat16)")
     if dtype is not None and x.dtype != dtype:

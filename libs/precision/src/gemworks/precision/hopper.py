@@ -12,6 +12,7 @@ Shape letters: M rows, P rows rounded up to 128, K input and N output features.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from gemworks.precision.casts import CastSpec
@@ -86,7 +87,7 @@ class Plan:
     def weight(self, weight: Tensor, directions: int, count: Tensor | None = None) -> Four:
         """The weight as forward's right operand (ALONG_ROWS) and dgrad's (ALONG_COLUMNS); one that is not asked for
         repeats the other. Inexact codes of both are added to count."""
-        cast = self.casts.get((directions,))
+        cast: Any = self.casts.get((directions,))
         if cast is None:
             n, k = weight.shape
             if not self.spec.regroups:
@@ -96,8 +97,8 @@ class Plan:
             self.casts.keep((directions,), cast)
         if not self.spec.regroups:
             return cast(weight)
-        made = cast(weight, unread_count(weight.device) if count is None else count)
-        return (*made, *made)
+        codes, square = cast(weight, unread_count(weight.device) if count is None else count)
+        return codes, square, codes, square
 
 
 def plan_of(chosen: Recipe, dtype: torch.dtype, weight_dtype: torch.dtype, k: int, n: int) -> Plan | None:

@@ -129,23 +129,18 @@ class TileCast:
         make, (code, scale), device = torch.empty_strided, self.dtypes, x.device
         if self.rows is not None:
             shape, strides, scale_shape, scale_strides = self.rows
-            first = second = (
-                make(shape, strides, dtype=code, device=device),
-                make(scale_shape, scale_strides, dtype=scale, device=device),
-            )
+            codes = codes_t = make(shape, strides, dtype=code, device=device)
+            scales = scales_t = make(scale_shape, scale_strides, dtype=scale, device=device)
         if self.columns is not None:
             shape, strides, scale_shape, scale_strides = self.columns
-            second = (
-                make(shape, strides, dtype=code, device=device),
-                make(scale_shape, scale_strides, dtype=scale, device=device),
-            )
+            codes_t = make(shape, strides, dtype=code, device=device)
+            scales_t = make(scale_shape, scale_strides, dtype=scale, device=device)
             if self.rows is None:
-                first = second
-        made = (*first, *second)  # pyright: ignore[reportPossiblyUnboundVariable]
-        tensors = (x, *made, count)
+                codes, scales = codes_t, scales_t
+        tensors = (x, codes, scales, codes_t, scales_t, count)  # pyright: ignore[reportPossiblyUnboundVariable]
         if not self.launcher.again(self.grid, tensors, self.numbers, self.key):
             self.launcher.look_up(self.grid, tensors, self.numbers, self.setup, self.key)
-        return made
+        return tensors[1:5]
 
 
 class SquareCast:
@@ -204,16 +199,15 @@ class WeightCast:
         for repeats the other."""
         n, k, directions = self.n, self.k, self.directions
         if directions & ALONG_ROWS:
-            first = second = right_operand(n, k, weight.device)
+            codes, square = codes_t, square_t = right_operand(n, k, weight.device)
         if directions & ALONG_COLUMNS:
-            second = right_operand(k, n, weight.device)
+            codes_t, square_t = right_operand(k, n, weight.device)
             if not directions & ALONG_ROWS:
-                first = second
-        made = (*first, *second)  # pyright: ignore[reportPossiblyUnboundVariable]
-        tensors = (weight, *made)
+                codes, square = codes_t, square_t
+        tensors = (weight, codes, square, codes_t, square_t)  # pyright: ignore[reportPossiblyUnboundVariable]
         if not self.launcher.again(self.grid, tensors, self.numbers, self.key):
             self.launcher.look_up(self.grid, tensors, self.numbers, self.setup, self.key)
-        return made
+        return tensors[1:]
 
 
 class RegroupedWeight:

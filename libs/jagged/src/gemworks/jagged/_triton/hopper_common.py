@@ -79,15 +79,18 @@ def attention_barriers(STAGES: gl.constexpr, QSTAGES: gl.constexpr, CONSUMERS: g
 
 @gluon.jit
 def load_query_tile(
-    desc, begin, length, row, head, qi, smem, full, free,
+    desc, q_from, q_begin, q_end, row, head, qi, smem, full, free,
     H: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """The producer's qi-th query tile: 64 rows for each of GROUPS consumers."""
+    """The producer's qi-th query tile: 64 rows for each of GROUPS consumers.
+
+    q_from: where the sequence's rows lie, which is q_begin, or 0 for a query that all sequences share.
+    """
     qs = qi % QSTAGES
     mbarrier.wait(free.index(qs), ((qi // QSTAGES) & 1) ^ 1)
     mbarrier.expect(full.index(qs), GROUPS * 64 * H * 2)
     for g in gl.static_range(GROUPS):
-        load_rows(desc, begin, length, row + g * 64, head, full.index(qs), smem.index(GROUPS * qs + g))
+        load_rows(desc, q_from, q_end - q_begin, row + g * 64, head, full.index(qs), smem.index(GROUPS * qs + g))
 
 
 @gluon.jit

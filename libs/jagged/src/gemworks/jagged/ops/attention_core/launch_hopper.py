@@ -11,7 +11,7 @@ from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core.kernel_backward import zero_queries_without_keys_kernel as _zero
 from gemworks.jagged.ops.attention_core.kernel_backward_fused_hopper import backward_fused_hopper_kernel as _fused
-from gemworks.jagged.ops.attention_core.kernel_backward_hopper import backward_hopper_kernel as _pair
+from gemworks.jagged.ops.attention_core.kernel_backward_pair_hopper import backward_hopper_kernel as _pair
 from gemworks.jagged.ops.attention_core.kernel_forward_hopper import forward_hopper_kernel as _forward
 from gemworks.jagged.ops.attention_core.launch import Problem, limits
 from gemworks.jagged.ops.attention_core.table import FusedConfig, GluonConfig, Step

@@ -201,7 +201,7 @@ def block_settings(
 ) -> tuple[Any, ...]:
     """What both custom ops take after their tensors."""
     if rope is not None:
-        rope.check("rope", total=q.shape[0], head_dim=q.shape[-1], device=q.device)
+        RopeTables.check(rope, "rope", total=q.shape[0], head_dim=q.shape[-1], device=q.device)
     if schedule is None:
         schedule = BlockSchedule.make(offsets, total=q.shape[0], block=block, max_length=bound)
     cos, sin = (None, None) if rope is None else (rope.cos_TJ, rope.sin_TJ)

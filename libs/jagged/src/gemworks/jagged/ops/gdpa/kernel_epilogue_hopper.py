@@ -50,7 +50,7 @@ def _producer(
             row, q_begin, q_end, k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
             for head in range(HEADS):
                 load_query_tile(
-                    q_desc, q_begin, q_end - q_begin, row, head, qi, q_smem, q_full, q_free, H, QSTAGES, 2
+                    q_desc, q_begin, q_begin, q_end, row, head, qi, q_smem, q_full, q_free, H, QSTAGES, 2
                 )  # fmt: skip
                 qi += 1
                 for j in range(0, k_len, BN):
