@@ -134,6 +134,13 @@ RUNGS: tuple[Rung, ...] = (
         side=True, refusal=lambda config: no_fp8_attention(config),
     ),
     Rung(
+        "graphs_fp8_attention", "CUDA graphs, no float32 copies, and FP8 attention",
+        lambda config: config if no_fp8_attention(config) else chain(
+            train(cuda_graphs=True), kernels(compile_saves="least", attention_format="fp8")
+        )(config),
+        side=True, refusal=lambda config: no_fp8_attention(config),
+    ),
+    Rung(
         "activations_quantised", "activations kept in MXFP8",
         kernels(activations="quantise"), side=True,
     ),
