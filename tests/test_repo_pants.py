@@ -63,15 +63,11 @@ def test_package_has_its_targets(package):
     helpers = [path for path in (package.folder / "tests").rglob("*.py") if not path.name.startswith("test_")]
     assert tests["dependencies"] == [":src", ":beside", *([":test_utils"] if helpers else [])]
     (beside,) = targets["files"]
-    others = {path.name for path in package.folder.iterdir() if path.is_dir()} & {
-        "docs",
-        "benchmarks",
-        "examples",
-        "tools",
-    }
-    assert beside["sources"] == ["README.md", *(f"{name}/**/*" for name in sorted(others))], (
-        "what a test may read or start"
-    )
+    others = {"docs", "benchmarks", "examples", "tools"} & {path.name for path in package.folder.iterdir()}
+    data = {path.parent for path in (package.folder / "tests").rglob("*") if path.is_file() and path.suffix != ".py"}
+    named = sorted(path.relative_to(package.folder).as_posix() for path in data if path.name != "__pycache__")
+    read = ["README.md", *(f"{name}/**/*" for name in sorted(others)), *(f"{name}/*" for name in named)]
+    assert beside["sources"] == read, "what tests may read or start, beside Python"
     found = [target["sources"] for target in targets.get("python_test_utils", [])]
     assert found == ([["tests/**/*.py", "!tests/**/test_*.py"]] if helpers else [])
     assert distribution["provides"] == {"name": package.distribution}

@@ -1,8 +1,7 @@
 """Triton casts under the interpreter, bit by bit against the reference.
 
 They run where TRITON_INTERPRET=1 was set before Triton was imported; `test_precision_tiers.py` does that in a process
-of
-its own. Inputs are fp32 and fp16: the interpreter is wrong in bf16 arithmetic.
+of its own. Inputs are fp32 and fp16: the interpreter is wrong in bf16 arithmetic.
 """
 
 import math

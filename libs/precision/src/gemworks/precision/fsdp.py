@@ -2,12 +2,10 @@
 
 `fully_shard` splits parameters along dim 0 and asks a parameter that has `fsdp_pre_all_gather` what to send and
 `fsdp_post_all_gather` what to make of it. A shard of N/W rows sends N/W * K bytes of codes and a few of scales instead
-of
-2 or 4 bytes an element. What the blocks look like follows a rule (`gather_rule`):
+of 2 or 4 bytes an element. What the blocks look like follows a rule (`gather_rule`):
 
 - square: a rank's rows are a multiple of the block, so squares never cross ranks. One plane serves forward and dgrad;
-the
-  result is bit-equal to quantising after the gather.
+  the result is bit-equal to quantising after the gather.
 - row: 1x32 along K for `mxfp8` otherwise. Forward is bit-equal; dgrad reads the plane along N, so it is quantised again
   from the dequantised values (rounded twice).
 - bf16: rows that do not divide by the ranks (FSDP2 pads those, scales cannot follow), or 128-wide kinds whose squares

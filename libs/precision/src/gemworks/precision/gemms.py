@@ -1,9 +1,8 @@
 """The product of two planes, `A [M, K] @ B [N, K]^T`, both quantised along K (or square).
 
 Reference: dequantise and multiply. On a CPU in fp32; on a GPU the dequantised operands are exact in bf16 (E4M3 with
-scale
-bytes 3..246, see `MXTensor.dequantize`) and the product accumulates in fp32, so it *is* the product of the planes up to
-the order of summation. How far a backend's product may be from the exact one: the `bounds` module.
+scale bytes 3..246, see `MXTensor.dequantize`) and the product accumulates in fp32, so it *is* the product of the planes
+up to the order of summation. How far a backend's product may be from the exact one: the `bounds` module.
 """
 
 from __future__ import annotations

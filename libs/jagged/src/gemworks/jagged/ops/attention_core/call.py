@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from gemworks.jagged._dense import Align, Mask
 from gemworks.jagged._packing import Plan, Side, make_plan
 from gemworks.jagged.ops.attention_core.reference import Rule
@@ -52,6 +53,16 @@ class Settings(NamedTuple):
 
 def settings_of(side_q: Side, side_k: Side, num_sequences: int, rule: Rule, schedule: TileSchedule | None) -> Settings:
     """Of one call; `side_k` is `side_q` itself for self-attention."""
+    if schedule is not None and not torch.compiler.is_compiling():
+        if not isinstance(schedule, TileSchedule):
+            raise ValueError(
+                f"schedule: got {type(schedule).__name__}, expected a TileSchedule; TileSchedule.build makes one"
+            )
+        offsets = side_k.offsets if side_q.offsets is None else side_q.offsets
+        schedule.check(
+            "schedule", num_sequences=num_sequences, total_q=side_q.total, total_k=side_k.total,
+            device=None if offsets is None else offsets.device,
+        )  # fmt: skip
     return Settings(
         side_q.offsets, None if side_k is side_q else side_k.offsets, *tiles_of(schedule), num_sequences,
         -1 if side_k.rows is None else side_k.rows, side_q.max_length, side_k.max_length, rule.scale, rule.activation,

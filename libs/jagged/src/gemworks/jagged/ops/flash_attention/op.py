@@ -6,6 +6,7 @@ import math
 
 import torch
 from gemworks.jagged._attention_args import autocast, check_attention, clear_past_end, make_mask
+from gemworks.jagged._checks import check_scale
 from gemworks.jagged._dense import Align
 from gemworks.jagged._packing import make_plan
 from gemworks.jagged.dispatch import warn_once
@@ -83,6 +84,7 @@ def flash_attention(
     True
     """
     q, k, v = autocast(q, k, v)
+    check_scale(scale)
     mask = make_mask(causal, window, align)
     args = check_attention(
         q, k, v, offsets_q, offsets_k, max_length_q=max_length_q, max_length_k=max_length_k, shared_query=shared_query
@@ -90,12 +92,14 @@ def flash_attention(
     if bias is not None:
         if shared_query and bias.time_table is not None:
             raise ValueError("bias.time_table: a shared query has no timestamps; use position_table alone")
+        if not isinstance(bias, AttentionBias):
+            raise ValueError(f"bias: got {type(bias).__name__}, expected an AttentionBias of tables")
         bias.check(num_heads=q.shape[1], total_q=args.q.shape[0], total_k=args.k.shape[0], device=q.device)
     if rope is None and rope_k is not None:
         raise ValueError("rope_k: got tables while rope is None; pass rope for q too")
     if rope is not None:
-        rope.check("rope", total=args.q.shape[0], head_dim=q.shape[-1], device=q.device)
-        (rope_k or rope).check("rope_k", total=args.k.shape[0], head_dim=q.shape[-1], device=q.device)
+        RopeTables.check(rope, "rope", total=args.q.shape[0], head_dim=q.shape[-1], device=q.device)
+        RopeTables.check(rope_k or rope, "rope_k", total=args.k.shape[0], head_dim=q.shape[-1], device=q.device)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     if q.dtype != torch.float64 and (bias is None or has_kernel(args.q, args.v, bias)):
         q_rows, k_rows = args.q, args.k

@@ -65,7 +65,7 @@ def flash_attention_qkv(
         *_parts(qkv, num_heads), offsets, None, max_length_q=max_length, max_length_k=None, shared_query=False
     )
     if rope is not None:
-        rope.check("rope", total=qkv.shape[0], head_dim=qkv.shape[-1], device=qkv.device)
+        RopeTables.check(rope, "rope", total=qkv.shape[0], head_dim=qkv.shape[-1], device=qkv.device)
     cos, sin = (None, None) if rope is None else (rope.cos_TJ, rope.sin_TJ)
     scale = 1.0 / math.sqrt(qkv.shape[-1]) if scale is None else scale
     out, _, _ = attention_qkv(

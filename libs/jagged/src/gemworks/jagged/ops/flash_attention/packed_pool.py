@@ -75,7 +75,7 @@ def flash_attention_pool(
         q, k, v, None, offsets, max_length_q=None, max_length_k=max_length, shared_query=True
     )  # fmt: skip
     if rope is not None:
-        rope.check("rope", total=kv.shape[0], head_dim=kv.shape[-1], device=kv.device)
+        RopeTables.check(rope, "rope", total=kv.shape[0], head_dim=kv.shape[-1], device=kv.device)
     cos, sin = (None, None) if rope is None else (rope.cos_TJ, rope.sin_TJ)
     scale = 1.0 / math.sqrt(kv.shape[-1]) if scale is None else scale
     out, _, _ = attention_pool(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from gemworks.jagged._attention_args import autocast, check_attention, make_mask
+from gemworks.jagged._checks import check_scale
 from gemworks.jagged._dense import Align
 from gemworks.jagged._packing import make_plan
 from gemworks.jagged.ops.attention_core.call import settings_of
@@ -70,6 +71,7 @@ def gdpa(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: got {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
     q, k, v = autocast(q, k, v)
+    check_scale(scale)
     mask = make_mask(causal, window, align)
     args = check_attention(
         q, k, v, offsets_q, offsets_k, max_length_q=max_length_q, max_length_k=max_length_k, shared_query=shared_query
