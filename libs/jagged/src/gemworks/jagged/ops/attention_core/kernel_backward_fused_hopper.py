@@ -22,6 +22,7 @@ all, and the order is that of its own loop.
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
+from gemworks.jagged._triton.activations import LOG2_E
 from gemworks.jagged._triton.activations_hopper import activate_with_grad
 from gemworks.jagged._triton.hopper_common import load_rows, sync_threads
 from gemworks.jagged.ops.attention_core.kernel_turns_hopper import (
@@ -144,7 +145,7 @@ def _tile(
             s, dp = warpgroup_mma_wait(0, [s_acc, dp_acc])
     if ACT == "softmax":
         lse = row_smem.index(2 * sq).load(gl.SliceLayout(0, S_LAYOUT))
-        p32 = gl.exp2(s * (scale * 1.4426950408889634) - lse[None, :])
+        p32 = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
         if row + 128 > k_len:  # a surplus key has logit 0, far above a row of very negative ones
             p32 = gl.where((row + own < k_len)[:, None], p32, 0.0)
         slope = p32

@@ -7,6 +7,7 @@ of a tile computes the first scores of the next one, as every step does those of
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
+from gemworks.jagged._triton.activations import LOG2_E
 from gemworks.jagged._triton.activations_hopper import fold, weigh
 from gemworks.jagged._triton.hopper_common import pick, store_rows, tile_of
 from triton.experimental import gluon
@@ -72,7 +73,7 @@ def chained_consumer(
     zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
     zero_o = gl.zeros([64, HV], gl.float32, O_LAYOUT)
     empty = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    scale2 = scale * 1.4426950408889634
+    scale2 = scale * LOG2_E
     folded = fold(scale)
     fill = 0
     rounds = (total + programs - 1) // programs

@@ -10,6 +10,7 @@ consumer works on the scores of tile j + 1.
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
+from gemworks.jagged._triton.activations import LOG2_E
 from gemworks.jagged._triton.activations_hopper import fold
 from gemworks.jagged._triton.hopper_common import (
     attention_barriers,
@@ -188,7 +189,7 @@ def _consumer(
     column = gl.arange(0, BN, layout=gl.SliceLayout(0, S_LAYOUT))
     own = gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
-    scale2 = scale * 1.4426950408889634
+    scale2 = scale * LOG2_E
     folded = fold(scale)
     stage = 0
     phase = 0
