@@ -10,7 +10,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs under TRITON_INTERPRET=1, see test_precision_tiers.py", allow_module_level=True)
 
 from gemworks.precision import backends, hopper, linear, short_casts
-from gemworks.precision.backends import DeviceSpec
+from gemworks.precision.backends import DeviceSpec, explain
 from gemworks.precision.casts import CastSpec, cast, cast_both
 from gemworks.precision.exact import ExactPlan, exact_plan_of
 from gemworks.precision.fsdp import GatheredWeight, PlaneMeta
@@ -193,6 +193,10 @@ def test_which_layers_take_a_short_way(monkeypatch):
             kinds[capability, name] = type(plan).__name__
             assert bool(caught) == isinstance(plan, ExactPlan)
     linear._plan_of.cache_clear()
+    for (capability, name), kind in kinds.items():
+        said = str(explain((512, 256, 128), name, f"sm_{capability}"))
+        assert ("take the short way" in said) == (kind != "NoneType")
+    assert "general way" in str(explain((512, 256, 128), recipe("mxfp8", save="row"), "sm_90"))
     assert {k: v for k, v in kinds.items() if v != "NoneType"} == {
         (90, "mxfp8"): "ExactPlan",
         (90, "mxfp8_regroup128"): "Plan",

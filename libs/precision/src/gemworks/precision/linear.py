@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import torch
 from gemworks.precision import te_backend
-from gemworks.precision.backends import choose, cost_note, device_spec, shape_rule, warn_once
+from gemworks.precision.backends import DeviceSpec, choose, cost_note, device_spec, shape_rule, warn_once
 from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
 from gemworks.precision.exact import ExactLinear, ExactPlan, exact_plan_of
 from gemworks.precision.gemms import gemm
@@ -386,19 +386,29 @@ def _runs_eagerly(x: Tensor, weight: Tensor) -> bool:
 def _plan_of(
     text: str, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, k: int, n: int
 ) -> Plan | ExactPlan | None:
-    """The short way of a layer, which `hopper` or `exact` knows; None elsewhere."""
+    """The short way of a layer, made once; what it costs in speed is said once, as the general way does."""
     if device.type not in ("cpu", "cuda"):
         return None
     chosen, spec = recipe_of(text), device_spec(device)
+    plan = short_way(chosen, spec, dtype, weight_dtype, k, n)
+    if type(plan) is ExactPlan:
+        note = cost_note(choose("gemm", GemmKind.MXFP8, (0, k, n), spec, chosen.backend), spec)
+        if note is not None:
+            warn_once(note)
+    return plan
+
+
+def short_way(
+    chosen: Recipe, spec: DeviceSpec, dtype: torch.dtype, weight_dtype: torch.dtype, k: int, n: int
+) -> Plan | ExactPlan | None:
+    """The plan of a layer that `hopper` or `exact` knows a way with little work for the host for; None elsewhere."""
     if spec.type != "cuda":
         return None
-    if chosen.forward.kind is GemmKind.MXFP8:
-        choice = choose("gemm", GemmKind.MXFP8, (0, k, n), spec, chosen.backend)
-        plan = exact_plan_of(chosen, dtype, weight_dtype, k, n) if choice.backend == "triton" else None
-        if plan is not None and (note := cost_note(choice, spec)) is not None:
-            warn_once(note)
-        return plan
-    return plan_of(chosen, dtype, weight_dtype, k, n) if spec.capability == 90 else None
+    if chosen.forward.kind is not GemmKind.MXFP8:
+        return plan_of(chosen, dtype, weight_dtype, k, n) if spec.capability == 90 else None
+    if choose("gemm", GemmKind.MXFP8, (0, k, n), spec, chosen.backend).backend != "triton":
+        return None
+    return exact_plan_of(chosen, dtype, weight_dtype, k, n)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
