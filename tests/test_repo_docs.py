@@ -179,3 +179,19 @@ def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
     finally:
         page.unlink()
     assert done.returncode != 0
+
+
+def test_the_readmes_headline_is_the_ladders():
+    """The shares of the peak in the README are those of three rows of docs/ladder.md, of one model and batch."""
+    text = (ROOT / "docs/ladder.md").read_text(encoding="utf-8")
+    table = text[text.index("\n### block attention") : text.index("\n### full attention")]
+    rows = {}
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) > 10 and cells[2] == "256":
+            rows[cells[0].removeprefix("+ ")] = (cells[5], float(cells[11]))
+    told = [rows[name] for name in ("padded_eager", "jagged_varlen_compiled", "cuda_graphs")]
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    sentence = readme[readme.index("On one H200") : readme.index("[The ladder]")]
+    assert re.findall(r"[\d.]+ %", sentence) == [share for share, _ in told]
+    assert max(ne for _, ne in told) - min(ne for _, ne in told) <= 0.0001

@@ -20,6 +20,7 @@ TARGET_TYPES = (
     "python_distribution",
     "python_requirement",
     "resources",
+    "files",
 )
 TIERS = ("interpret", "compile", "dist", "gpu", "slow")
 
@@ -60,7 +61,13 @@ def test_package_has_its_targets(package):
     assert tests["sources"] == ["tests/**/test_*.py"]
     # a test may start any program of its package, and import what lies beside it; a target without files has no parts
     helpers = [path for path in (package.folder / "tests").rglob("*.py") if not path.name.startswith("test_")]
-    assert tests["dependencies"] == [":src", *([":test_utils"] if helpers else [])]
+    assert tests["dependencies"] == [":src", ":beside", *([":test_utils"] if helpers else [])]
+    (beside,) = targets["files"]
+    others = {"docs", "benchmarks", "examples", "tools"} & {path.name for path in package.folder.iterdir()}
+    data = {path.parent for path in (package.folder / "tests").rglob("*") if path.is_file() and path.suffix != ".py"}
+    named = sorted(path.relative_to(package.folder).as_posix() for path in data if path.name != "__pycache__")
+    read = ["README.md", *(f"{name}/**/*" for name in sorted(others)), *(f"{name}/*" for name in named)]
+    assert beside["sources"] == read, "what tests may read or start, beside Python"
     found = [target["sources"] for target in targets.get("python_test_utils", [])]
     assert found == ([["tests/**/*.py", "!tests/**/test_*.py"]] if helpers else [])
     assert distribution["provides"] == {"name": package.distribution}
@@ -77,7 +84,9 @@ def test_dependency_rules_are_the_layers(package, packages):
     assert (selector, last) == ("*", "!*"), "one rule set for all targets, ending in a refusal"
     folders = {p.folder.relative_to(ROOT).as_posix(): p.name for p in packages}
     named = {pattern.removeprefix("//").removesuffix("/**") for pattern in allowed}
-    assert {folders[name] for name in named - {"constraints", "conftest.py"}} == package.may_import | {package.name}
+    assert {folders[name] for name in named - {"constraints", "conftest.py", "docs"}} == package.may_import | {
+        package.name
+    }
 
 
 def test_both_kinds_of_machine_are_resolves():

@@ -72,8 +72,9 @@ def grouped_support(support: Sequence[Any]) -> list[dict[str, str]]:
 
 def measured() -> dict[str, str]:
     """Page -> text: an index of the committed measurements, and a page for each CSV."""
-    index = ["# Measured rows", "", "Each row is a claim: its CSV has the commit, the command and the spread.",
-             "Losing rows stay in.", "", "| measurement | rows | device | file |", "|---|---:|---|---|"]  # fmt: skip
+    index = ["# Measured rows", "", "Each row is a claim: its CSV has the commit, the command and the spread; an early",
+             "one that lacks its commit has a dash here. Losing rows stay in.", "",
+             "| measurement | rows | device | commits | file |", "|---|---:|---|---|---|"]  # fmt: skip
     pages = {}
     for path in sorted((ROOT / "docs/measured").glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
@@ -81,7 +82,9 @@ def measured() -> dict[str, str]:
         if not rows:
             continue
         devices = ", ".join(sorted({row.get("gpu") or row.get("device") or "" for row in rows} - {""}))
-        index.append(f"| [{path.stem}]({path.stem}.md) | {len(rows)} | {devices} | [{path.name}]({path.name}) |")
+        commits = ", ".join(dict.fromkeys(row["commit"] for row in rows if row.get("commit"))) or "-"
+        cells = (f"[{path.stem}]({path.stem}.md)", str(len(rows)), devices, commits, f"[{path.name}]({path.name})")
+        index.append(f"| {' | '.join(cells)} |")
         pages[f"measured/{path.stem}.md"] = measurement(path, rows)
     return {"measured/index.md": "\n".join(index) + "\n", **pages}
 

@@ -89,7 +89,7 @@ def check(
         given_q, given_k, tiles, heights, b, rows_k, 64, 64, scale, activation,
         min(bounds.left, op.UNBOUNDED), min(bounds.right, op.UNBOUNDED), bounds.align, shared,
     )  # fmt: skip
-    problem = op._problem(q, k, v, op.Call(q, k, *rest), "sm_90")
+    problem = op.make_problem(q, k, v, op.Call(q, k, op.Settings(*rest)), "sm_90")
     out, lse = launch.forward(problem)
     d_out = torch.randn(out.shape, dtype=dtype)
     # Rows of the gradients are strided too: parts of one buffer, as for a packed projection.

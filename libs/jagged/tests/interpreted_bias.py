@@ -87,7 +87,7 @@ def check(
     d_out = (1 + torch.arange(16) / 16 + torch.arange(out.shape[0])[:, None, None] / 40).expand(out.shape).to(dtype)
     ours = [out, *biased._backward(d_out, q, k, v, out, lse, *given[3:], *rest)]
     leaves = [None if x is None else x.double().requires_grad_() for x in (q, k, v, position, time)]
-    call = op.Call(q, k, *rest)
+    call = op.Call(q, k, op.Settings(*rest))
     exact_q, exact_k, exact_v = (x for x in leaves[:3] if x is not None)
     truth = flash_attention_reference(
         exact_q, exact_k, exact_v, call.plan(q, k), scale=call.rule.scale, mask=call.rule.mask,

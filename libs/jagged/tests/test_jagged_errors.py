@@ -13,6 +13,8 @@ from gemworks.jagged import (
     Jagged,
     Rope,
     RopeTables,
+    TileSchedule,
+    apply_rope,
     block_attention,
     debug_checks,
     explain,
@@ -77,6 +79,13 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "4-D with offsets": (lambda: flash(k=X[None], v=X[None], offsets_k=O), r"offsets_k: got a tensor with a 4-D k"),
     "shared with offsets": (lambda: flash(offsets_k=O, shared_query=True), r"offsets_q: got a tensor with shared"),
     "shared without": (lambda: flash(offsets_q=None, shared_query=True), r"offsets_k: missing; pass the offsets"),
+    "no tensor": (lambda: flash(q=[1, 2]), r"got list, Tensor, Tensor, expected Tensors"),
+    "no tensor of blocks": (lambda: block_attention(None, X, X, O, max_length_q=4), r"got NoneType"),  # pyright: ignore
+    "no heads": (lambda: flash(X[:, :0], X[:, :0], X[:, :0]), r"q: got shape \(5, 0, 4\) without a head"),
+    "block dims": (lambda: block_attention(X[0], X[0], X[0], O, max_length_q=4), r"q: got shape \(2, 4\)"),
+    "scale on a device": (lambda: flash(scale=torch.tensor(0.5)), r"scale: got a Tensor on cpu, expected a number"),
+    "scale text": (lambda: gdpa(X, X, X, O, max_length_q=4, scale="auto"), r"scale: got 'auto'"),  # pyright: ignore
+    "causal text": (lambda: flash(causal="false"), r"causal: got 'false'"),
     "window": (lambda: flash(window=0), r"window: got 0"),
     "window pair": (lambda: flash(window=(1, -2)), r"window: got \(1, -2\)"),
     "align": (lambda: flash(align="left"), r"align: got 'left'"),
@@ -103,6 +112,25 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         r"time_unit: got 0",
     ),
     "rope rows": (lambda: flash(rope=RopeTables(torch.ones(4, 2), torch.ones(4, 2))), r"rope.cos_TJ: got \(4, 2\)"),
+    "rope itself": (lambda: flash(rope=Rope()), r"rope: got Rope, expected RopeTables; Rope.tables"),  # pyright: ignore
+    "apply rope rows": (lambda: apply_rope(X[:4], Rope().tables(O, 4, total=5)), r"tables.cos_TJ: got \(5, 2\)"),
+    "apply rope width": (lambda: apply_rope(X[..., :2], Rope().tables(O, 4, total=5)), r"tables.cos_TJ: got \(5, 2\)"),
+    "apply rope dims": (lambda: apply_rope(X[:, 0], Rope().tables(O, 4, total=5)), r"x: got shape \(5, 4\)"),
+    "bias itself": (lambda: flash(bias=torch.zeros(5, 2)), r"bias: got Tensor, expected an AttentionBias"),
+    "schedule kind": (lambda: flash(schedule=O), r"schedule: got Tensor, expected a TileSchedule"),
+    "schedule batch": (
+        lambda: flash(schedule=TileSchedule.build(torch.arange(100), total_q=99)),
+        r"schedule: got tiles of another batch, expected 2 sequences with 5 rows of q",
+    ),
+    "schedule rows": (
+        lambda: flash(schedule=TileSchedule.build(torch.tensor([0, 2, 900]), total_q=900)),
+        r"schedule: got tiles of another batch",
+    ),
+    "list width": (lambda: Jagged.from_list([X[0], X[0, :, :3]]), r"sequences\[1\]: got torch.float32 rows \(3,\)"),
+    "list dtype": (lambda: Jagged.from_list([X[0], X[0].half()]), r"sequences\[1\]: got torch.float16"),
+    "list of scalars": (lambda: Jagged.from_list([torch.tensor(1.0)]), r"sequences: got something else"),
+    "no list": (lambda: Jagged.from_list(X), r"sequences: got something else"),  # pyright: ignore
+    "lengths list": (lambda: Jagged.from_lengths(X, [2, 3]), r"lengths: got list, expected a Tensor"),  # pyright: ignore
     "rope_k alone": (lambda: flash(rope_k=Rope().tables(O, 4, total=5)), r"rope_k: got tables while rope is None"),
     "rope odd": (lambda: Rope().tables(O, 3, total=5), r"head_dim: got 3"),
     "rope no dt": (lambda: Rope(time_fraction=0.5).tables(O, 4, total=5), r"dt: missing"),
@@ -111,6 +139,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "rope scale": (lambda: Rope(time_scale=0.0), r"time_scale: got 0.0"),
     "norm width": (lambda: rms_norm(torch.zeros(2, 9000)), r"rms_norm: x has shape \(2, 9000\)"),
     "norm weight": (lambda: layer_norm(torch.zeros(2, 3), torch.ones(2)), r"weight has shape \(2,\)"),
+    "norm eps": (lambda: rms_norm(torch.zeros(2, 3), eps=-1.0), r"eps is -1.0, expected a number >= 0"),
+    "norm device": (lambda: rms_norm(torch.zeros(2, 3), torch.ones(3, device="meta")), r"weight is on meta"),
+    "norm list": (lambda: rms_norm([1.0]), r"x: got list, expected a Tensor"),  # pyright: ignore
     "norm residual": (lambda: layer_norm(torch.zeros(2, 3), residual=torch.ones(3)), r"residual has shape"),
     "pool": (lambda: mean_pool(torch.zeros(3), torch.tensor([0, 4])), r"offsets: ends at 4"),
     "kronecker": (

@@ -21,7 +21,7 @@ from statistics import median
 from gemworks.jagged.bench import norms
 from gemworks.jagged.bench.blocks import VARIANTS as BLOCK_VARIANTS
 from gemworks.jagged.bench.cases import CASES, SWEEP_LAWS, draw_lengths
-from gemworks.jagged.bench.report import SWEPT
+from gemworks.jagged.bench.plots import SWEPT
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = ROOT / "docs/measured/jagged_h200.csv"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -95,27 +94,28 @@ def test_o1_gradients_are_bit_equal_through_a_shared_arbiter(seed, thread):
 
 
 def test_the_thread_finishes_what_nobody_asks_for_again_and_ends():
-    class Slow(InlineMover):
+    free = threading.Event()
+
+    class Blocked(InlineMover):
         def copy(self, way, target, source, after):
             target.copy_(source)
-            until = time.monotonic() + 0.002
 
-            class Timed:
+            class WhenFree:
                 def done(self):
-                    return time.monotonic() >= until
+                    return free.is_set()
 
-            return Timed()
+            return WhenFree()
 
-    before = threading.active_count()
+    before = set(threading.enumerate())
     target, source = pieces(7, 20)
-    arbiter = CopyArbiter(Slow(), piece_bytes=8)
+    arbiter = CopyArbiter(Blocked(), piece_bytes=8)
     arbiter.port().copy("up", target, source, [])
-    assert not torch.equal(target, source)
-    deadline = time.monotonic() + 20
-    # another test's thread, counted before, may end meanwhile: the count alone does not say that ours has
-    while not torch.equal(target, source) or threading.active_count() > before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    (thread,) = set(threading.enumerate()) - before
+    assert torch.equal(target, source) is False
+    free.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert torch.equal(target, source)
 
 
 def test_batches_and_bad_input():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +40,7 @@ def main() -> None:
                 float(x[0])  # with NCCL the host waits here, and the watchdog ends the process
         except RankFailure as error:
             print(f"RankFailure: {error}", file=sys.stderr, flush=True)
+            time.sleep(2)  # torchrun tells the first failure from the others by the whole second
             os._exit(1)
 
 

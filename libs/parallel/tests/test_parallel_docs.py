@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -46,10 +47,19 @@ def test_the_picture_in_the_docs_is_what_the_code_draws() -> None:
     assert (ROOT / "docs" / "five_dimensions.svg").read_text() == svg, "redraw it: see the README"
 
 
-def test_bench_runs_on_a_small_table_and_writes_csv(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_runs_on_a_small_table_and_writes_csv(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GEMWORKS_COMMIT", "abc1234")
+    tmp_path = tmp_path / "not" / "there yet"
     assert main(["balance", "ladder", "--max-ranks", "8", "--out", str(tmp_path)]) == 0
-    lines = (tmp_path / "parallel_balance.csv").read_text().splitlines()
-    assert len(lines) == 1 + 2 * 3
+    with (tmp_path / "parallel_balance.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 2 * 3
+    assert all(
+        line["commit"] == "abc1234" and line["command"].startswith("python -m gemworks.parallel.bench")
+        for line in lines
+    )
     assert "predicted, not measured" in capsys.readouterr().out
     header, *rows = (tmp_path / "plan_predictions.csv").read_text().splitlines()
     assert header.startswith("gpus,plan,e2e_mfu,scaling_ratio,item,ms,")

@@ -80,7 +80,7 @@ def test_replicated_weights_are_averaged_in_one_piece_after_backward() -> None:
     s = simulate(ParallelPlan.for_world(8, shard=1), m, c, STILL)
     reduce = collective_cost("all_reduce", GroupShape(size=8), 5 * 10e6 * 4, c).us
     assert s.step_us == pytest.approx(5 * 300.0 + reduce, rel=1e-12)
-    assert s.collectives["exposed: dense.replica all_reduce"][0] == 1
+    assert s.collectives["dense.replica all_reduce"][0] == 1
 
 
 def test_fsdp_hides_all_but_the_first_gather_and_last_scatter_behind_long_layers() -> None:
@@ -238,7 +238,7 @@ def test_replicas_averaged_every_n_steps_cost_an_nth() -> None:
         plan = ParallelPlan.for_world(4096, shard=256, expert=2, expert_shard=16, table_group=256, sync_every=n)
         every = ParallelPlan.for_world(4096, shard=256, expert=2, expert_shard=16, table_group=256)
         s = simulate(plan, m, c, config, splits=place_splits(every, m, c), check_memory=False)
-        return s.collectives["exposed: sparse.replica all_reduce"][1], sum(s.bytes_by_tier.values())
+        return s.collectives["sparse.replica all_reduce"][1], sum(s.bytes_by_tier.values())
 
     (one, sent_one), (ten, sent_ten) = reduce(1), reduce(10)
     assert ten == pytest.approx(one / 10)
@@ -257,6 +257,31 @@ def test_m8_communicators_are_in_the_memory() -> None:
     two = estimate_memory(plan, m, c, 2)
     assert two.parts["communicators (2)"] == 2 * COMMUNICATOR_BYTES
     assert simulate(plan, m, c).memory.parts["communicators (2)"] == 2 * COMMUNICATOR_BYTES
+
+
+def test_two_gathered_layers_and_the_joint_batch_of_experts_are_in_the_memory() -> None:
+    """Of layers that are sharded the two largest are whole at once, and one layer's gradients; an expert's backward
+    keeps the samples of its whole group."""
+    c = presets.h200_host(8)
+    layers = tuple(
+        LayerProfile(name=f"l{i}", params=params, flops=1e9, activation_bytes=1000.0, length_share=0.0)
+        for i, params in enumerate((1_000_000, 3_000_000, 2_000_000))
+    )
+    expert = LayerProfile(
+        name="e",
+        params=800_000,
+        flops=1e9,
+        activation_bytes=1000.0,
+        length_share=0.0,
+        exchange_bytes=5e6,
+        kind="expert",
+    )
+    model = ModelProfile(
+        name="m", layers=(*layers, expert), num_experts=4, law=CONSTANT, weight_bytes=2.0, gradient_bytes=4.0
+    )
+    plan = ParallelPlan.for_world(8, shard=8, expert=4, expert_shard=2)
+    found = estimate_memory(plan, model, c, 0).parts["activations and gathered layers"]
+    assert found == pytest.approx(4 * 1000.0 + 4 * 5e6 + (3e6 + 2e6) * 2.0 + 3e6 * 4.0)
 
 
 def test_m6_a_plan_that_does_not_fit_says_need_capacity_largest_tables_and_what_to_change() -> None:
@@ -334,9 +359,9 @@ def test_validation_text_comes_from_the_measurements() -> None:
 def test_search_ranks_includes_the_published_plan_and_gives_every_loser_a_reason() -> None:
     c, m = presets.roce_cluster(4096), gem_like(num_layers=4)
     published = ParallelPlan.for_world(4096, shard=256, expert=2, expert_shard=16, table_group=256, replica_shard=8)
-    start = time.perf_counter()
+    start = time.process_time()  # a busy machine takes nothing away
     result = search(m, c, include=[published])
-    assert time.perf_counter() - start < 60
+    assert time.process_time() - start < 60
     steps = [x.simulation.step_us for x in result.ranked if x.simulation]
     assert steps == sorted(steps)
     assert any(x.plan == published for x in result.ranked)
@@ -376,9 +401,9 @@ def test_search_equals_exhaustion_on_a_small_world() -> None:
 
 @pytest.mark.slow
 def test_search_of_16384_gpus_in_a_minute() -> None:
-    start = time.perf_counter()
+    start = time.process_time()  # a busy machine takes nothing away
     search(gem_like(), presets.roce_cluster(16384))
-    assert time.perf_counter() - start < 60
+    assert time.process_time() - start < 60
 
 
 def test_ladders_show_every_rung() -> None:
@@ -390,7 +415,7 @@ def test_ladders_show_every_rung() -> None:
     v1, v2_each, v2, v3 = (r.simulation for r in found["sparse"])
     assert v2.step_us < v1.step_us, "groups win once replicas are not averaged in every step"
     assert v1.step_us < v2_each.step_us, "and lose if they are, with tables of this size"
-    label = "exposed: sparse.table_group all_to_all"
+    label = "sparse.table_group all_to_all"
     assert v2.collectives[label][1] < v1.collectives[label][1] / 3
     memory = [s.memory.parts["tables and row optimizer"] for s in (v1, v2, v3)]
     assert memory[1] == pytest.approx(16 * memory[0])

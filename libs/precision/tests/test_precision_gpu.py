@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from gemworks.precision import bench_checks
+from gemworks.precision import bench_checks, bench_gemm_checks
 
 pytestmark = pytest.mark.gpu
 
@@ -28,4 +28,4 @@ def test_check_of_the_benchmark(name, failures):
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="transformer_engine not installed")
 def test_transformer_engine_agrees_with_ours():
     """P5: what the registry says of it, run: y, dx and dw of its block scaling against ours."""
-    bench_checks.check_transformer_engine(torch.device("cuda"))
+    bench_gemm_checks.check_transformer_engine(torch.device("cuda"))

@@ -11,10 +11,11 @@ from gemworks.gem.data import open_source
 from gemworks.gem.efficiency import H200_BF16_PEAK_FLOPS, count_flops
 from gemworks.gem.layers.__main__ import draw_lengths, main, measure
 from gemworks.gem.layers.parts import Part, linear_product, make_parts
-from gemworks.gem.layers.report import COLUMNS, Measured, rows_of, total_of, worst
+from gemworks.gem.layers.report import COLUMNS, Measured, chart, rows_of, total_of, worst
 from gemworks.gem.layers.timing import Bound, Time, is_product, split_kernels
 from gemworks.gem.presets import load_config
 from gemworks.jagged.bench.timing import Ceilings
+from matplotlib.figure import Figure
 from torch.utils.flop_counter import FlopCounterMode
 
 pytestmark = pytest.mark.reference
@@ -151,7 +152,27 @@ def test_command_writes_rows_and_a_chart(tmp_path: Path, capsys: pytest.CaptureF
     assert {"type_0.pffn", "type_0.hsp", "type_0.attention", "experts", "summary", "head", "whole model"} <= names
     assert {"type_0.norm/rms", "type_0.hsp/core", "embeddings"} <= names
     assert all(row["note"] for row in rows if not row["ms"])
-    assert (tmp_path / "layers_block_norms.png").stat().st_size > 10_000
+    (picture,) = tmp_path.glob("layers_block_norms_b*.png")  # a batch size is a run of its own, with its own picture
+    assert picture.stat().st_size > 10_000
+
+
+def test_a_bar_ends_at_the_measured_time_and_the_legend_covers_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    empty = dict.fromkeys(COLUMNS, "") | {"attention": "full", "setting": "norms", "batch": "8", "gpu": "NVIDIA H200"}
+    rows = [
+        empty | {"layer": "hsp", "count": "8", "ms": "5", "tensor_core_ms": "4", "memory_ms": "2", "local_mfu": "0.4"},
+        empty | {"layer": "head", "count": "1", "ms": "3", "tensor_core_ms": "0", "memory_ms": "1", "local_mfu": "0"},
+        empty | {"layer": "sequence layers", "count": "1", "ms": "40", "local_mfu": "0.4"},
+    ]
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
+    assert chart(tmp_path / "full.png", rows)
+    axes = figures[0].axes[0]
+    ends = [max(bar.get_x() + bar.get_width() for bars in axes.containers for bar in [bars[i]]) for i in range(2)]
+    assert ends == pytest.approx([40.0, 3.0])
+    assert not axes.bbox.overlaps(figures[0].legends[0].get_window_extent())
+    assert max(text.get_window_extent().x1 for text in axes.texts) < axes.bbox.x1
+    assert not chart(tmp_path / "none.png", [row | {"ms": ""} for row in rows])
 
 
 def test_lengths_follow_the_law():

@@ -225,8 +225,8 @@ def _talk(rank: int, world: int) -> dict[str, Any]:
     from gemworks.gem.world import open_world
 
     failed = ""
-    with open_world(2, cuda=False) as ranks:
-        waited = ranks.on_first(lambda: time.sleep(4) or "done")
+    with open_world(5, cuda=False) as ranks:
+        waited = ranks.on_first(lambda: time.sleep(7) or "done")
         try:
             ranks.on_first(lambda: [][0])
         except IndexError as error:

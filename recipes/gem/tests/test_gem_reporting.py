@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gemworks.gem.curve import draw
 from gemworks.gem.presets import get_preset
-from gemworks.gem.reporting import BarDisplay, LineDisplay, StepRow, figures, open_display
+from gemworks.gem.reporting import BarDisplay, LineDisplay, StepRow, figures, left, open_display
 from gemworks.gem.run_dir import RunDir, default_run_dir, json_ready
 from gemworks.gem.summary import table
 from rich.console import Console
@@ -52,8 +53,14 @@ def test_piped_output_is_one_plain_line_per_row() -> None:
     display.stop()
     first, second = out.getvalue().splitlines()
     assert first.startswith("█████░░░░░░░░░░░░░░░  50/200  loss")
+    assert first.endswith("410 ms/step  62 s left")  # 150 steps of 410 ms
     assert second.endswith("its figures")
     assert "\x1b" not in out.getvalue()
+
+
+def test_time_that_is_left() -> None:
+    assert left(row(step=200)) == ""
+    assert left(replace(row(step=0), total_steps=2000)) == "  14 min left"
 
 
 def test_terminal_gets_a_bar_that_ends_full() -> None:

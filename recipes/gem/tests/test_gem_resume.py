@@ -85,15 +85,17 @@ while True:
             os._exit(code)
     if kills == num_kills:
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    goal, seen, dead = dice.randint(1, 6), 0, False
+    goal, seen, dead, first_s = dice.randint(2, 6), 0, False, 0.0
     while seen < goal and not dead:
         time.sleep(0.01)
         if os.path.exists(trace):
             with open(trace) as file:
                 seen = sum(line.startswith(f"[{child},") for line in file)
+        first_s = first_s or (time.monotonic() if seen else 0.0)
         dead = os.waitpid(child, os.WNOHANG)[0] == child
     if not dead:
-        time.sleep(dice.random() * 0.3)
+        step_s = (time.monotonic() - first_s) / (goal - 1)  # on a fast machine a fixed time would be the whole run
+        time.sleep(dice.random() * min(4 * step_s, 0.3))
         os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
         dead = not os.WIFSIGNALED(status)
@@ -234,12 +236,14 @@ def test_command_line_exits_with_the_requeue_code_and_goes_on(tmp_path: Path) ->
     first = [*command, "--preset", "tiny", "--set", *SETTINGS, "train.epochs=50"]
     process = subprocess.Popen(first, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
-    while not (path / "metrics.jsonl").exists() and time.monotonic() < deadline and process.poll() is None:
+    while not (path / "metrics.jsonl").exists():
+        assert process.poll() is None, f"ended before its first step: {process.communicate()}"
+        assert time.monotonic() < deadline, "no step within two minutes"
         time.sleep(0.05)
     with pytest.raises(ValueError, match=rf"that process {process.pid} on \S+ is using.*wait for that job"):
         RunDir.claim(path, tiny("train.epochs=50"))
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == REQUEUE == 75
     assert err.splitlines()[-1].startswith("to be continued: stopped by SIGTERM")
     assert "Traceback" not in err

@@ -123,7 +123,7 @@ def test_status_lines_name_every_figure(finished: tuple[Path, dict[str, Any], st
     for figure in ("NE", "samples/s", "tokens/s", "FLOP/s", "ms/step"):
         assert all(figure in line for line in lines)
     assert "valid at step 12" in text
-    assert "run folder:" in text
+    assert text.count("run folder:") == 2  # at the start, for whoever has to go on with it, and at the end
     assert "Bayes" in text
 
 

@@ -37,4 +37,4 @@ def test_nobody_waits_longer_than_its_patience(tmp_path: Path):
     assert turns.wait() == 1
     with turns.turn():
         pass
-    assert 0.3 < time.monotonic() - began < 10
+    assert 0.3 < time.monotonic() - began < 60  # unasked, two minutes each

@@ -39,6 +39,8 @@ def make_mask(causal: bool, window: int | tuple[int, int] | None, align: Align) 
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ValueError(f"window: got {window}, expected an integer >= 1; 1 lets each row see itself alone")
         left = right = window - 1
+    if isinstance(causal, str):
+        raise ValueError(f"causal: got {causal!r}, expected True or False; every string would count as True")
     if causal:
         right = min(right, 0)
     if align not in ("top_left", "bottom_right"):
@@ -75,7 +77,9 @@ def check_attention(
             f"keys and values come in pairs"
         )
     num_heads_q, num_heads_k = q.shape[1], k.shape[-2]
-    if num_heads_q == 0 or num_heads_k == 0 or num_heads_q % num_heads_k:
+    if num_heads_q == 0:
+        raise ValueError(f"q: got shape {tuple(q.shape)} without a head, expected [T, N, H] with N >= 1")
+    if num_heads_k == 0 or num_heads_q % num_heads_k:
         raise ValueError(
             f"k: got {num_heads_k} heads, expected a divisor of q's {num_heads_q}; "
             f"each key head serves a group of neighbouring query heads"
@@ -133,6 +137,9 @@ def _num_sequences(side: Side) -> int:
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in autocast's dtype when it is on, as `torch.nn.functional.scaled_dot_product_attention` does."""
+    if not all(isinstance(t, Tensor) for t in tensors):
+        kinds = ", ".join(type(t).__name__ for t in tensors)
+        raise ValueError(f"rows of attention: got {kinds}, expected Tensors like [T, N, H]; from_list packs a list")
     kind = tensors[0].device.type
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         target = torch.get_autocast_dtype(kind)

@@ -50,12 +50,21 @@ def is_host(x: Tensor) -> bool:
 
 
 def check_float(name: str, x: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name}: got {type(x).__name__}, expected a Tensor")
     if x.dtype not in DTYPES:
         raise ValueError(f"{name}: got dtype {x.dtype}, expected one of {DTYPES}; cast it with .to(torch.bfloat16)")
     if dtype is not None and x.dtype != dtype:
         raise ValueError(f"{name}: got dtype {x.dtype}, expected {dtype} like q; cast it with .to({dtype})")
     if device is not None and x.device != device:
         raise ValueError(f"{name}: got device {x.device}, expected {device} like q; move it with .to('{device}')")
+
+
+def check_scale(scale: float | None) -> None:
+    """A tensor would have to be read from its device in every step."""
+    if isinstance(scale, (Tensor, str)):
+        got = f"a Tensor on {scale.device}" if isinstance(scale, Tensor) else repr(scale)
+        raise ValueError(f"scale: got {got}, expected a number known on the host; pass float(scale), made once")
 
 
 def check_head_dim(name: str, head_dim: int) -> None:

@@ -21,6 +21,10 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
     >>> offsets_from_lengths(torch.tensor([2, 0, 3])).tolist()
     [0, 2, 2, 5]
     """
+    if not isinstance(lengths, Tensor):
+        raise ValueError(
+            f"lengths: got {type(lengths).__name__}, expected a Tensor [B]; torch.tensor(lengths) makes one"
+        )
     if lengths.dtype not in (torch.int32, torch.int64) or lengths.dim() != 1:
         raise ValueError(
             f"lengths: got {lengths.dtype} {tuple(lengths.shape)}, expected int32 or int64 [B]; "
@@ -52,12 +56,24 @@ def from_list(sequences: Sequence[Tensor], max_length: int | None = None) -> Jag
     >>> from_list([torch.ones(2), torch.ones(0), torch.ones(1)]).offsets.tolist()
     [0, 2, 2, 3]
     """
+    if isinstance(sequences, Tensor) or not all(isinstance(s, Tensor) and s.dim() for s in sequences):
+        raise ValueError(
+            "sequences: got something else than a list of Tensors [length, ...]; one tensor goes through from_padded "
+            "or from_lengths"
+        )
     if not sequences:
         raise ValueError("sequences: got none; an empty batch has no width, build Jagged(values[:0], offsets=[0], 1)")
     lengths = torch.tensor([s.shape[0] for s in sequences])
     bound = _bound(max_length, lengths)
     if bound < int(lengths.max()):
         raise ValueError(f"max_length: got {bound}, but a sequence has {int(lengths.max())} rows; raise max_length")
+    first = sequences[0]
+    for i, s in enumerate(sequences):
+        if s.shape[1:] != first.shape[1:] or s.dtype != first.dtype or s.device != first.device:
+            raise ValueError(
+                f"sequences[{i}]: got {s.dtype} rows {tuple(s.shape[1:])} on {s.device}, expected {first.dtype} "
+                f"{tuple(first.shape[1:])} on {first.device} like sequences[0]"
+            )
     values = torch.cat(list(sequences))
     return Jagged(values, offsets_from_lengths(lengths).to(values.device), bound)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from gemworks.jagged._checks import check_offsets
 from gemworks.jagged.schedule_op import bounds_width, num_places, parse_height, tile_schedule
 from torch import Tensor
@@ -83,6 +84,28 @@ class TileSchedule:
             _build(offsets_q, offsets_k, b, total_q, total_q if total_k is None else total_k, rows_q, rows_k, heights),
             heights,
         )
+
+    def check(self, name: str, *, num_sequences: int, total_q: int, total_k: int, device: torch.device | None) -> None:
+        """Raise ValueError if the shapes show that this schedule is of another batch; its values are not read.
+
+        Args:
+            name: of the argument.
+            num_sequences: B.
+            total_q, total_k: rows of each side, of all sequences.
+            device: of the offsets; None does not compare it.
+        """
+        totals = {"q": total_q, "k": total_k}
+        expected = [bounds_width(num_sequences)]
+        expected += [num_places(totals[h[0]], num_sequences, int(h[1:])) for h in self.heights.split()]
+        if [x.shape[1] for x in self.tensors] != expected:
+            raise ValueError(
+                f"{name}: got tiles of another batch, expected {num_sequences} sequences with {total_q} rows of "
+                f"q and {total_k} of k; build it with TileSchedule.build from the same offsets and totals"
+            )
+        if device is not None and self.bounds.device != device:
+            raise ValueError(
+                f"{name}: got tiles on {self.bounds.device}, expected {device}; build it from offsets there"
+            )
 
     @property
     def bounds(self) -> Tensor:

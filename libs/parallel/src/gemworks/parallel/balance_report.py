@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -110,13 +110,18 @@ def law_name(law: LengthLaw) -> str:
     return f"{law.name}[{law.low},{law.max_len}]" + (f"^{law.exponent:g}" if law.name == "zipf" else "")
 
 
-def to_csv(rows: Sequence[BalanceRow]) -> str:
-    """The rows as CSV with a header."""
+def to_csv(rows: Sequence[BalanceRow], same: Mapping[str, str] | None = None) -> str:
+    """The rows as CSV with a header.
+
+    Args:
+        rows: of one run.
+        same: column -> value of further columns, the same in every row: commit, command.
+    """
     out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=list(asdict(rows[0])), lineterminator="\n")
+    same = same or {}
+    writer = csv.DictWriter(out, fieldnames=[*asdict(rows[0]), *same], lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow(
-            {k: f"{v:.4f}" if isinstance(v, float) else "" if v is None else v for k, v in asdict(row).items()}
-        )
+        values = {k: f"{v:.4f}" if isinstance(v, float) else "" if v is None else v for k, v in asdict(row).items()}
+        writer.writerow(values | dict(same))
     return out.getvalue()

@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = sorted(set(args.sections) - {"plan", "balance", "ladder", "gpu"})
     if unknown:
         parser.error(f"unknown sections {unknown}; choose from plan, balance, ladder, gpu")
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)  # what is wrong with it shows now, not after the first section
     chosen = args.sections or ["plan", "balance", "ladder", *(["gpu"] if torch.cuda.device_count() > 1 else [])]
     lead = int(os.environ.get("RANK", "0")) == 0
     rows: list[dict[str, Any]] = []
@@ -65,10 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if n <= args.max_ranks
             for row in balance_rows(LengthLaw.named(name, 2048), n, cost=CostModel(linear=1.0, quadratic=1 / 2048))
         ]
-        text = balance_csv(table)
-        print(text)
+        print(balance_csv(table))
         if args.out:
-            (args.out / "parallel_balance.csv").write_text(text)
+            same = stamp("gemworks.parallel.bench", 0)
+            facts = {name: same[name] for name in ("gpu", "command", "commit", "torch")}
+            (args.out / "parallel_balance.csv").write_text(balance_csv(table, facts))
     if begins("ladder"):
         found = ladders(gem_like(), presets.roce_cluster(4096))
         print("predicted, not measured:\n" + ladder_text(found))

@@ -206,8 +206,7 @@ class ClusterSpec:
         else:
             raise ValueError(
                 f"num_gpus: got {num_gpus}, expected a multiple of {self.gpus_per_domain} up to {self.gpus_per_zone} "
-                "(one zone), "
-                f"or of {self.gpus_per_zone} (whole zones); change num_gpus or the shape of {self.name}"
+                f"(one zone), or of {self.gpus_per_zone} (whole zones); change num_gpus or the shape of {self.name}"
             )
         return dataclasses.replace(self, gpus_per_domain=shape[0], domains_per_zone=shape[1], num_zones=shape[2])
 
@@ -289,7 +288,11 @@ class ClusterSpec:
     @classmethod
     def from_toml(cls, path: str | Path) -> ClusterSpec:
         """Read a cluster file; see `from_dict` for the errors."""
-        return cls.from_dict(tomllib.loads(Path(path).read_text()))
+        try:
+            raw = tomllib.loads(Path(path).read_text())
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"cluster file {str(path)!r}: not TOML: {error}; ClusterSpec.to_toml writes one") from None
+        return cls.from_dict(raw)
 
 
 def _table(value: Any, path: str, keys: set[str], optional: frozenset[str] = frozenset()) -> Mapping[str, Any]:

@@ -135,6 +135,9 @@ class ParallelPlan:
         """
 
         def rest(view: View, **axes: int) -> int:
+            for axis, size in axes.items():
+                if isinstance(size, bool) or not isinstance(size, int):
+                    raise ValueError(f"{view}.{axis}: got {size!r}, expected an int >= 1")
             product = math.prod(axes.values())
             if product < 1 or world_size % product:
                 text = " x ".join(f"{a} {n}" for a, n in axes.items())
@@ -185,8 +188,7 @@ class ParallelPlan:
                 )
                 found.append(
                     f"sparse.replica_shard: got {r}, expected a divisor of the {cluster.gpus_per_domain} GPUs of an "
-                    "NVLink domain: "
-                    f"shards are gathered over NVLink every step; set replica_shard={fits} and "
+                    f"NVLink domain: shards are gathered over NVLink every step; set replica_shard={fits} and "
                     f"replica={self.sparse.replica * r // fits}"
                 )
         if self.experts is not None and num_experts is not None and num_experts % self.experts.expert:

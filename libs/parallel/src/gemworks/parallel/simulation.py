@@ -46,7 +46,7 @@ class Simulation:
         local_mfu, scaling_ratio: their product is `mfu`.
         imbalance: expected maximum over ranks / mean of a batch's cost, after balancing.
         memory: of one rank.
-        collectives: label -> (calls, us in total, tier).
+        collectives: "view.axis collective" -> (calls, us in total, hidden behind compute or not, tier).
         bytes_by_tier: sent by an average rank per step.
         splits: view -> axis -> (ranks in a domain, domains in a zone, zones).
         ops: the timeline.
@@ -88,7 +88,7 @@ class Simulation:
         ]
         for label, us in sorted(self.items.items(), key=lambda kv: (-kv[1], kv[0])):
             lines.append(f"{label:44} {us / 1e3:>9.3f} {us / self.step_us:>7.1%}")
-        lines += ["", f"{'collective':44} {'calls':>5} {'ms':>9}  tier"]
+        lines += ["", f"{'collective, hidden or not':44} {'calls':>5} {'ms':>9}  tier"]
         for label, (calls, us, tier) in self.collectives.items():
             lines.append(f"{label:44} {calls:>5} {us / 1e3:>9.3f}  {tier or '-'}")
         sent = ", ".join(f"{t} {b / 1e9:.2f} GB" for t, b in self.bytes_by_tier.items())

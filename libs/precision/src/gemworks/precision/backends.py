@@ -2,8 +2,7 @@
 
 Ops are `cast` (quantise) and `gemm` (the product of two planes). A backend states for every (op, kind, shape, device)
 either that it can or the reason why not; the first able backend in the order of `ORDER` is chosen. Nothing here looks
-at
-the machine unless a caller asks about "cuda".
+at the machine unless a caller asks about "cuda".
 """
 
 from __future__ import annotations
@@ -272,6 +271,8 @@ def explain(
       forward  gemm fp8_block128     scaled_mm: cuBLAS FP8 1x128 x 128x128 (forward, dgrad), 1x128 x 1x128 (wgrad)
     ...
     """
+    if len(shape) != 3 or min(shape) < 1:
+        raise ValueError(f"shape: got {shape}, expected (M, K, N): rows, in_features and out_features, each >= 1")
     chosen, spec = recipe(recipe_or_name), device_spec(device)
     reason = shape_rule(shape[1], shape[2], chosen)
     notes = []

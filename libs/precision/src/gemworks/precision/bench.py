@@ -9,7 +9,6 @@ sizes of the casts instead and writes `tune.json`. Random normal data, seed prin
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from collections.abc import Callable
@@ -21,11 +20,11 @@ from gemworks.precision.activation import activation_cast
 from gemworks.precision.attention import head_plane
 from gemworks.precision.backends import PrecisionCostWarning, device_spec
 from gemworks.precision.bench_checks import run_checks
-from gemworks.precision.bench_linear import bench_host, bench_linear, bench_norm_linear, bench_parts
+from gemworks.precision.bench_host import bench_host
+from gemworks.precision.bench_linear import bench_linear, bench_norm_linear, bench_parts
+from gemworks.precision.bench_plot import plot
 from gemworks.precision.bench_run import (
-    COMMON,
     KINDS,
-    LEADING,
     SEED,
     Bench,
     attempt,
@@ -208,37 +207,16 @@ def tune(bench: Bench, out: Path, which: str, warm: bool) -> None:
     (out / "tune.json").write_text(json.dumps(results, indent=1))
 
 
-def write(bench: Bench, out: Path) -> None:
+def write(bench: Bench, path: Path) -> None:
     """The CSV, and a plot where matplotlib is installed."""
-    name = "precision_cpu_smoke" if bench.smoke else "precision_h200"
-    with (out / f"{name}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=[*LEADING, *COMMON], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(bench.rows)
-    print(f"wrote {out / name}.csv: {len(bench.rows)} rows", flush=True)
+    bench.save()
+    print(f"wrote {path}: {len(bench.rows)} rows", flush=True)
     try:
-        import matplotlib
+        drawn = plot([{k: str(v) for k, v in row.items()} for row in bench.rows], path.with_suffix(".png"))
     except ImportError:
         print("no plot: matplotlib is not installed", flush=True)
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    casts = [r for r in bench.rows if r["gbps"] != "" and r["impl"] == "gemworks"]
-    layers = [r for r in bench.rows if r["ratio_to_bf16"] != "" and r["direction"] == "fwd_bwd" and r["op"] == "linear"]
-    figure, axes = pyplot.subplots(2, 1, figsize=(12, 4 + 0.12 * (len(casts) + len(layers))))
-    for axis, rows, column, title in (
-        (axes[0], casts, "roofline_fraction", "casts: share of measured copy bandwidth"),
-        (axes[1], layers, "ratio_to_bf16", "linear, forward + backward: speed relative to bf16"),
-    ):
-        labels = [f"{r['op']} {r['shape']} {r['format']} {r['impl']}" for r in rows]
-        axis.barh(labels, [float(r[column]) for r in rows])
-        axis.set_title(title)
-        axis.axvline(1.0, color="black", linewidth=0.8)
-        axis.tick_params(axis="y", labelsize=6)
-    figure.tight_layout()
-    figure.savefig(out / f"{name}.png", dpi=120)
-    pyplot.close(figure)
+    else:
+        print(f"wrote {path.with_suffix('.png')}" if drawn else "no plot: nothing to draw was timed", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -259,6 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bench = Bench(device, chosen.smoke or device.type == "cpu")
+    path = bench.path = chosen.out / ("precision_cpu_smoke.csv" if bench.smoke else "precision_h200.csv")
     parts = set(filter(None, chosen.only.split(","))) or set(PARTS)
     if not parts <= set(PARTS):
         parser.error(f"--only: unknown parts {sorted(parts - set(PARTS))}, expected some of {PARTS}")
@@ -293,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"not timed: {part}, as {broken} failed", flush=True)
             continue
         job(bench)
-        write(bench, chosen.out)
+        write(bench, path)
     return 1 if failures else 0
 
 

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from gemworks.gem.config_checks import check, check_counts
 from gemworks.gem.typed_config import ConfigError
 
 
@@ -49,15 +50,9 @@ class ParallelConfig:
     placement: Literal["searched", "row_major"] = "searched"
 
     def __post_init__(self) -> None:
-        for name in ("shard", "table_group"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"parallel.{name}: got {value!r}, expected a positive integer or 'none' for all")
-        if self.min_shard_numel < 0:
-            raise ConfigError(f"parallel.min_shard_numel: got {self.min_shard_numel!r}, expected an integer, 0 or more")
-        for name in ("experts", "expert_shard", "table_replica_shard"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"parallel.{name}: got {getattr(self, name)!r}, expected a positive integer")
+        check_counts("parallel", self, "shard table_group", optional=True)
+        check_counts("parallel", self, "min_shard_numel", least=0)
+        check_counts("parallel", self, "experts expert_shard table_replica_shard")
         if self.expert_shard > 1 and self.experts == 1:
             raise ConfigError(
                 f"parallel.expert_shard: got {self.expert_shard} with parallel.experts 1, expected 1: experts that are "
@@ -68,5 +63,9 @@ class ParallelConfig:
                 "parallel.table_group, parallel.table_replica_shard: only fully sharded tables have them; set "
                 "parallel.tables=fully_sharded too"
             )
-        if not (math.isfinite(self.keep_gib) and self.keep_gib >= 0):
-            raise ConfigError(f"parallel.keep_gib: got {self.keep_gib!r}, expected a number of GiB, 0 or more")
+        check(
+            math.isfinite(self.keep_gib) and self.keep_gib >= 0,
+            "parallel.keep_gib",
+            self.keep_gib,
+            "a number of GiB, 0 or more",
+        )

@@ -83,6 +83,14 @@ def figures(row: StepRow) -> str:
     )
 
 
+def left(row: StepRow) -> str:
+    """How long the steps that are left take at this row's pace, for lines; a live bar has a column of its own."""
+    seconds = (row.total_steps - row.step) * row.step_ms / 1e3
+    if seconds < 1:
+        return ""
+    return f"  {seconds:.0f} s left" if seconds < 120 else f"  {seconds / 60:.0f} min left"
+
+
 def split(row: StepRow) -> str:
     """Where the time of a step went, in ms, for the log file."""
     parts = f"data {row.data_wait_ms:.0f}, forward {row.forward_ms:.0f}, backward {row.backward_ms:.0f}"
@@ -129,6 +137,7 @@ class LineDisplay:
         width = len(str(row.total_steps))
         self.message(
             f"{'█' * filled}{'░' * (BAR_CELLS - filled)} {row.step:>{width}}/{row.total_steps}  {figures(row)}"
+            f"{left(row)}"
         )
 
     def message(self, text: str) -> None:

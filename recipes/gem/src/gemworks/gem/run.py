@@ -279,6 +279,7 @@ class Run:
     def _announce(self) -> None:
         counts = ", ".join(f"{self.source.num_samples(split):,} {split}" for split in self.source.splits)
         facts = self._facts()
+        self.display.message(f"run folder: {self.run_dir.path} (started with this folder again, a stopped run goes on)")
         self.display.message(f"data: {self.config.data.source}: {counts} samples")
         self.display.message(
             f"model: {self.config.preset}: {facts['num_dense_parameters']:,} dense and "

@@ -24,6 +24,7 @@ from gemworks.jagged.bench.cases import Case, Inputs, make_inputs
 from gemworks.jagged.bench.contend import left_out, set_up
 from gemworks.jagged.bench.guard import Guard, State
 from gemworks.jagged.bench.peers import PEERS, Maker, from_file, ours
+from gemworks.jagged.bench.plots import plots
 from gemworks.jagged.bench.prepare import prepare
 from gemworks.jagged.bench.selection import SUITES, attention_groups, is_late, label_of, memory_bound_subjects
 from gemworks.jagged.bench.timing import Clock, Time, measure_ceilings, time_in_turn
@@ -242,7 +243,7 @@ def main(argv: list[str] | None = None, *, restarts: bool = False) -> int:
         if cuda:
             torch.cuda.empty_cache()
     if num_shards == 1 and (rows := report.read_csv(args.out)):
-        print(report.plots(args.out.with_suffix(".png"), rows), flush=True)
+        print(plots(args.out.with_suffix(".png"), rows), flush=True)
     return 1 if state.failed else 0
 
 

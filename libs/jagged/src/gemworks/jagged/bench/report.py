@@ -1,19 +1,17 @@
-"""Rows, their CSV columns, the table on the terminal and the plot."""
+"""Rows, their CSV columns and the table on the terminal."""
 
 from __future__ import annotations
 
 import csv
 import os
-import re
 import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from gemworks.jagged.bench.cases import BWD_FACTOR, SWEEP_LAWS, Inputs
+from gemworks.jagged.bench.cases import BWD_FACTOR, Inputs
 from gemworks.jagged.bench.timing import Ceilings, Time
 
 OURS = "gemworks"
@@ -23,8 +21,6 @@ COLUMNS = (
     *("copy_gbps", "bf16_tflops", "gpu", "num_gpus", "clock_mhz", "command", "commit", "torch", "triton"),
 )
 Row = dict[str, str]
-SWEPT = re.compile(r"B(256|1152) max(256|512|1024|2048|4096)( kv\d+)?")
-FIRST_OF_SWEEP = ("uniform", "128", "B256 ")
 
 
 @dataclass(frozen=True)
@@ -158,86 +154,3 @@ def print_rows(rows: Sequence[Row]) -> None:
             f"x{r['ratio_to_best_peer']} of {r['best_peer']}" if r["ms"] and r["best_peer"] else r["ratio_to_best_peer"]
         )
         print(f"  {r['direction']} {r['impl']:<18} {measured} {ratio}", flush=True)
-
-
-def plots(path: Path, rows: Sequence[Row]) -> str:
-    """Bars of every case that is no part of the sweep, and the sweep as lines beside it. Returns what was done.
-
-    Of a case that was measured by several runs, the first row counts.
-    """
-    try:
-        import matplotlib as mpl  # pyright: ignore[reportMissingImports]
-
-        mpl.use("Agg")
-        from matplotlib import pyplot as plt  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return "no plot: matplotlib is not installed"
-    measured = [r for r in rows if r["tflops"]]
-    swept = {id(r): m for r in measured if r["law"] in SWEEP_LAWS and (m := SWEPT.fullmatch(r["shape"]))}
-    few = [r for r in measured if id(r) not in swept or (r["law"], r["head_dim"], r["shape"][:5]) == FIRST_OF_SWEEP]
-    _bars(plt, path, few)
-    done = [str(path)]
-    if len({m[2] for m in swept.values()}) > 2:
-        done.append(str(path.with_suffix(".sweep.png")))
-        _lines(plt, Path(done[-1]), [(r, swept[id(r)]) for r in measured if id(r) in swept])
-    return f"plots: {', '.join(done)}"
-
-
-def _bars(plt: Any, path: Path, rows: Sequence[Row]) -> None:
-    def label_of(r: Row) -> str:
-        return f"{r['op']} {r['shape']} {r['law']} H{r['head_dim']}"
-
-    labels = list(dict.fromkeys(map(label_of, rows)))
-    names = list(dict.fromkeys(r["impl"] for r in rows))
-    figure, axes = plt.subplots(1, 2, figsize=(14, 2 + 0.5 * len(labels)), layout="constrained", sharey=True)
-    for axis, direction in zip(axes, ("fwd", "bwd"), strict=True):
-        for i, name in enumerate(names):
-            found = {
-                label_of(r): float(r["tflops"])
-                for r in reversed(rows)
-                if (r["impl"], r["direction"]) == (name, direction)
-            }
-            at = [j + (i - len(names) / 2) * 0.85 / len(names) for j in range(len(labels))]
-            axis.barh(at, [found.get(label, 0.0) for label in labels], 0.85 / len(names), label=name)
-        axis.set_yticks(range(len(labels)), labels, fontsize=7)
-        axis.set_xlabel(f"{'forward' if direction == 'fwd' else 'backward'}: useful TFLOP/s")
-    axes[0].invert_yaxis()
-    axes[0].margins(y=0.01)
-    axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def _lines(plt: Any, path: Path, rows: Sequence[tuple[Row, re.Match[str]]]) -> None:
-    """One panel for each law and number of sequences and width; forward solid, backward dashed."""
-    kept = [(r, m) for r, m in rows if not m[3]]
-    lines = [(r["op"] if r["impl"] == OURS else r["impl"], r, m) for r, m in kept]
-    names = list(dict.fromkeys(name for name, _, _ in lines))
-    columns = list(dict.fromkeys(r["law"] for r, _ in kept))
-    panels = sorted({(int(m[1]), int(r["head_dim"])) for r, m in kept})
-    figure, axes = plt.subplots(
-        len(panels), len(columns), figsize=(14, 3 * len(panels)), layout="constrained", squeeze=False, sharex=True
-    )
-    for (batch, width), line in zip(panels, axes, strict=True):
-        for law, axis in zip(columns, line, strict=True):
-            axis.set_title(f"B{batch}, {law}, 4 heads of {width}", fontsize=9)
-            for i, name in enumerate(names):
-                for direction, style in (("fwd", "-o"), ("bwd", "--o")):
-                    here = {
-                        int(m[2]): float(r["tflops"])
-                        for n, r, m in reversed(lines)
-                        if (n, r["law"], r["direction"], r["head_dim"], m[1])
-                        == (name, law, direction, str(width), str(batch))
-                    }
-                    if here:
-                        at = sorted(here)
-                        axis.plot(at, [here[n] for n in at], style, color=f"C{i}", markersize=3,
-                                  label=name if direction == "fwd" else None)  # fmt: skip
-            axis.set_xscale("log", base=2)
-            axis.set_ylim(bottom=0)
-    for axis in axes[-1]:
-        axis.set_xlabel("longest sequence")
-    axes[0][0].set_ylabel("useful TFLOP/s (backward dashed)")
-    axes[0][0].legend(fontsize=8)
-    figure.savefig(path, dpi=90)
-    plt.close(figure)

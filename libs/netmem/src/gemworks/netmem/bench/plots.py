@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +25,31 @@ _CURVES = {
 def _axes() -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6, 4))
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
     return figure, figure.add_subplot()
 
 
-def _save(figure: Any, axes: Any, path: Path) -> None:
-    axes.legend()
+def _save(figure: Any, axes: Any, rows: Sequence[Mapping[str, str]], path: Path) -> None:
+    """The legend stands beside what it explains; the title says where the rows come from."""
+    gpus, commits = (", ".join(dict.fromkeys(r[name] for r in rows if r.get(name))) for name in ("gpu", "commit"))
+    num = max((int(r.get("num_gpus") or 1) for r in rows), default=1)
+    axes.set_title(f"{f'{num} x ' if num > 1 else ''}{gpus or 'CPU'}, commit {commits or 'unknown'}", fontsize=9)
     axes.grid(alpha=0.3)
-    figure.tight_layout()
+    figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=120)
 
 
 def plot_budgets(rows: Iterable[Mapping[str, str]], path: Path) -> bool:
     """Peak memory against step time, measured and predicted; False if there is nothing to draw."""
     found: dict[str, list[tuple[float, float, float, float]]] = {}
+    drawn = []
     for row in rows:
         predicted = _PREDICTED.search(row["setting"])
         if row["op"] != "budget" or not row["ms"] or predicted is None:
             continue
         ms, gib = (float(g) for g in predicted.groups())
         impl = _CODED if row["impl"] == "gemworks" and "quantise" in row["setting"] else row["impl"]
+        drawn.append(row)
         # a CPU has no peak counter; there the prediction stands in
         found.setdefault(impl, []).append((float(row["memory_gib"] or gib), float(row["ms"]), gib, ms))
     if not found:
@@ -59,33 +64,48 @@ def plot_budgets(rows: Iterable[Mapping[str, str]], path: Path) -> bool:
     for impl, label in _CURVES.items():
         points = sorted(found.get(impl, []))
         if points:
-            (line,) = axes.plot([p[0] for p in points], [p[1] for p in points], "o-", label=label)
+            # plans of one search are a curve; offloads are runs of their own
+            style, dotted = ("o", "x") if impl == "gemworks offload" else ("o-", "x:")
+            (line,) = axes.plot([p[0] for p in points], [p[1] for p in points], style, label=label)
             points.sort(key=lambda p: p[2])
-            axes.plot([p[2] for p in points], [p[3] for p in points], "x:", color=line.get_color(), alpha=0.6)
-    axes.set_xlabel("peak memory of the step (GiB); dotted: predicted")
+            axes.plot(
+                [p[2] for p in points], [p[3] for p in points], dotted, color=line.get_color(), alpha=0.6,
+                label=f"{label}: predicted",
+            )  # fmt: skip
+            beyond = sum(p[1] > axes.get_ylim()[1] for p in points)
+            if compared and beyond:
+                axes.annotate(
+                    f"{beyond} slower {'one' if beyond == 1 else 'ones'}, off the chart \u2191", (0.99, 0.97),
+                    xycoords="axes fraction", ha="right", va="top", color=line.get_color(), fontsize=8,
+                )  # fmt: skip
+    axes.set_xlabel("peak memory of the step (GiB)")
     axes.set_ylabel("step (ms)")
-    _save(figure, axes, path)
+    _save(figure, axes, drawn, path)
     return True
 
 
 def plot_gathers(rows: Iterable[Mapping[str, str]], path: Path) -> bool:
     """Bandwidth of all-gathers by size; False if there is nothing to draw."""
     found: dict[str, list[tuple[int, float]]] = {}
+    drawn = []
     for row in rows:
         if row["op"] == "all_gather" and row["gbps"]:
+            drawn.append(row)
             found.setdefault(row["impl"], []).append((int(row["shape"].removesuffix("MiB")), float(row["gbps"])))
     if not found:
         return False
     figure, axes = _axes()
     for impl, points in found.items():
         points.sort()
-        label = "copy engine" if impl == "gemworks" else impl
+        label = "copy engine" if impl == "gemworks" else impl.replace("nccl", "NCCL")
         axes.plot([p[0] for p in points], [p[1] for p in points], "o-", label=label)
     axes.set_xscale("log", base=2)
+    sizes = sorted({size for points in found.values() for size, _ in points})
+    axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("gathered size (MiB)")
     axes.set_ylabel("received per GPU (GB/s)")
-    _save(figure, axes, path)
+    _save(figure, axes, drawn, path)
     return True
 
 

@@ -285,8 +285,7 @@ def _report(
     for x in layers:
         for name, ms, launches in (x.split.kernels if x.split else ())[: args.kernels]:
             print(f"  {x.name:12} {ms:8.4f} ms  x{launches:<5.1f} {name[:110]}")
-    title = f"{config.preset}, {attention} attention, {setting}"
-    report.chart(args.out / f"layers_{attention}_{setting}.png", layers, title)
+    report.chart(args.out / f"layers_{attention}_{setting}_b{config.data.batch_size}.png", rows)
 
 
 if __name__ == "__main__":

@@ -193,38 +193,64 @@ def append_csv(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
         writer.writerows(rows)
 
 
-def chart(path: Path, layers: Sequence[Measured], title: str) -> None:
-    """A bar per layer: its time in one step, split where a trace was taken."""
+def parts_of(row: Row) -> tuple[float, float, float]:
+    """Milliseconds of one step that tensor-core kernels, other kernels and neither take, by a layer's row.
+
+    They add up to the time that was measured without a profiler. The trace says how it splits: what its kernels leave
+    of that time is no kernel's, and where they leave less than nothing (the clock of that run was lower) they share it.
+
+    >>> parts_of({"count": "2", "ms": "5", "tensor_core_ms": "2", "memory_ms": "1"})
+    (4.0, 2.0, 4.0)
+    >>> parts_of({"count": "1", "ms": "2", "tensor_core_ms": "2", "memory_ms": "2"})
+    (1.0, 1.0, 0.0)
+    """
+    count, ms = float(row["count"]), float(row["ms"])
+    kernels = float(row["tensor_core_ms"] or 0), float(row["memory_ms"] or 0)
+    share = min(1.0, ms / sum(kernels)) if sum(kernels) else 0.0
+    tensor, other = (count * share * x for x in kernels)
+    return tensor, other, max(0.0, count * ms - tensor - other)
+
+
+def chart(path: Path, rows: Sequence[Row]) -> bool:
+    """A bar per layer of one run (attention, setting, batch): its time in one step, split where a trace was taken.
+
+    Returns:
+        False if no row has a time.
+    """
+    totals = ("sequence layers", "whole model")
+    shown = [r for r in rows if r["ms"] and int(r["count"]) and r["layer"] not in totals]
+    if not shown:
+        return False
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    shown = [x for x in layers if x.time is not None and x.count]
-    figure, axes = plt.subplots(figsize=(9, 0.5 * len(shown) + 1.5))
-    kinds = (
-        ("tensor cores", "tensor_core_ms", "#2b6cb0"),
-        ("memory-bound", "memory_ms", "#dd6b20"),
-        ("gaps", "gap_ms", "#a0aec0"),
-    )
-    left = [0.0] * len(shown)
-    names = [x.name for x in shown]
-    if all(x.split is None for x in shown):
-        left = [x.count * x.time.ms for x in shown if x.time is not None]
-        axes.barh(names, left, color="#2b6cb0")
-    else:
-        for label, attribute, color in kinds:
-            values = [x.count * getattr(x.split, attribute) if x.split else 0.0 for x in shown]
+    figure, axes = plt.subplots(figsize=(9, 0.45 * len(shown) + 1.9), layout="constrained")
+    names = [r["layer"] for r in shown]
+    ends = [float(r["count"]) * float(r["ms"]) for r in shown]
+    if any(r["tensor_core_ms"] for r in shown):
+        kinds = ("tensor cores", "#2b6cb0"), ("other kernels", "#dd6b20"), ("no kernel ran", "#a0aec0")
+        left = [0.0] * len(shown)
+        for (label, color), values in zip(kinds, zip(*map(parts_of, shown), strict=True), strict=True):
             axes.barh(names, values, left=left, label=label, color=color)
             left = [a + b for a, b in zip(left, values, strict=True)]
-        axes.legend(loc="lower right")
-    for at, (x, end) in enumerate(zip(shown, left, strict=True)):
-        assert x.time is not None
-        share = x.flops / (x.time.ms * 1e-3 * H200_BF16_PEAK_FLOPS)
-        axes.text(end, at, f"  {100 * share:.1f} %", va="center", fontsize=8)
+        figure.legend(loc="outside upper center", ncols=3, fontsize=9)
+    else:
+        axes.barh(names, ends, color="#2b6cb0")
+    for at, (row, end) in enumerate(zip(shown, ends, strict=True)):
+        axes.text(end, at, f"  {100 * float(row['local_mfu']):.1f} %", va="center", fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("time of a step (ms), forward + backward, layers alone; label: MFU against 989 TFLOP/s")
-    axes.set_title(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    axes.set_xlim(right=1.1 * max(ends))
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("time in a step (ms), forward + backward, every layer alone; label: MFU against 989 TFLOP/s")
+    first = shown[0]
+    axes.set_title(
+        f"{first['attention']} attention, {first['setting']}, batch {first['batch']}: {first['gpu'] or 'CPU'}, "
+        f"{first['dtype']}, commit {first['commit'] or 'unknown'}",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=110)
     plt.close(figure)
+    return True

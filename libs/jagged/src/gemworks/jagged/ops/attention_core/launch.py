@@ -13,6 +13,7 @@ import triton
 from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core import table
+from gemworks.jagged.ops.attention_core.call import UNBOUNDED
 from gemworks.jagged.ops.attention_core.kernel_backward import backward_bias_kernel as _backward_bias
 from gemworks.jagged.ops.attention_core.kernel_backward import backward_kv_kernel as _backward_kv
 from gemworks.jagged.ops.attention_core.kernel_backward import backward_q_kernel as _backward_q
@@ -28,7 +29,6 @@ backward_bias_kernel: Any = quick(_backward_bias)
 backward_kv_kernel: Any = quick(_backward_kv)
 backward_q_kernel: Any = quick(_backward_q)
 delta_kernel: Any = quick(_delta)
-UNBOUNDED = 1 << 30
 DELTA_ROWS = 32
 BIAS_WORKERS = 256  # programs a head, each with sums of its own: a constant, or repeats on another device would differ
 

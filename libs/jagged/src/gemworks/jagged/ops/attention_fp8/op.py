@@ -15,8 +15,9 @@ from gemworks.jagged._attention_args import check_attention, make_mask
 from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._dense import Align
 from gemworks.jagged.dispatch import architecture_of, warn_once
-from gemworks.jagged.ops.attention_core.op import UNBOUNDED, Call, _problem, attention_backward, attention_forward
-from gemworks.jagged.ops.attention_core.reference import SOFTMAX, forward_reference
+from gemworks.jagged.ops.attention_core.call import SETTINGS, Call, Settings, settings_of
+from gemworks.jagged.ops.attention_core.op import attention_backward, attention_forward, make_problem
+from gemworks.jagged.ops.attention_core.reference import SOFTMAX, Rule, forward_reference
 from gemworks.jagged.ops.attention_fp8.reference import dequantize_rows, scale_block
 from gemworks.jagged.ops.attention_fp8.tiles import check_tiles, dequantize_tiles
 from gemworks.jagged.ops.gdpa.activations import ACTIVATIONS, Activation
@@ -25,10 +26,9 @@ from torch import Tensor
 
 _SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor q_scales, Tensor k_scales, Tensor? v_scales, Tensor? q_origin, "
-    "Tensor? k_origin, Tensor? v_origin, ScalarType dtype, Tensor? offsets_q, Tensor? offsets_k, Tensor[] tiles, "
-    "str heights, SymInt num_sequences, SymInt rows_k, int max_length_q, int max_length_k, float scale, "
-    "str activation, int left, int right, str align, bool shared_query) -> (Tensor, Tensor)"
+    f"Tensor? k_origin, Tensor? v_origin, ScalarType dtype, {SETTINGS}) -> (Tensor, Tensor)"
 )
+_NUM_ORIGINS = 3
 
 
 def _values(
@@ -37,12 +37,12 @@ def _values(
     v: Tensor,
     scales: tuple[Tensor, Tensor, Tensor | None],
     dtype: torch.dtype,
-    offsets_q: Tensor | None,
-    offsets_k: Tensor | None,
+    settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the codes stand for, exactly."""
     sq, sk, sv = scales
-    of_k = offsets_q if offsets_k is None else offsets_k
+    offsets_q = settings.offsets_q
+    of_k = offsets_q if settings.offsets_k is None else settings.offsets_k
     if q.is_cuda:
         from gemworks.jagged.ops.attention_fp8.launch import rows_values, tiles_values
 
@@ -69,11 +69,17 @@ def _values(
     )
 
 
+def _dtype_and_settings(rest: tuple[Any, ...]) -> tuple[torch.dtype, Settings]:
+    """Of the arguments after the scales, which begin with the origins."""
+    return rest[_NUM_ORIGINS], Settings(*rest[_NUM_ORIGINS + 1 :])
+
+
 def _on_host(
     q: Tensor, k: Tensor, v: Tensor, q_scales: Tensor, k_scales: Tensor, v_scales: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    dtype, call = rest[3], Call(q, k, *rest[4:])
-    values = _values(q, k, v, (q_scales, k_scales, v_scales), dtype, *rest[4:6])
+    dtype, settings = _dtype_and_settings(rest)
+    values = _values(q, k, v, (q_scales, k_scales, v_scales), dtype, settings)
+    call = Call(q, k, settings)
     return forward_reference(*values, call.plan(q, k), call.rule)
 
 
@@ -84,44 +90,42 @@ attention_fp8 = custom_op("attention_fp8", _on_host, _SCHEMA, device="cpu")
 def _(
     q: Tensor, k: Tensor, v: Tensor, q_scales: Tensor, k_scales: Tensor, v_scales: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    dtype = rest[3]
+    dtype, settings = _dtype_and_settings(rest)
     if v.dim() == 4:
         from gemworks.jagged.ops.attention_fp8 import launch
 
         assert v_scales is not None
-        call, architecture = Call(q, k, *rest[4:]), architecture_of(q.device)
+        call, architecture = Call(q, k, settings), architecture_of(q.device)
         rule = call.rule
         refusal = launch.hopper_refusal(
             architecture, dtype, q.shape[2], v.shape[2], rule.activation, not rule.mask.is_full, rule.scale
         )
         if refusal is None:
             with torch.cuda.device(q.device):
-                problem = _problem(q, k, v, call, architecture)
+                problem = make_problem(q, k, v, call, architecture)
                 return launch.hopper_forward(problem, (q_scales, k_scales, v_scales), dtype)
         warn_once(f"FP8 tiles are multiplied out in front of {dtype} attention, at its speed at best: {refusal}")
-    values = _values(q, k, v, (q_scales, k_scales, v_scales), dtype, *rest[4:6])
-    return attention_forward(*values, *rest[4:])
+    values = _values(q, k, v, (q_scales, k_scales, v_scales), dtype, settings)
+    return attention_forward(*values, *settings)
 
 
 @attention_fp8.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    dtype, activation = rest[6], rest[16]
-    width = v.shape[2]
-    lse = q.new_empty(q.shape[1], q.shape[0] if activation == SOFTMAX else 0, dtype=torch.float32)
-    return q.new_empty(q.shape[0], q.shape[1], width, dtype=dtype), lse
+def _(
+    q: Tensor, k: Tensor, v: Tensor, q_scales: Any, k_scales: Any, v_scales: Any, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    dtype, settings = _dtype_and_settings(rest)
+    rows = q.shape[0] if settings.activation == SOFTMAX else 0
+    lse = q.new_empty(q.shape[1], rows, dtype=torch.float32)
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2], dtype=dtype), lse
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, q_scales, k_scales, v_scales, *origins, dtype, offsets_q, offsets_k, tiles, heights = inputs[:14]
-    out, lse = output
-    rest = inputs[14:]
-    softmax = rest[5] == SOFTMAX
+    q, k, v, q_scales, k_scales, v_scales, *origins, ctx.dtype = inputs[: 7 + _NUM_ORIGINS]
+    offsets_q, offsets_k, tiles, ctx.heights, *ctx.rest = settings = Settings(*inputs[7 + _NUM_ORIGINS :])
+    saved = output if settings.activation == SOFTMAX else (None, None)
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(
-        q, k, v, q_scales, k_scales, v_scales, offsets_q, offsets_k, *((out, lse) if softmax else (None, None)), *tiles
-    )
-    ctx.dtype, ctx.heights, ctx.rest = dtype, heights, rest
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, q_scales, k_scales, v_scales, offsets_q, offsets_k, *saved, *tiles)
     ctx.dtypes = [None if x is None else x.dtype for x in (v, *origins)]
 
 
@@ -130,8 +134,9 @@ def _differentiate(ctx: Any, d_out: Tensor | None, _d_lse: Tensor | None) -> tup
     none = (None, None, None, [None] * len(tiles), None, *[None] * len(ctx.rest))
     if d_out is None:
         return *[None] * 9, *none
-    values = _values(q, k, v, (q_scales, k_scales, v_scales), ctx.dtype, offsets_q, offsets_k)
-    grads = attention_backward(d_out, *values, out, lse, offsets_q, offsets_k, tiles, ctx.heights, *ctx.rest)
+    settings = Settings(offsets_q, offsets_k, tiles, ctx.heights, *ctx.rest)
+    values = _values(q, k, v, (q_scales, k_scales, v_scales), ctx.dtype, settings)
+    grads = attention_backward(d_out, *values, out, lse, *settings)
     of_v, *of_origins = ctx.dtypes
     to_origins = [None if t is None else g.to(t) for g, t in zip(grads, of_origins, strict=True)]
     d_v = grads[2].to(of_v) if v_scales is None else None
@@ -269,7 +274,6 @@ def _attention(
     for name, shape, origin in zip("qkv", shapes, origins or (None, None, None), strict=True):
         if origin is not None and origin.shape != shape:
             raise ValueError(f"origins: {name} has shape {tuple(origin.shape)}, expected {tuple(shape)}")
-    mask = make_mask(*masking)
     # The checks want floating tensors; these have the codes' shapes and no memory to speak of.
     like_q, like_k, like_v = (torch.empty((), dtype=dtype, device=q.device).expand(shape) for shape in shapes)
     args = check_attention(
@@ -287,25 +291,12 @@ def _attention(
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         scales = (q_scales.contiguous(), k_scales.contiguous(), scales[2].contiguous())  # pyright: ignore[reportOptionalMemberAccess]
     codes = [x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in (q, k, v)]
-    side_q, side_k = args.side_q, args.side_k
+    rule = Rule(scale, activation, make_mask(*masking), False)
     out, _ = attention_fp8(
         *codes,
         *(None if s is None else s.view(torch.uint8) for s in scales),
         *(origins or (None, None, None)),
         dtype,
-        side_q.offsets,
-        None if side_k is side_q else side_k.offsets,
-        [] if schedule is None else list(schedule.tensors),
-        "" if schedule is None else schedule.heights,
-        args.num_sequences,
-        -1,
-        side_q.max_length,
-        side_k.max_length,
-        scale,
-        activation,
-        min(mask.left, UNBOUNDED),
-        min(mask.right, UNBOUNDED),
-        mask.align,
-        False,
+        *settings_of(args.side_q, args.side_k, args.num_sequences, rule, schedule),
     )
     return out

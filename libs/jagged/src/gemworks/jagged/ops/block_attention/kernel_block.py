@@ -38,6 +38,30 @@ def _store(ptr, x_LW, row_L, stride, inside_L, first: tl.constexpr, width: tl.co
 
 
 @triton.jit
+def _rows_of(table_ptr, slot):
+    """First row of a block, how many of its rows attend, how many are written; see `BlockSchedule`."""
+    return tl.load(table_ptr + 3 * slot), tl.load(table_ptr + 3 * slot + 1), tl.load(table_ptr + 3 * slot + 2)
+
+
+@triton.jit
+def _load_halves(ptr, row_L, stride, inside_L, J: tl.constexpr, BLOCK_J: tl.constexpr):
+    a_LJ = _load(ptr, row_L, stride, inside_L, 0, J, BLOCK_J)
+    b_LJ = _load(ptr, row_L, stride, inside_L, J, J, BLOCK_J)
+    return a_LJ, b_LJ
+
+
+@triton.jit
+def _load_tables(cos_ptr, sin_ptr, row_L, stride, inside_L, J: tl.constexpr, BLOCK_J: tl.constexpr, ROPE: tl.constexpr):
+    """float32 cosines and sines of the rows; not read without ROPE."""
+    if ROPE:
+        cos_LJ = _load(cos_ptr, row_L, stride, inside_L, 0, J, BLOCK_J).to(tl.float32)
+        sin_LJ = _load(sin_ptr, row_L, stride, inside_L, 0, J, BLOCK_J).to(tl.float32)
+        return cos_LJ, sin_LJ
+    else:
+        return 0.0, 0.0
+
+
+@triton.jit
 def _norm_and_turn(a_LJ, b_LJ, cos_LJ, sin_LJ, inside_L, eps, H: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
     """The two halves of a head after QK-norm and rope, in the type they came in, and the norm's scale [L]."""
     dtype = a_LJ.dtype
@@ -63,8 +87,10 @@ def _norm_and_turn(a_LJ, b_LJ, cos_LJ, sin_LJ, inside_L, eps, H: tl.constexpr, N
 
 @triton.jit
 def _minus_projection(d_LJ, projection_L, x_LJ, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
-    """d - projection x, row by row, as a product with a diagonal: x is in shared memory as a factor already, while
-    keeping it in registers for an epilogue would halve the number of programs that fit.
+    """d - projection x, row by row, as a product with a diagonal.
+
+    x is in shared memory as a factor already, while keeping it in registers for an epilogue would halve the number of
+    programs that fit.
     """
     at_L = tl.arange(0, BLOCK)
     diagonal_LL = tl.where(at_L[:, None] == at_L[None, :], -projection_L[:, None], 0.0).to(x_LJ.dtype)
@@ -73,28 +99,15 @@ def _minus_projection(d_LJ, projection_L, x_LJ, BLOCK: tl.constexpr, PRECISION: 
 
 @triton.jit
 def _store_gradient(
-    ptr,
-    da_LJ,
-    db_LJ,
-    scale_L,
-    cos_ptr,
-    sin_ptr,
-    row_L,
-    inside_L,
-    stride,
-    table_stride,
-    J: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    NORM: tl.constexpr,
-    ROPE: tl.constexpr,
-):
+    ptr, da_LJ, db_LJ, scale_L, cos_ptr, sin_ptr, row_L, inside_L, stride, table_stride,
+    J: tl.constexpr, BLOCK_J: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
     """The norm's scale and the turn back of rope, then the store."""
     if NORM:
         da_LJ *= scale_L[:, None]
         db_LJ *= scale_L[:, None]
     if ROPE:  # read again: they are in a cache, and registers are what limits the number of programs
-        cos_LJ = _load(cos_ptr, row_L, table_stride, inside_L, 0, J, BLOCK_J).to(tl.float32)
-        sin_LJ = _load(sin_ptr, row_L, table_stride, inside_L, 0, J, BLOCK_J).to(tl.float32)
+        cos_LJ, sin_LJ = _load_tables(cos_ptr, sin_ptr, row_L, table_stride, inside_L, J, BLOCK_J, ROPE)
         turned_LJ = da_LJ * cos_LJ + db_LJ * sin_LJ
         db_LJ = db_LJ * cos_LJ - da_LJ * sin_LJ
         da_LJ = turned_LJ
@@ -103,15 +116,17 @@ def _store_gradient(
 
 
 @triton.jit
-def _weights(
-    product_LK,
-    length,
-    scale_log2,
-    BLOCK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
-    """exp2(logits - row maximum) of the products q k and its row sums. Every row sees key 0, which is zeros in a block
-    without rows: so no row is empty and nothing becomes NaN.
+def _products(qa_LJ, qb_LJ, ka_KJ, kb_KJ, PRECISION: tl.constexpr):
+    """q k of all pairs, from halves of heads."""
+    product_LK = tl.dot(qa_LJ, tl.trans(ka_KJ), input_precision=PRECISION)
+    return tl.dot(qb_LJ, tl.trans(kb_KJ), product_LK, input_precision=PRECISION)
+
+
+@triton.jit
+def _weights(product_LK, length, scale_log2, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
+    """exp2(logits - row maximum) of the products q k, and its row sums.
+
+    Every row sees key 0, which is zeros in a block without rows: so no row is empty and nothing becomes NaN.
     """
     key_K = tl.arange(0, BLOCK)[None, :]
     admitted = key_K < tl.maximum(length, 1)
@@ -123,24 +138,32 @@ def _weights(
 
 
 @triton.jit
-def _attend(
-    qa_LJ, qb_LJ, ka_KJ, kb_KJ, v_KV, out_ptr, cos_ptr, sin_ptr, row_L, length, stored, scale_log2, eps, out_st,
-    table_st,
-    H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+def block_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, cos_ptr, sin_ptr, scale_log2, eps,
+    q_st, q_sn, k_st, k_sn, v_st, v_sn, out_st, out_sn, table_st,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """From the rows of one head to its output, stored."""
+    """One (block, query head). Heads of a block are neighbours in the grid: a packed row is read while it is near."""
+    J: tl.constexpr = H // 2
+    slot = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % HEADS
+    start, length, stored = _rows_of(table_ptr, slot)
+    if stored == 0:
+        return
     at_L = tl.arange(0, BLOCK)
+    row_L = start.to(tl.int64) + at_L
     inside_L = at_L < length
-    cos_LJ = 0.0
-    sin_LJ = 0.0
-    if ROPE:
-        cos_LJ = _load(cos_ptr, row_L, table_st, inside_L, 0, H // 2, BLOCK_J).to(tl.float32)
-        sin_LJ = _load(sin_ptr, row_L, table_st, inside_L, 0, H // 2, BLOCK_J).to(tl.float32)
+    key_head = head // GROUP
+    qa_LJ, qb_LJ = _load_halves(q_ptr + head * q_sn, row_L, q_st, inside_L, J, BLOCK_J)
+    ka_KJ, kb_KJ = _load_halves(k_ptr + key_head * k_sn, row_L, k_st, inside_L, J, BLOCK_J)
+    v_KV = _load(v_ptr + key_head * v_sn, row_L, v_st, inside_L, 0, V, BLOCK_V)
+    out_ptr += head * out_sn
+    cos_LJ, sin_LJ = _load_tables(cos_ptr, sin_ptr, row_L, table_st, inside_L, J, BLOCK_J, ROPE)
     qa_LJ, qb_LJ, _ = _norm_and_turn(qa_LJ, qb_LJ, cos_LJ, sin_LJ, inside_L, eps, H, NORM, ROPE)
     ka_KJ, kb_KJ, _ = _norm_and_turn(ka_KJ, kb_KJ, cos_LJ, sin_LJ, inside_L, eps, H, NORM, ROPE)
-    product_LK = tl.dot(qa_LJ, tl.trans(ka_KJ), input_precision=PRECISION)
-    product_LK = tl.dot(qb_LJ, tl.trans(kb_KJ), product_LK, input_precision=PRECISION)
+    product_LK = _products(qa_LJ, qb_LJ, ka_KJ, kb_KJ, PRECISION)
     p_LK, sum_L = _weights(product_LK, length, scale_log2, BLOCK, CAUSAL)
     out_LV = tl.dot(p_LK.to(v_KV.dtype), v_KV, input_precision=PRECISION) / sum_L[:, None]
     out_LV = tl.where(inside_L[:, None], out_LV, 0.0)  # rows of no sequence are 0
@@ -148,124 +171,27 @@ def _attend(
 
 
 @triton.jit
-def block_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    table_ptr,
-    cos_ptr,
-    sin_ptr,
-    scale_log2,
-    eps,
-    q_st,
-    q_sn,
-    k_st,
-    k_sn,
-    v_st,
-    v_sn,
-    out_st,
-    out_sn,
-    table_st,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    H: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    NORM: tl.constexpr,
-    ROPE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One (block, query head). Heads of a block are neighbours in the grid: a packed row is read while it is near."""
-    J: tl.constexpr = H // 2
-    slot = tl.program_id(0) // HEADS
-    head = tl.program_id(0) % HEADS
-    start = tl.load(table_ptr + 3 * slot)
-    length = tl.load(table_ptr + 3 * slot + 1)
-    stored = tl.load(table_ptr + 3 * slot + 2)
-    if stored == 0:
-        return
-    at_L = tl.arange(0, BLOCK)
-    row_L = start.to(tl.int64) + at_L
-    inside_L = at_L < length
-    key_head = head // GROUP
-    qa_LJ = _load(q_ptr + head * q_sn, row_L, q_st, inside_L, 0, J, BLOCK_J)
-    qb_LJ = _load(q_ptr + head * q_sn, row_L, q_st, inside_L, J, J, BLOCK_J)
-    ka_KJ = _load(k_ptr + key_head * k_sn, row_L, k_st, inside_L, 0, J, BLOCK_J)
-    kb_KJ = _load(k_ptr + key_head * k_sn, row_L, k_st, inside_L, J, J, BLOCK_J)
-    v_KV = _load(v_ptr + key_head * v_sn, row_L, v_st, inside_L, 0, V, BLOCK_V)
-    _attend(
-        qa_LJ, qb_LJ, ka_KJ, kb_KJ, v_KV, out_ptr + head * out_sn, cos_ptr, sin_ptr, row_L, length, stored, scale_log2,
-        eps, out_st, table_st, H, V, BLOCK, BLOCK_J, BLOCK_V, NORM, ROPE, CAUSAL, PRECISION,
-    )  # fmt: skip
-
-
-@triton.jit
 def block_bwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    table_ptr,
-    cos_ptr,
-    sin_ptr,
-    scale_log2,
-    scale,
-    eps,
-    q_st,
-    q_sn,
-    k_st,
-    k_sn,
-    v_st,
-    v_sn,
-    dout_st,
-    dout_sn,
-    dq_st,
-    dq_sn,
-    dk_st,
-    dk_sn,
-    dv_st,
-    dv_sn,
-    table_st,
-    KEY_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    H: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    NORM: tl.constexpr,
-    ROPE: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, dk_ptr, dv_ptr, table_ptr, cos_ptr, sin_ptr, scale_log2, scale, eps,
+    q_st, q_sn, k_st, k_sn, v_st, v_sn, dout_st, dout_sn, dq_st, dq_sn, dk_st, dk_sn, dv_st, dv_sn, table_st,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """One (block, key head) with its query heads one after another, so dk and dv are summed in a fixed order."""
     J: tl.constexpr = H // 2
     slot = tl.program_id(0) // KEY_HEADS
     key_head = tl.program_id(0) % KEY_HEADS
-    start = tl.load(table_ptr + 3 * slot)
-    length = tl.load(table_ptr + 3 * slot + 1)
-    stored = tl.load(table_ptr + 3 * slot + 2)
+    start, length, stored = _rows_of(table_ptr, slot)
     if stored == 0:
         return
     at_L = tl.arange(0, BLOCK)
     row_L = start.to(tl.int64) + at_L
     inside_L = at_L < length
     stored_L = at_L < stored
-    ka_KJ = _load(k_ptr + key_head * k_sn, row_L, k_st, inside_L, 0, J, BLOCK_J)
-    kb_KJ = _load(k_ptr + key_head * k_sn, row_L, k_st, inside_L, J, J, BLOCK_J)
+    ka_KJ, kb_KJ = _load_halves(k_ptr + key_head * k_sn, row_L, k_st, inside_L, J, BLOCK_J)
     v_KV = _load(v_ptr + key_head * v_sn, row_L, v_st, inside_L, 0, V, BLOCK_V)
-    cos_LJ = 0.0
-    sin_LJ = 0.0
-    if ROPE:
-        cos_LJ = _load(cos_ptr, row_L, table_st, inside_L, 0, J, BLOCK_J).to(tl.float32)
-        sin_LJ = _load(sin_ptr, row_L, table_st, inside_L, 0, J, BLOCK_J).to(tl.float32)
+    cos_LJ, sin_LJ = _load_tables(cos_ptr, sin_ptr, row_L, table_st, inside_L, J, BLOCK_J, ROPE)
     ka_KJ, kb_KJ, k_scale_L = _norm_and_turn(ka_KJ, kb_KJ, cos_LJ, sin_LJ, inside_L, eps, H, NORM, ROPE)
     dka_KJ = tl.zeros([BLOCK, BLOCK_J], tl.float32)
     dkb_KJ = tl.zeros([BLOCK, BLOCK_J], tl.float32)
@@ -273,12 +199,10 @@ def block_bwd_kernel(
     k_projection_K = tl.zeros([BLOCK], tl.float32)
     for member in range(GROUP):
         head = key_head * GROUP + member
-        qa_LJ = _load(q_ptr + head * q_sn, row_L, q_st, inside_L, 0, J, BLOCK_J)
-        qb_LJ = _load(q_ptr + head * q_sn, row_L, q_st, inside_L, J, J, BLOCK_J)
+        qa_LJ, qb_LJ = _load_halves(q_ptr + head * q_sn, row_L, q_st, inside_L, J, BLOCK_J)
         dout_LV = _load(dout_ptr + head * dout_sn, row_L, dout_st, inside_L, 0, V, BLOCK_V)
         qa_LJ, qb_LJ, q_scale_L = _norm_and_turn(qa_LJ, qb_LJ, cos_LJ, sin_LJ, inside_L, eps, H, NORM, ROPE)
-        product_LK = tl.dot(qa_LJ, tl.trans(ka_KJ), input_precision=PRECISION)
-        product_LK = tl.dot(qb_LJ, tl.trans(kb_KJ), product_LK, input_precision=PRECISION)
+        product_LK = _products(qa_LJ, qb_LJ, ka_KJ, kb_KJ, PRECISION)
         p_LK, sum_L = _weights(product_LK, length, scale_log2, BLOCK, CAUSAL)
         p_LK /= sum_L[:, None]
         dp_LK = tl.dot(dout_LV, tl.trans(v_KV), input_precision=PRECISION)
@@ -298,21 +222,9 @@ def block_bwd_kernel(
             dqa_LJ = _minus_projection(dqa_LJ, q_projection_L, qa_LJ, BLOCK, PRECISION)
             dqb_LJ = _minus_projection(dqb_LJ, q_projection_L, qb_LJ, BLOCK, PRECISION)
         _store_gradient(
-            dq_ptr + head * dq_sn,
-            dqa_LJ,
-            dqb_LJ,
-            q_scale_L,
-            cos_ptr,
-            sin_ptr,
-            row_L,
-            stored_L,
-            dq_st,
-            table_st,
-            J,
-            BLOCK_J,
-            NORM,
-            ROPE,
-        )
+            dq_ptr + head * dq_sn, dqa_LJ, dqb_LJ, q_scale_L, cos_ptr, sin_ptr, row_L, stored_L, dq_st, table_st,
+            J, BLOCK_J, NORM, ROPE,
+        )  # fmt: skip
         ds_KL = tl.trans(ds_LK)
         dka_KJ = tl.dot(ds_KL, qa_LJ, dka_KJ, input_precision=PRECISION)
         dkb_KJ = tl.dot(ds_KL, qb_LJ, dkb_KJ, input_precision=PRECISION)
@@ -322,18 +234,6 @@ def block_bwd_kernel(
     if GROUP > 1:
         _store(dv_ptr + key_head * dv_sn, dv_KV, row_L, dv_st, stored_L, 0, V, BLOCK_V)
     _store_gradient(
-        dk_ptr + key_head * dk_sn,
-        dka_KJ,
-        dkb_KJ,
-        k_scale_L,
-        cos_ptr,
-        sin_ptr,
-        row_L,
-        stored_L,
-        dk_st,
-        table_st,
-        J,
-        BLOCK_J,
-        NORM,
-        ROPE,
-    )
+        dk_ptr + key_head * dk_sn, dka_KJ, dkb_KJ, k_scale_L, cos_ptr, sin_ptr, row_L, stored_L, dk_st, table_st,
+        J, BLOCK_J, NORM, ROPE,
+    )  # fmt: skip

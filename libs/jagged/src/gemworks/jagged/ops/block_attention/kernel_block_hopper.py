@@ -26,10 +26,16 @@ def _copy_in(smem, ptr, row_L, stride, inside_L, first: gl.constexpr, LAYOUT: gl
 
 
 @gluon.jit
+def _halves_in(a_smem, b_smem, ptr, row_L, stride, inside_L, LAYOUT: gl.constexpr):
+    _copy_in(a_smem, ptr, row_L, stride, inside_L, 0, LAYOUT)
+    _copy_in(b_smem, ptr, row_L, stride, inside_L, b_smem.shape[1], LAYOUT)
+
+
+@gluon.jit
 def _table(ptr, row_L, stride, inside_L, J: gl.constexpr, LAYOUT: gl.constexpr):
     col_J = gl.arange(0, J, layout=gl.SliceLayout(0, LAYOUT))
     at = ptr + row_L.to(gl.int64)[:, None] * stride + col_J[None, :]
-    return gl.load(at, mask=inside_L[:, None], other=0.0)
+    return gl.load(at, mask=inside_L[:, None], other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -53,6 +59,37 @@ def _norm_and_turn(
     a_smem.store(a_LJ.to(a_smem.dtype))
     b_smem.store(b_LJ.to(b_smem.dtype))
     return scale_L
+
+
+@gluon.jit
+def _first_product(
+    qa, qb, ka, kb, cos_ptr, sin_ptr, row_L, inside_L, table_st, eps,
+    H: gl.constexpr, NORM: gl.constexpr, ROPE: gl.constexpr, LAYOUT: gl.constexpr, S_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """(q k of all pairs, the norm's scales of q and of k [L]) once q and k are there; one group of copies stays."""
+    BLOCK: gl.constexpr = qa.shape[0]
+    J: gl.constexpr = H // 2
+    q_scale_L = 0.0
+    k_scale_L = 0.0
+    if NORM or ROPE:
+        cos_LJ = 0.0
+        sin_LJ = 0.0
+        if ROPE:
+            cos_LJ = _table(cos_ptr, row_L, table_st, inside_L, J, LAYOUT)
+            sin_LJ = _table(sin_ptr, row_L, table_st, inside_L, J, LAYOUT)
+        async_copy.wait_group(1)
+        sync_threads()
+        q_scale_L = _norm_and_turn(qa, qb, cos_LJ, sin_LJ, inside_L, eps, H, NORM, ROPE, LAYOUT)
+        k_scale_L = _norm_and_turn(ka, kb, cos_LJ, sin_LJ, inside_L, eps, H, NORM, ROPE, LAYOUT)
+    else:
+        async_copy.wait_group(1)
+    fence_async_shared()
+    sync_threads()
+    zero = gl.zeros([BLOCK, BLOCK], gl.float32, S_LAYOUT)
+    s_LK = warpgroup_mma(qa, ka.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s_LK = warpgroup_mma(qb, kb.permute((1, 0)), s_LK, is_async=True)
+    s_LK = warpgroup_mma_wait(0, [s_LK])
+    return s_LK, q_scale_L, k_scale_L
 
 
 @gluon.jit
@@ -91,8 +128,8 @@ def _gradient_out(
         da_LJ = (da_LJ - projection_L[:, None] * a_smem.load(LAYOUT).to(gl.float32)) * scale_L[:, None]
         db_LJ = (db_LJ - projection_L[:, None] * b_smem.load(LAYOUT).to(gl.float32)) * scale_L[:, None]
     if ROPE:
-        cos_LJ = _table(cos_ptr, row_L, table_stride, stored_L, J, LAYOUT).to(gl.float32)
-        sin_LJ = _table(sin_ptr, row_L, table_stride, stored_L, J, LAYOUT).to(gl.float32)
+        cos_LJ = _table(cos_ptr, row_L, table_stride, stored_L, J, LAYOUT)
+        sin_LJ = _table(sin_ptr, row_L, table_stride, stored_L, J, LAYOUT)
         turned_LJ = da_LJ * cos_LJ + db_LJ * sin_LJ
         db_LJ = db_LJ * cos_LJ - da_LJ * sin_LJ
         da_LJ = turned_LJ
@@ -132,31 +169,14 @@ def block_fwd_hopper_kernel(
         ka = gl.allocate_shared_memory(DTYPE, [BLOCK, J], HALF)
         kb = gl.allocate_shared_memory(DTYPE, [BLOCK, J], HALF)
         v = gl.allocate_shared_memory(DTYPE, [BLOCK, H], FULL)
-        _copy_in(qa, q_ptr + head * q_sn, row_L, q_st, inside_L, 0, MOVE)
-        _copy_in(qb, q_ptr + head * q_sn, row_L, q_st, inside_L, J, MOVE)
-        _copy_in(ka, k_ptr + head * k_sn, row_L, k_st, inside_L, 0, MOVE)
-        _copy_in(kb, k_ptr + head * k_sn, row_L, k_st, inside_L, J, MOVE)
+        _halves_in(qa, qb, q_ptr + head * q_sn, row_L, q_st, inside_L, MOVE)
+        _halves_in(ka, kb, k_ptr + head * k_sn, row_L, k_st, inside_L, MOVE)
         async_copy.commit_group()
         _copy_in(v, v_ptr + head * v_sn, start + at_wide_L, v_st, at_wide_L < length, 0, WIDE)
         async_copy.commit_group()
-        if NORM or ROPE:
-            cos_LJ = 0.0
-            sin_LJ = 0.0
-            if ROPE:
-                cos_LJ = _table(cos_ptr, row_L, table_st, inside_L, J, MOVE).to(gl.float32)
-                sin_LJ = _table(sin_ptr, row_L, table_st, inside_L, J, MOVE).to(gl.float32)
-            async_copy.wait_group(1)
-            sync_threads()
-            _norm_and_turn(qa, qb, cos_LJ, sin_LJ, inside_L, eps, H, NORM, ROPE, MOVE)
-            _norm_and_turn(ka, kb, cos_LJ, sin_LJ, inside_L, eps, H, NORM, ROPE, MOVE)
-        else:
-            async_copy.wait_group(1)
-        fence_async_shared()
-        sync_threads()
-        zero = gl.zeros([BLOCK, BLOCK], gl.float32, S_LAYOUT)
-        s_LK = warpgroup_mma(qa, ka.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s_LK = warpgroup_mma(qb, kb.permute((1, 0)), s_LK, is_async=True)
-        s_LK = warpgroup_mma_wait(0, [s_LK])
+        s_LK, _q_scale_L, _k_scale_L = _first_product(
+            qa, qb, ka, kb, cos_ptr, sin_ptr, row_L, inside_L, table_st, eps, H, NORM, ROPE, MOVE, S_LAYOUT
+        )
         p_LK, sum_L = _weights(s_LK, length, scale_log2, BLOCK, CAUSAL, S_LAYOUT)
         p = gl.convert_layout(p_LK.to(DTYPE), gl.DotOperandLayout(0, O_LAYOUT, 2))
         async_copy.wait_group(0)
@@ -210,38 +230,21 @@ def block_bwd_hopper_kernel(
             v = pairs._reinterpret(DTYPE, [BLOCK, H], FULL)
         else:
             v = pairs.index(1)._reinterpret(DTYPE, [BLOCK, H], FULL)
-        _copy_in(qa, q_ptr + head * q_sn, row_L, q_st, inside_L, 0, MOVE)
-        _copy_in(qb, q_ptr + head * q_sn, row_L, q_st, inside_L, J, MOVE)
-        _copy_in(ka, k_ptr + head * k_sn, row_L, k_st, inside_L, 0, MOVE)
-        _copy_in(kb, k_ptr + head * k_sn, row_L, k_st, inside_L, J, MOVE)
+        _halves_in(qa, qb, q_ptr + head * q_sn, row_L, q_st, inside_L, MOVE)
+        _halves_in(ka, kb, k_ptr + head * k_sn, row_L, k_st, inside_L, MOVE)
         async_copy.commit_group()
         _copy_in(v, v_ptr + head * v_sn, start + at_wide_L, v_st, at_wide_L < length, 0, WIDE)
         _copy_in(dout, dout_ptr + head * dout_sn, start + at_wide_L, dout_st, at_wide_L < length, 0, WIDE)
         async_copy.commit_group()
-        q_scale_L = 0.0
-        k_scale_L = 0.0
-        if NORM or ROPE:
-            cos_LJ = 0.0
-            sin_LJ = 0.0
-            if ROPE:
-                cos_LJ = _table(cos_ptr, row_L, table_st, inside_L, J, MOVE).to(gl.float32)
-                sin_LJ = _table(sin_ptr, row_L, table_st, inside_L, J, MOVE).to(gl.float32)
-            async_copy.wait_group(1)
-            sync_threads()
-            q_scale_L = _norm_and_turn(qa, qb, cos_LJ, sin_LJ, inside_L, eps, H, NORM, ROPE, MOVE)
-            k_scale_L = _norm_and_turn(ka, kb, cos_LJ, sin_LJ, inside_L, eps, H, NORM, ROPE, MOVE)
-        else:
-            async_copy.wait_group(1)
-        fence_async_shared()
-        sync_threads()
-        zero = gl.zeros([BLOCK, BLOCK], gl.float32, S_LAYOUT)
-        s_LK = warpgroup_mma(qa, ka.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s_LK = warpgroup_mma(qb, kb.permute((1, 0)), s_LK, is_async=True)
-        s_LK = warpgroup_mma_wait(0, [s_LK])
+        s_LK, q_scale_L, k_scale_L = _first_product(
+            qa, qb, ka, kb, cos_ptr, sin_ptr, row_L, inside_L, table_st, eps, H, NORM, ROPE, MOVE, S_LAYOUT
+        )
         async_copy.wait_group(0)
         fence_async_shared()
         sync_threads()
-        dp_LK = warpgroup_mma(dout, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp_LK = warpgroup_mma(
+            dout, v.permute((1, 0)), gl.zeros([BLOCK, BLOCK], gl.float32, S_LAYOUT), use_acc=False, is_async=True
+        )
         p_LK, sum_L = _weights(s_LK, length, scale_log2, BLOCK, CAUSAL, S_LAYOUT)
         p_LK = p_LK / sum_L[:, None]
         dp_LK = warpgroup_mma_wait(0, [dp_LK])

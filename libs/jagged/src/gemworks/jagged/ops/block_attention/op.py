@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from gemworks.jagged._attention_args import autocast, check_attention
-from gemworks.jagged._checks import check_max_length, check_offsets
+from gemworks.jagged._checks import check_max_length, check_offsets, check_scale
 from gemworks.jagged.dispatch import BLOCK_HEAD_DIMS, KERNEL_DTYPES
 from gemworks.jagged.ops.block_attention.custom_op import block_attention_op, block_attention_qkv_op, split_heads
 from gemworks.jagged.ops.block_attention.reference import block_offsets
@@ -79,7 +79,14 @@ def block_attention(
     if block not in BLOCKS:
         raise ValueError(f"block: got {block}, expected one of {BLOCKS}; use flash_attention(window=...)")
     bound = check_max_length("max_length_q", max_length_q)
-    if q.dim() != 3 or k.dim() != 3 or k.shape[0] != q.shape[0]:
+    q, k, v = autocast(q, k, v)
+    check_scale(scale)
+    if q.dim() != 3:
+        shape = tuple(q.shape)
+        raise ValueError(
+            f"q: got shape {shape}, expected packed [T, N, H]; split the heads with .unflatten(-1, (N, H))"
+        )
+    if k.dim() != 3 or k.shape[0] != q.shape[0]:
         raise ValueError(
             f"k: got shape {tuple(k.shape)} with q {tuple(q.shape)}, expected packed rows of the same sequences; "
             f"block attention is self-attention"
@@ -87,7 +94,6 @@ def block_attention(
     check_offsets("offsets_q", offsets_q, total=q.shape[0], max_length=bound, device=q.device)
     if schedule is not None:
         schedule.check("schedule", total=q.shape[0], block=block, device=q.device)
-    q, k, v = autocast(q, k, v)
     if has_kernel(q, v.shape[-1], block, q.shape[1] // max(k.shape[1], 1)):
         check_attention(q, k, v, offsets_q, None, max_length_q=bound, max_length_k=None, shared_query=False)
         settings = block_settings(q, offsets_q, bound, scale, block, causal, rope, qk_norm, qk_norm_eps, schedule)
@@ -195,7 +201,7 @@ def block_settings(
 ) -> tuple[Any, ...]:
     """What both custom ops take after their tensors."""
     if rope is not None:
-        rope.check("rope", total=q.shape[0], head_dim=q.shape[-1], device=q.device)
+        RopeTables.check(rope, "rope", total=q.shape[0], head_dim=q.shape[-1], device=q.device)
     if schedule is None:
         schedule = BlockSchedule.make(offsets, total=q.shape[0], block=block, max_length=bound)
     cos, sin = (None, None) if rope is None else (rope.cos_TJ, rope.sin_TJ)

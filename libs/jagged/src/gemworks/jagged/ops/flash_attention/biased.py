@@ -12,60 +12,22 @@ import torch
 from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._dense import compute_dtype
 from gemworks.jagged._imports import when_imported
-from gemworks.jagged._packing import Side
 from gemworks.jagged.dispatch import architecture_of, warn_once
-from gemworks.jagged.ops.attention_core.op import UNBOUNDED, Call, _problem, count_pairs
-from gemworks.jagged.ops.attention_core.reference import Rule
+from gemworks.jagged.ops.attention_core.call import SETTINGS, Call, Settings
+from gemworks.jagged.ops.attention_core.op import backward_flops, forward_flops, make_problem
 from gemworks.jagged.ops.attention_core.table import MAX_TIME_BUCKETS, TRITON_DTYPES, TRITON_MAX_HEAD_DIM
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias
-from gemworks.jagged.schedule import TileSchedule
 from torch import Tensor
 
-_TABLES = "Tensor? position, Tensor? time, Tensor? times_q, Tensor? times_k, int time_unit, "
-_COMMON = (
-    "Tensor? offsets_q, Tensor? offsets_k, Tensor[] tiles, str heights, SymInt num_sequences, SymInt rows_k, "
-    "int max_length_q, int max_length_k, float scale, str activation, int left, int right, str align, "
-    "bool shared_query"
-)
+_TABLES = "Tensor? position, Tensor? time, Tensor? times_q, Tensor? times_k, int time_unit"
 _NUM_TABLES = 5  # arguments of _TABLES
 
 
-def biased_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    side_q: Side,
-    side_k: Side,
-    num_sequences: int,
-    rule: Rule,
-    schedule: TileSchedule | None,
-    bias: AttentionBias,
-) -> Tensor:
-    """[rows of q's side, N, V]; arguments as for `attention_core.op.attention`; differentiable once, in tables too."""
-    out, _ = attention_biased(
-        q,
-        k,
-        v,
-        bias.position_table,
-        bias.time_table,
-        bias.timestamps_q,
-        bias.timestamps_k,
-        bias.time_unit,
-        side_q.offsets,
-        None if side_k is side_q else side_k.offsets,
-        [] if schedule is None else list(schedule.tensors),
-        "" if schedule is None else schedule.heights,
-        num_sequences,
-        -1 if side_k.rows is None else side_k.rows,
-        side_q.max_length,
-        side_k.max_length,
-        rule.scale,
-        rule.activation,
-        min(rule.mask.left, UNBOUNDED),
-        min(rule.mask.right, UNBOUNDED),
-        rule.mask.align,
-        rule.shared_query,
-    )
+def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: AttentionBias, settings: Settings) -> Tensor:
+    """[rows of q's side, N, V], differentiable once, in the tables too."""
+    b = bias
+    tables = (b.position_table, b.time_table, b.timestamps_q, b.timestamps_k, b.time_unit)
+    out, _ = attention_biased(q, k, v, *tables, *settings)
     return out
 
 
@@ -89,14 +51,14 @@ def _biased_problem(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Any, ...], ca
     position, time, times_q, times_k, unit = tables
     by_position, by_time = (None if x is None else x.detach().t().contiguous().float() for x in (position, time))
     bias = launch.Bias(by_position, by_time, times_q, times_q if times_k is None else times_k, unit)
-    return _problem(q, k, v, call, architecture_of(q.device), bias)
+    return make_problem(q, k, v, call, architecture_of(q.device), bias)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """(output, log-sum-exp [N, rows])."""
     from gemworks.jagged.ops.attention_core import launch
 
-    tables, call = rest[:_NUM_TABLES], Call(q, k, *rest[_NUM_TABLES:])
+    tables, call = rest[:_NUM_TABLES], Call(q, k, Settings(*rest[_NUM_TABLES:]))
     with torch.cuda.device(q.device):
         return launch.forward(_biased_problem(q, k, v, tables, call))
 
@@ -107,7 +69,7 @@ def _backward(
     """(dq, dk, dv, gradients of the tables), [0] for a table that is not there."""
     from gemworks.jagged.ops.attention_core import launch
 
-    tables, call = rest[:_NUM_TABLES], Call(q, k, *rest[_NUM_TABLES:])
+    tables, call = rest[:_NUM_TABLES], Call(q, k, Settings(*rest[_NUM_TABLES:]))
     into = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     with torch.cuda.device(q.device):
         sums = launch.backward(_biased_problem(q, k, v, tables, call), d_out, out, lse, into)
@@ -122,22 +84,22 @@ def _backward(
 attention_biased = custom_op(
     "attention_biased",
     _forward,
-    f"(Tensor q, Tensor k, Tensor v, {_TABLES}{_COMMON}) -> (Tensor, Tensor)",
+    f"(Tensor q, Tensor k, Tensor v, {_TABLES}, {SETTINGS}) -> (Tensor, Tensor)",
     device="cuda",
 )
 attention_biased_backward = custom_op(
     "attention_biased_backward",
     _backward,
     "(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_TABLES}{_COMMON}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{_TABLES}, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     device="cuda",
 )
 
 
 @attention_biased.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    rest = rest[_NUM_TABLES:]
-    rows = rest[4] * q.shape[0] if rest[13] else q.shape[0]
+    s = Settings(*rest[_NUM_TABLES:])
+    rows = s.num_sequences * q.shape[0] if s.shared_query else q.shape[0]
     lse = q.new_empty(q.shape[1], rows, dtype=compute_dtype(q.dtype))
     return q.new_empty(rows, q.shape[1], v.shape[-1]), lse
 
@@ -174,12 +136,12 @@ def _register_flops(flop_counter: Any) -> None:
     """As attention without a bias: the lookups are no products, and the tables' gradients recompute."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **_: Any) -> int:
-        return 2 * count_pairs(q, k, *rest[_NUM_TABLES:]) * q.shape[1] * (q.shape[2] + v.shape[2])
+        return forward_flops(q, k, v, Settings(*rest[_NUM_TABLES:]))
 
     def backward(
         d_out: Any, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, *rest: Any, out_val: Any = None, **_: Any
     ) -> int:
-        return 2 * count_pairs(q, k, *rest[_NUM_TABLES:]) * q.shape[1] * (3 * q.shape[2] + 2 * v.shape[2])
+        return backward_flops(q, k, v, Settings(*rest[_NUM_TABLES:]))
 
     ops = torch.ops.gemworks_jagged
     flop_counter.register_flop_formula(ops.attention_biased, get_raw=True)(forward)

@@ -6,10 +6,12 @@ import math
 
 import torch
 from gemworks.jagged._attention_args import autocast, check_attention, clear_past_end, make_mask
+from gemworks.jagged._checks import check_scale
 from gemworks.jagged._dense import Align
 from gemworks.jagged._packing import make_plan
 from gemworks.jagged.dispatch import warn_once
-from gemworks.jagged.ops.attention_core.op import attention
+from gemworks.jagged.ops.attention_core.call import settings_of
+from gemworks.jagged.ops.attention_core.op import attention_forward
 from gemworks.jagged.ops.attention_core.reference import SOFTMAX, Rule
 from gemworks.jagged.ops.flash_attention.bias import AttentionBias
 from gemworks.jagged.ops.flash_attention.biased import biased_attention, has_kernel
@@ -82,6 +84,7 @@ def flash_attention(
     True
     """
     q, k, v = autocast(q, k, v)
+    check_scale(scale)
     mask = make_mask(causal, window, align)
     args = check_attention(
         q, k, v, offsets_q, offsets_k, max_length_q=max_length_q, max_length_k=max_length_k, shared_query=shared_query
@@ -89,12 +92,14 @@ def flash_attention(
     if bias is not None:
         if shared_query and bias.time_table is not None:
             raise ValueError("bias.time_table: a shared query has no timestamps; use position_table alone")
+        if not isinstance(bias, AttentionBias):
+            raise ValueError(f"bias: got {type(bias).__name__}, expected an AttentionBias of tables")
         bias.check(num_heads=q.shape[1], total_q=args.q.shape[0], total_k=args.k.shape[0], device=q.device)
     if rope is None and rope_k is not None:
         raise ValueError("rope_k: got tables while rope is None; pass rope for q too")
     if rope is not None:
-        rope.check("rope", total=args.q.shape[0], head_dim=q.shape[-1], device=q.device)
-        (rope_k or rope).check("rope_k", total=args.k.shape[0], head_dim=q.shape[-1], device=q.device)
+        RopeTables.check(rope, "rope", total=args.q.shape[0], head_dim=q.shape[-1], device=q.device)
+        RopeTables.check(rope_k or rope, "rope_k", total=args.k.shape[0], head_dim=q.shape[-1], device=q.device)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     if q.dtype != torch.float64 and (bias is None or has_kernel(args.q, args.v, bias)):
         q_rows, k_rows = args.q, args.k
@@ -102,11 +107,11 @@ def flash_attention(
             q_rows = _prepare(q_rows, args.side_q.offsets, rope, qk_norm_eps if qk_norm else None)
             k_rows = _prepare(k_rows, args.side_k.offsets, rope_k or rope, qk_norm_eps if qk_norm else None)
         rule = Rule(scale, SOFTMAX, mask, shared_query)
-        sides = (args.side_q, args.side_k, args.num_sequences, rule, schedule)
+        settings = settings_of(args.side_q, args.side_k, args.num_sequences, rule, schedule)
         if bias is None:
-            out = attention(q_rows, k_rows, args.v, *sides)
+            out, _ = attention_forward(q_rows, k_rows, args.v, *settings)
         else:
-            out = biased_attention(q_rows, k_rows, args.v, *sides, bias)
+            out = biased_attention(q_rows, k_rows, args.v, bias, settings)
     else:
         if q.device.type == "cuda" and q.dtype == torch.float64:
             warn_once("flash_attention in float64 runs on the reference backend, padded to max_length")

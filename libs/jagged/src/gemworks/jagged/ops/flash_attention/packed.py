@@ -16,7 +16,8 @@ from gemworks.jagged._attention_args import autocast, check_attention, make_mask
 from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._dense import compute_dtype
 from gemworks.jagged._imports import when_imported
-from gemworks.jagged.ops.attention_core.op import UNBOUNDED, attention_forward, backward_into, count_pairs
+from gemworks.jagged.ops.attention_core.call import UNBOUNDED, Settings, tiles_of
+from gemworks.jagged.ops.attention_core.op import attention_forward, backward_flops, backward_into, forward_flops
 from gemworks.jagged.ops.attention_core.reference import SOFTMAX
 from gemworks.jagged.ops.rope.custom_op import norm_rope_backward_into, norm_rope_op
 from gemworks.jagged.ops.rope.reference import RopeTables
@@ -64,12 +65,11 @@ def flash_attention_qkv(
         *_parts(qkv, num_heads), offsets, None, max_length_q=max_length, max_length_k=None, shared_query=False
     )
     if rope is not None:
-        rope.check("rope", total=qkv.shape[0], head_dim=qkv.shape[-1], device=qkv.device)
+        RopeTables.check(rope, "rope", total=qkv.shape[0], head_dim=qkv.shape[-1], device=qkv.device)
     cos, sin = (None, None) if rope is None else (rope.cos_TJ, rope.sin_TJ)
     scale = 1.0 / math.sqrt(qkv.shape[-1]) if scale is None else scale
-    tiles, heights = ([], "") if schedule is None else (list(schedule.tensors), schedule.heights)
     out, _, _ = attention_qkv(
-        qkv, cos, sin, offsets, tiles, heights, num_heads, args.side_q.max_length, scale,
+        qkv, cos, sin, offsets, *tiles_of(schedule), num_heads, args.side_q.max_length, scale,
         qk_norm_eps if qk_norm else None, min(mask.left, UNBOUNDED), min(mask.right, UNBOUNDED),
     )  # fmt: skip
     return out
@@ -81,12 +81,15 @@ def _parts(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _rest(offsets: Tensor, tiles: list[Tensor], heights: str, _n: int, bound: int, scale: float, *rest: Any) -> Any:
-    """What attention_forward and attention_backward take after their tensors."""
-    _eps, left, right = rest
-    b = offsets.shape[0] - 1
-    return (
-        offsets, None, tiles, heights, b, -1, bound, bound, scale, SOFTMAX, left, right, "bottom_right", False
+def _settings(
+    offsets: Tensor, tiles: list[Tensor], heights: str, _num_heads: int, max_length: int, scale: float,
+    _eps: float | None, left: int, right: int,
+) -> Settings:  # fmt: skip
+    """Of the attention inside, from the last arguments of the operators here."""
+    return Settings(
+        offsets, None, tiles, heights, num_sequences=offsets.shape[0] - 1, rows_k=-1, max_length_q=max_length,
+        max_length_k=max_length, scale=scale, activation=SOFTMAX, left=left, right=right, align="bottom_right",
+        shared_query=False,
     )  # fmt: skip
 
 
@@ -100,7 +103,7 @@ def _forward(
     if eps is not None or cos is not None:
         turned = norm_rope_op(qkv[:, : -v.shape[1]], cos, sin, offsets[-1:], eps)
         q, k = turned[:, :num_heads], turned[:, num_heads:]
-    out, lse = attention_forward(q, k, v, *_rest(offsets, tiles, heights, *rest))
+    out, lse = attention_forward(q, k, v, *_settings(offsets, tiles, heights, *rest))
     return out, lse, turned
 
 
@@ -126,7 +129,7 @@ def _backward(
     if changed:
         q, k = turned[:, :num_heads], turned[:, num_heads:]
         dq, dk = d_turned[:, :num_heads], d_turned[:, num_heads:]
-    backward_into([dq, dk, dv], d_out, q, k, v, out, lse, *_rest(offsets, tiles, heights, *rest))
+    backward_into([dq, dk, dv], d_out, q, k, v, out, lse, *_settings(offsets, tiles, heights, *rest))
     if changed:
         both = slice(0, qkv.shape[1] - v.shape[1])
         norm_rope_backward_into(d_qkv[:, both], d_turned, qkv[:, both], cos, sin, offsets[-1:], eps)
@@ -177,22 +180,17 @@ def _differentiate(ctx: Any, d_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
 attention_qkv.register_autograd(_differentiate, setup_context=_save)
 
 
-def _pairs(qkv: Tensor, offsets: Tensor, tiles: list[Tensor], heights: str, *rest: Any) -> int:
-    q, k, _ = _parts(qkv, rest[0])
-    return count_pairs(q, k, *_rest(offsets, tiles, heights, *rest))
-
-
 def _register_flops(flop_counter: Any) -> None:
-    """Two products forward, five backward, as for `flash_attention`."""
+    """Of the attention inside; `rest` begins with offsets, tiles, heights and the number of heads."""
 
     def forward(qkv: Tensor, cos: Any, sin: Any, *rest: Any, out_val: Any = None, **_: Any) -> int:
-        return 4 * _pairs(qkv, *rest) * rest[3] * qkv.shape[2]
+        return forward_flops(*_parts(qkv, rest[3]), _settings(*rest))
 
     def backward(
         d_out: Any, qkv: Tensor, out: Any, lse: Any, turned: Any, cos: Any, sin: Any, *rest: Any,
         out_val: Any = None, **_: Any,
     ) -> int:  # fmt: skip
-        return 10 * _pairs(qkv, *rest) * rest[3] * qkv.shape[2]
+        return backward_flops(*_parts(qkv, rest[3]), _settings(*rest))
 
     ops = torch.ops.gemworks_jagged
     flop_counter.register_flop_formula(ops.attention_qkv, get_raw=True)(forward)

@@ -16,7 +16,8 @@ from gemworks.jagged._attention_args import autocast, check_attention
 from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._dense import compute_dtype
 from gemworks.jagged._imports import when_imported
-from gemworks.jagged.ops.attention_core.op import UNBOUNDED, attention_forward, backward_into, count_pairs
+from gemworks.jagged.ops.attention_core.call import UNBOUNDED, Settings, tiles_of
+from gemworks.jagged.ops.attention_core.op import attention_forward, backward_flops, backward_into, forward_flops
 from gemworks.jagged.ops.attention_core.reference import SOFTMAX
 from gemworks.jagged.ops.rope.custom_op import norm_rope_backward_into, norm_rope_op
 from gemworks.jagged.ops.rope.reference import RopeTables
@@ -74,42 +75,36 @@ def flash_attention_pool(
         q, k, v, None, offsets, max_length_q=None, max_length_k=max_length, shared_query=True
     )  # fmt: skip
     if rope is not None:
-        rope.check("rope", total=kv.shape[0], head_dim=kv.shape[-1], device=kv.device)
+        RopeTables.check(rope, "rope", total=kv.shape[0], head_dim=kv.shape[-1], device=kv.device)
     cos, sin = (None, None) if rope is None else (rope.cos_TJ, rope.sin_TJ)
     scale = 1.0 / math.sqrt(kv.shape[-1]) if scale is None else scale
-    tiles, heights = ([], "") if schedule is None else (list(schedule.tensors), schedule.heights)
     out, _, _ = attention_pool(
-        q, kv, cos, sin, offsets, tiles, heights, args.side_k.max_length, scale, k_norm_eps if k_norm else None
+        q, kv, cos, sin, offsets, *tiles_of(schedule), args.side_k.max_length, scale, k_norm_eps if k_norm else None
     )
     return out.view(args.num_sequences, *q.shape)
 
 
-def _rest(offsets: Tensor, tiles: list[Tensor], heights: str, bound: int, scale: float, _eps: float | None) -> Any:
-    """What attention_forward and attention_backward take after their tensors."""
-    b = offsets.shape[0] - 1
-    return (
-        None, offsets, tiles, heights, b, -1, 0, bound, scale, SOFTMAX, UNBOUNDED, UNBOUNDED, "bottom_right", True
+def _settings(
+    offsets: Tensor, tiles: list[Tensor], heights: str, max_length: int, scale: float, _eps: float | None
+) -> Settings:
+    """Of the attention inside, from the last arguments of the operators here."""
+    return Settings(
+        None, offsets, tiles, heights, num_sequences=offsets.shape[0] - 1, rows_k=-1, max_length_q=0,
+        max_length_k=max_length, scale=scale, activation=SOFTMAX, left=UNBOUNDED, right=UNBOUNDED,
+        align="bottom_right", shared_query=True,
     )  # fmt: skip
 
 
 def _forward(
-    q: Tensor,
-    kv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    offsets: Tensor,
-    tiles: list[Tensor],
-    heights: str,
-    max_length: int,
-    scale: float,
-    eps: float | None,
+    q: Tensor, kv: Tensor, cos: Tensor | None, sin: Tensor | None, offsets: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(output [B * R, N, H], log-sum-exp, k as attention saw it: [T, M, H], or [0] if it is that of kv)."""
+    eps = rest[-1]
     k, v = kv.chunk(2, dim=1)
     turned = kv.new_empty(0)
     if eps is not None or cos is not None:
         k = turned = norm_rope_op(k, cos, sin, offsets[-1:], eps)
-    out, lse = attention_forward(q, k, v, *_rest(offsets, tiles, heights, max_length, scale, eps))
+    out, lse = attention_forward(q, k, v, *_settings(offsets, *rest))
     return out, lse, turned
 
 
@@ -123,11 +118,7 @@ def _backward(
     cos: Tensor | None,
     sin: Tensor | None,
     offsets: Tensor,
-    tiles: list[Tensor],
-    heights: str,
-    max_length: int,
-    scale: float,
-    eps: float | None,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor]:
     k, v = kv.chunk(2, dim=1)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -135,10 +126,10 @@ def _backward(
     dk, dv = d_kv.chunk(2, dim=1)
     changed = turned.dim() == 3
     d_turned = torch.empty_like(turned) if changed else dk
-    rest = _rest(offsets, tiles, heights, max_length, scale, eps)
-    backward_into([dq, d_turned, dv], d_out, q, turned if changed else k, v, out, lse, *rest)
+    settings = _settings(offsets, *rest)
+    backward_into([dq, d_turned, dv], d_out, q, turned if changed else k, v, out, lse, *settings)
     if changed:
-        norm_rope_backward_into(dk, d_turned, k, cos, sin, offsets[-1:], eps)
+        norm_rope_backward_into(dk, d_turned, k, cos, sin, offsets[-1:], rest[-1])
     return dq, d_kv
 
 
@@ -188,19 +179,18 @@ attention_pool.register_autograd(_differentiate, setup_context=_save)
 
 
 def _register_flops(flop_counter: Any) -> None:
-    """Two products forward, five backward, as for `flash_attention`."""
-
-    def pairs(q: Tensor, kv: Tensor, *rest: Any) -> int:
-        return count_pairs(q, kv.chunk(2, dim=1)[0], *_rest(*rest)) * q.shape[1] * q.shape[2]
+    """Of the attention inside."""
 
     def forward(q: Tensor, kv: Tensor, cos: Any, sin: Any, *rest: Any, out_val: Any = None, **_: Any) -> int:
-        return 4 * pairs(q, kv, *rest)
+        k, v = kv.chunk(2, dim=1)
+        return forward_flops(q, k, v, _settings(*rest))
 
     def backward(
         d_out: Any, q: Tensor, kv: Tensor, out: Any, lse: Any, turned: Any, cos: Any, sin: Any, *rest: Any,
         out_val: Any = None, **_: Any,
     ) -> int:  # fmt: skip
-        return 10 * pairs(q, kv, *rest)
+        k, v = kv.chunk(2, dim=1)
+        return backward_flops(q, k, v, _settings(*rest))
 
     ops = torch.ops.gemworks_jagged
     flop_counter.register_flop_formula(ops.attention_pool, get_raw=True)(forward)

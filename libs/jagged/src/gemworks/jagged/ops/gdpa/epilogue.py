@@ -14,6 +14,7 @@ from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._imports import when_imported
 from gemworks.jagged.dispatch import KERNEL_DTYPES, architecture_of
 from gemworks.jagged.ops.attention_core import op
+from gemworks.jagged.ops.attention_core.call import SETTINGS, Call, Settings
 from gemworks.jagged.ops.attention_core.reference import Rule
 from gemworks.jagged.ops.norms.custom_op import norm_backward_op
 from gemworks.jagged.ops.norms.op import MAX_WIDTH
@@ -80,36 +81,29 @@ def has_kernel(q: Tensor, rule: Rule) -> bool:
     return q.device.type == "cuda" and q.dtype in KERNEL_DTYPES and rule.mask.is_full and not rule.shared_query
 
 
-def gdpa_norm(args: Any, rule: Rule, schedule: Any, e: NormEpilogue) -> Tensor:
-    """y of the op; `args` as `check_attention` gives them."""
-    side_q, side_k = args.side_q, args.side_k
-    y, _ = torch.ops.gemworks_jagged.gdpa_norm(
-        args.q, args.k, args.v, side_q.offsets, None if side_k is side_q else side_k.offsets,
-        [] if schedule is None else list(schedule.tensors), "" if schedule is None else schedule.heights,
-        args.num_sequences, -1 if side_k.rows is None else side_k.rows, side_q.max_length, side_k.max_length,
-        rule.scale, rule.activation, op.UNBOUNDED, op.UNBOUNDED, rule.mask.align, False,
-        e.residual, e.add, e.weight, e.bias, e.eps, e.kind == "layer",
-    )  # fmt: skip
+def gdpa_norm(q: Tensor, k: Tensor, v: Tensor, settings: Settings, e: NormEpilogue) -> Tensor:
+    """y of the op."""
+    y, _ = gdpa_norm_op(q, k, v, *settings, e.residual, e.add, e.weight, e.bias, e.eps, e.kind == "layer")
     return y
 
 
 NUM_EPILOGUE = 6  # arguments after those of attention: residual, add, weight, bias, eps, center
 _SCHEMA = (
-    "("
-    + op._COMMON.format(saved="")
-    + ", Tensor? residual, Tensor? add, Tensor? weight, Tensor? bias, float eps, bool center) -> (Tensor, Tensor)"
+    f"(Tensor q, Tensor k, Tensor v, {SETTINGS}, Tensor? residual, Tensor? add, Tensor? weight, Tensor? bias, "
+    "float eps, bool center) -> (Tensor, Tensor)"
 )
 
 
-def _split(rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], NormEpilogue]:
+def _split(rest: tuple[Any, ...]) -> tuple[Settings, NormEpilogue]:
     residual, add, weight, bias, eps, center = rest[-NUM_EPILOGUE:]
-    return rest[:-NUM_EPILOGUE], NormEpilogue("layer" if center else "rms", residual, add, weight, bias, eps)
+    return Settings(*rest[:-NUM_EPILOGUE]), NormEpilogue("layer" if center else "rms", residual, add, weight, bias, eps)
 
 
 def _composed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    call, e = _split(rest)
-    o, _ = torch.ops.gemworks_jagged.attention_forward(q, k, v, *call)
-    y, h = apply_epilogue(o, call[0], e)
+    settings, e = _split(rest)
+    assert settings.offsets_q is not None
+    o, _ = op.attention_forward(q, k, v, *settings)
+    y, h = apply_epilogue(o, settings.offsets_q, e)
     return y.to(q.dtype).contiguous(), h.contiguous()
 
 
@@ -119,15 +113,15 @@ gdpa_norm_op = custom_op("gdpa_norm", _composed, _SCHEMA, device="cpu")
 @gdpa_norm_op.register_kernel("cuda")
 def on_a_gpu(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """One kernel where there is one, else the definition."""
-    call_args, e = _split(rest)
-    call, architecture = op.Call(q, k, *call_args), architecture_of(q.device)
-    if not op._kernels_take(q, k, v, call, architecture):
+    settings, e = _split(rest)
+    call, architecture = Call(q, k, settings), architecture_of(q.device)
+    if not op.kernels_take(q, k, v, call, architecture):
         return _composed(q, k, v, *rest)
-    from gemworks.jagged.ops.gdpa import launch_norm
+    from gemworks.jagged.ops.gdpa import launch_epilogue
 
-    args = launch_norm.NormArgs(e.residual, e.add, e.weight, e.bias, e.eps, e.kind == "layer")
+    args = launch_epilogue.NormArgs(e.residual, e.add, e.weight, e.bias, e.eps, e.kind == "layer")
     with torch.cuda.device(q.device):
-        return launch_norm.forward(op._problem(q, k, v, call, architecture), args)
+        return launch_epilogue.forward(op.make_problem(q, k, v, call, architecture), args)
 
 
 @gdpa_norm_op.register_fake
@@ -156,9 +150,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, _dh: Tensor | None) -> tuple[Any
         dy.flatten(1), None, h.flatten(1), weight, bias_dtype, ctx.eps, ctx.center, offsets_q
     )
     dh = dh.view(h.shape)
-    grads = torch.ops.gemworks_jagged.attention_backward(
-        dh, q, k, v, None, None, offsets_q, offsets_k, tiles, ctx.heights, *ctx.rest
-    )
+    grads = op.attention_backward(dh, q, k, v, None, None, offsets_q, offsets_k, tiles, ctx.heights, *ctx.rest)
     return (
         *grads, *none,
         None if residual_dtype is None else dh.to(residual_dtype),
@@ -174,7 +166,7 @@ gdpa_norm_op.register_autograd(_differentiate, setup_context=_save)
 
 def _register_flops(flop_counter: Any) -> None:
     def flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **_: Any) -> int:
-        return op._forward_flops(q, k, v, *rest[:-NUM_EPILOGUE])
+        return op.forward_flops(q, k, v, _split(rest)[0])
 
     flop_counter.register_flop_formula(torch.ops.gemworks_jagged.gdpa_norm, get_raw=True)(flops)
 

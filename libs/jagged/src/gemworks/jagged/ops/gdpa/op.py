@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from gemworks.jagged._attention_args import autocast, check_attention, make_mask
+from gemworks.jagged._checks import check_scale
 from gemworks.jagged._dense import Align
 from gemworks.jagged._packing import make_plan
-from gemworks.jagged.ops.attention_core.op import attention
+from gemworks.jagged.ops.attention_core.call import settings_of
+from gemworks.jagged.ops.attention_core.op import attention_forward
 from gemworks.jagged.ops.attention_core.reference import Rule
 from gemworks.jagged.ops.gdpa.activations import ACTIVATIONS, Activation
 from gemworks.jagged.ops.gdpa.epilogue import NormEpilogue, apply_epilogue, gdpa_norm, has_kernel
@@ -69,6 +71,7 @@ def gdpa(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: got {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
     q, k, v = autocast(q, k, v)
+    check_scale(scale)
     mask = make_mask(causal, window, align)
     args = check_attention(
         q, k, v, offsets_q, offsets_k, max_length_q=max_length_q, max_length_k=max_length_k, shared_query=shared_query
@@ -84,9 +87,10 @@ def gdpa(
         )
     else:
         rule = Rule(scale, activation, mask, shared_query)
+        settings = settings_of(args.side_q, args.side_k, args.num_sequences, rule, schedule)
         if epilogue is not None and has_kernel(args.q, rule):
-            return gdpa_norm(args, rule, schedule, epilogue)
-        out = attention(args.q, args.k, args.v, args.side_q, args.side_k, args.num_sequences, rule, schedule)
+            return gdpa_norm(args.q, args.k, args.v, settings, epilogue)
+        out, _ = attention_forward(args.q, args.k, args.v, *settings)
     if epilogue is not None:
         assert args.side_q.offsets is not None
         return apply_epilogue(out, args.side_q.offsets, epilogue)[0]

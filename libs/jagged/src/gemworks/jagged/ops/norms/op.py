@@ -119,6 +119,11 @@ def _norm(
         raise ValueError(
             f"{op}: x has shape {tuple(x.shape)}, expected [..., D] with D in 1..{MAX_WIDTH}; split wider rows"
         )
+    if isinstance(eps, (Tensor, str)) or not eps >= 0:
+        raise ValueError(f"{op}: eps is {eps!r}, expected a number >= 0, known on the host")
+    for name, p in (("weight", weight), ("bias", bias), ("residual", residual), ("add", add)):
+        if p is not None and p.device != x.device:
+            raise ValueError(f"{op}: {name} is on {p.device}, expected {x.device} like x; move it")
     for name, p in (("weight", weight), ("bias", bias)):
         if p is not None and p.shape != x.shape[-1:]:
             raise ValueError(

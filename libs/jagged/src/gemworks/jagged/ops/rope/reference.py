@@ -114,6 +114,11 @@ class RopeTables:
 
     def check(self, name: str, *, total: int, head_dim: int, device: torch.device) -> None:
         """Raise ValueError unless the tables are [total, head_dim / 2] on `device`."""
+        if not isinstance(self, RopeTables):  # called as RopeTables.check(x, ...), where x is what a caller passed
+            kind = type(self).__name__
+            raise ValueError(
+                f"{name}: got {kind}, expected RopeTables; Rope.tables(offsets, head_dim, total=T) makes them"
+            )
         for part, x in (("cos_TJ", self.cos_TJ), ("sin_TJ", self.sin_TJ)):
             if head_dim % 2 or x.shape != (total, head_dim // 2) or x.device != device:
                 raise ValueError(
@@ -156,6 +161,12 @@ def apply_rope(x_TNH: Tensor, tables: RopeTables) -> Tensor:
     >>> apply_rope(x, Rope().tables(offsets, 2, total=2))[0].tolist()  # position 0 does not turn
     [[1.0, 1.0]]
     """
+    if x_TNH.dim() != 3:
+        shape = tuple(x_TNH.shape)
+        raise ValueError(
+            f"x: got shape {shape}, expected packed [T, N, H]; split the heads with .unflatten(-1, (N, H))"
+        )
+    RopeTables.check(tables, "tables", total=x_TNH.shape[0], head_dim=x_TNH.shape[-1], device=x_TNH.device)
     if runs_in_one_pass(x_TNH):
         return norm_rope_op(x_TNH, tables.cos_TJ, tables.sin_TJ, None, None)
     dtype = x_TNH.dtype

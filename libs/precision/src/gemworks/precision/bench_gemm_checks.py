@@ -1,0 +1,185 @@
+"""Checks of products and linear layers before they are timed. Every check raises AssertionError with what differs:
+products against the float64 product of the same planes, layers against that of what was quantised."""
+
+from __future__ import annotations
+
+import torch
+from gemworks.precision import linear as linear_module
+from gemworks.precision.bench_run import KINDS
+from gemworks.precision.bounds import fp32_bound, hopper_fp8_bound
+from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
+from gemworks.precision.gemms import gemm
+from gemworks.precision.linear import mx_linear
+from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.probe import sqnr_db
+from gemworks.precision.recipe import GemmKind, recipe
+from gemworks.precision.scaled_mm import num_pieces, num_processors, operands
+from torch import Tensor
+
+PRODUCT_SHAPES = ((128, 256, 128), (130, 256, 384), (1000, 1024, 512), (7, 384, 128))
+
+
+def product_planes(x: Tensor, w: Tensor, dy: Tensor, kind: GemmKind) -> dict[str, tuple[MXTensor, MXTensor]]:
+    """Operands of the three products of a linear layer, as the layer quantises them."""
+    spec, square = CastSpec(kind), kind is not GemmKind.MXFP8
+    plane_w = cast(w, None if square else 1, spec)[0]
+    plane_wt = plane_w.t() if square else cast(w, 0, spec)[0].t()
+    rows_x, columns_x, _ = cast_both(x, spec)
+    rows_dy, columns_dy, _ = cast_both(dy, spec)
+    return {"forward": (rows_x, plane_w), "dgrad": (rows_dy, plane_wt), "wgrad": (columns_dy.t(), columns_x.t())}
+
+
+def check_products(device: torch.device) -> None:
+    """Every product within its bound of the float64 product of the same planes (see the `bounds` module), and its mean
+    square error under the expected one."""
+    for m, k, n in PRODUCT_SHAPES:
+        generator = torch.Generator(device).manual_seed(m + k + n)
+        x, w, dy = (torch.randn(*s, device=device, generator=generator).bfloat16() for s in ((m, k), (n, k), (m, n)))
+        for kind in KINDS:
+            for name, (a, b) in product_planes(x, w, dy, kind).items():
+                left, right = a.dequantize().double(), b.dequantize().double()
+                exact = left @ right.t()
+                for dtype, unit in ((torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-24)):
+                    error = (gemm(a, b, kind, dtype).double() - exact).abs()
+                    where = f"{kind.value} {name} {(m, k, n)} {dtype}"
+                    if kind is GemmKind.MXFP8:
+                        worst = fp32_bound(left, right, unit)
+                    else:
+                        worst, variance = hopper_fp8_bound(left, right, unit)
+                        ratio = (error.square().mean() / variance.mean()).item()
+                        if not ratio <= 1:
+                            raise AssertionError(f"{where}: mean square error {ratio:.3g} times the expected one")
+                    beyond = (error - worst).max().item()
+                    if not beyond <= 0:
+                        raise AssertionError(f"{where}: beyond the bound by {beyond:.3g}")
+
+
+def check_exact_products(device: torch.device) -> None:
+    """Products of small integers, which even the FP8 units' accumulator holds, are exact to the bit in every kind."""
+    m, k, n = 192, 512, 256
+    generator = torch.Generator(device).manual_seed(3)
+
+    def integers(rows: int, columns: int) -> Tensor:
+        values = torch.randint(-1, 2, (rows, columns), device=device, generator=generator)
+        # One power of two for each 128 x 128, so that scales differ between blocks.
+        powers = torch.randint(0, 3, (-(-rows // 128), -(-columns // 128)), device=device, generator=generator)
+        wide = powers.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+        return (values * 2**wide).bfloat16()
+
+    x, w, dy = integers(m, k), integers(n, k), integers(m, n)
+    for kind in KINDS:
+        for name, (a, b) in product_planes(x, w, dy, kind).items():
+            exact = a.dequantize().double() @ b.dequantize().double().t()
+            source = {"forward": (x, w), "dgrad": (dy, w.t()), "wgrad": (dy.t(), x.t())}[name]
+            if not torch.equal(exact, source[0].double() @ source[1].double().t()):
+                raise AssertionError(f"{kind.value} {name}: small integers are not exact in the planes")
+            got = gemm(a, b, kind, torch.float32).double()
+            if not torch.equal(got, exact):
+                worst = (got - exact).abs().max().item()
+                raise AssertionError(f"{kind.value} {name}: off by {worst:.3g} where the product is exact")
+
+
+def check_pieces(device: torch.device) -> None:
+    """A weight gradient that is split over its contraction against the same in one piece; equal bits twice."""
+    m, k, n = (65536, 256, 384) if device.type == "cuda" else (512, 256, 384)
+    generator = torch.Generator(device).manual_seed(5)
+    x, dy = (torch.randn(m, c, device=device, generator=generator).bfloat16() for c in (k, n))
+    spec = CastSpec(GemmKind.FP8_BLOCK128)
+    columns, squares = cast_squares(dy, spec).columns.t(), cast_squares(x, spec).transposed
+    if device.type != "cuda" or num_pieces(n, k, m, num_processors(device)) == 1:
+        return
+    split, again = (gemm(columns, squares, spec.kind, torch.float32) for _ in range(2))
+    single = torch.empty_like(split)
+    operands(columns, squares).multiply(single)
+    if not torch.equal(split, again):
+        raise AssertionError("pieces: two runs differ")
+    noise = sqnr_db(single.double(), split)
+    if not noise >= 60:
+        raise AssertionError(f"pieces: {noise:.1f} dB from one piece, expected 60")
+
+
+def check_linear(device: torch.device) -> None:
+    """SQNR of y, dx, dw against float64 products of the unquantised operands."""
+    m, k, n = 515, 1024, 512
+    squares = {"save": "both", "square_inputs": True, "square_gradients": True}
+    for kind in KINDS:
+        for settings in (*({"save": save} for save in ("high_precision", "row", "both")), squares):
+            x = torch.randn(m, k, device=device).bfloat16().requires_grad_()
+            w = (torch.randn(n, k, device=device) / 32).bfloat16().requires_grad_()
+            dy = torch.randn(m, n, device=device).bfloat16()
+            y = mx_linear(x, w, None, recipe(kind.value, **settings))
+            y.backward(dy)
+            assert x.grad is not None
+            assert w.grad is not None
+            xd, wd, dyd = x.detach().double(), w.detach().double(), dy.double()
+            for name, exact, got, gate in (
+                ("y", xd @ wd.t(), y.detach(), 27.5),
+                ("dx", dyd @ wd, x.grad, 25.0),
+                ("dw", dyd.t() @ xd, w.grad, 24.0),
+            ):
+                noise = sqnr_db(exact, got)
+                if not noise >= gate:
+                    raise AssertionError(f"{kind} {settings} {name}: {noise:.1f} dB, expected at least {gate}")
+
+
+def check_ways(device: torch.device) -> None:
+    """The short way of an eager layer on Hopper gives the bits of the general one: y, dx, dw and the counts of inexact
+    codes, with bf16 and fp32 weights, and with rows enough for the weight gradient to be split."""
+    settings: list[tuple[str, dict[str, str | bool]]] = [
+        ("fp8_block128", {}),
+        ("fp8_block128", {"save": "both"}),
+        ("fp8_block128", {"square_inputs": True}),
+        ("fp8_square128", {}),
+        ("fp8_wgrad_bf16", {}),
+        ("mxfp8_regroup128", {}),
+        ("mxfp8_regroup128", {"save": "both"}),
+        ("mxfp8", {}),
+        ("mxfp8", {"save": "both"}),
+    ]
+    short = linear_module._plan_of
+    for m, k, n, dtype in ((515, 1024, 384, torch.float32), (65536, 256, 384, torch.bfloat16)):
+        if device.type != "cuda" and m > 1000:
+            continue
+        for name, changes in settings:
+            results = []
+            for way in (short, lambda *_: None):
+                generator = torch.Generator(device).manual_seed(8)
+                x = torch.randn(m, k, device=device, generator=generator).bfloat16().requires_grad_()
+                w = (torch.randn(n, k, device=device, generator=generator) / 32).to(dtype).requires_grad_()
+                dy = torch.randn(m, n, device=device, generator=generator).bfloat16()
+                linear_module._plan_of = way
+                try:
+                    y, counts = linear_module.linear_with_counts(x, w, None, recipe(name, **changes), 0)
+                finally:
+                    linear_module._plan_of = short
+                y.backward(dy)
+                results.append((y.detach(), x.grad, w.grad, counts))
+            for what, ours, expected in zip(("y", "dx", "dw", "counts"), *results, strict=True):
+                assert ours is not None
+                assert expected is not None
+                if ours.dtype is not expected.dtype or not torch.equal(ours, expected):
+                    count = (ours != expected).sum().item()
+                    raise AssertionError(
+                        f"{name} {changes} {(m, k, n)} {what}: {count} elements differ between two ways"
+                    )
+
+
+def check_transformer_engine(device: torch.device) -> None:
+    """Transformer Engine's block scaling against ours: the same blocks, powers of two and products, so y, dx and dw
+    agree far better than either does with exact products. Needs transformer_engine and a Hopper GPU."""
+    for m, k, n in ((512, 1024, 768), (4096, 512, 1536)):
+        generator = torch.Generator(device).manual_seed(m + k + n)
+        x, w, dy = (torch.randn(*s, device=device, generator=generator).bfloat16() for s in ((m, k), (n, k), (m, n)))
+        results = []
+        for backend in ("auto", "transformer_engine"):
+            leaf, weight = x.clone().requires_grad_(), torch.nn.Parameter(w / k**0.5)
+            y = mx_linear(leaf, weight, None, recipe("fp8_block128", backend=backend))
+            y.backward(dy)
+            assert leaf.grad is not None
+            assert weight.grad is not None
+            results.append((y.detach(), leaf.grad, weight.grad))
+        for name, ours, theirs in zip(("y", "dx", "dw"), *results, strict=True):
+            noise = sqnr_db(ours.double(), theirs)
+            print(f"transformer_engine {m}x{k}x{n} {name}: {noise:.1f} dB from ours", flush=True)
+            if not noise >= 35.0:
+                raise AssertionError(f"transformer_engine {m}x{k}x{n} {name}: {noise:.1f} dB from ours, expected 35")
