@@ -121,11 +121,6 @@ def test_comparison(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
     golden("bench_compare.txt", capsys.readouterr().out)
 
 
-def test_config(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
-    assert run(["config", "--preset", "tiny"]) == 0
-    golden("config.txt", capsys.readouterr().out)
-
-
 ERRORS = """config,split,predicted_ms,measured_ms,error_pct,gpu
 a,calibrate,1,1,50,H200
 b,validate,9,10,-10,H200

@@ -50,7 +50,8 @@ def test_pace_is_the_two_queues_where_memory_is_at_its_peak_and_the_window_elsew
     assert plan.stall_s == 0
     assert (plan.peak.region, plan.peak.phase) == (str(NUM - 1), "backward")
     assert [plan.pace[str(i)].leaving_bytes for i in range(NUM)] == [1 << 20] * (NUM - 1) + [0]
-    assert [plan.pace[str(i)].returning_bytes for i in range(NUM)] == [1 << 20] * (NUM - 1) + [0]
+    # nothing lies before the first region and ten bytes before the others
+    assert [plan.pace[str(i)].returning_bytes for i in range(NUM)] == [0, *[10] * (NUM - 2), 0]
     slow = evaluate(make_step(rate=1, moved_bytes=10), ["offload"] + ["keep"] * (NUM - 1))
     # six seconds of forward, the first of which is over when the bytes are there: five leave until the turn
     assert slow.pace[str(NUM - 1)].leaving_bytes == 5
@@ -69,7 +70,10 @@ def test_pace_has_no_room_where_the_peak_is():
     plan = evaluate(dataclasses.replace(profile, regions=regions), ["offload"] + ["keep"] * (NUM - 1))
     assert (plan.peak_bytes, plan.peak.region, plan.peak.phase) == (30, "3", "backward")
     assert [plan.pace[str(i)].leaving_bytes for i in range(NUM)] == [30, 30, 10, 30, 30, 30]
-    assert [plan.pace[str(i)].returning_bytes for i in range(NUM)] == [30, 30, 30, 0, 30, 30]
+    # what comes back is there until it is needed: not before the backward without room is over
+    assert [plan.pace[str(i)].returning_bytes for i in range(NUM)] == [0, 10, 10, 0, 0, 0]
+    # what has not left by then has to; before and after it may be there
+    assert [plan.pace[str(i)].staying_bytes for i in range(NUM)] == [30, 30, 30, 0, 30, 30]
 
 
 def test_a_granule_is_counted_once_per_queue_that_is_not_empty():

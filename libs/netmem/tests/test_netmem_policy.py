@@ -10,6 +10,7 @@ from gemworks.netmem import policy as policy_module
 from gemworks.netmem.arena import PinnedArena
 from gemworks.netmem.budget import CHOICES, KEEP, QUANTISE, QUANTISE_OFFLOAD, StepProfile, evaluate
 from gemworks.netmem.ledger import BandwidthLedger, Link
+from gemworks.netmem.movers import DelayedMover
 from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.policy import apply_policy, compile_with_budget, explain_compile_budget, has_region_budget
 from gemworks.netmem.profiler import _LiveStorages, _storages, profile, table
@@ -226,6 +227,57 @@ def test_o6_the_real_peak_stays_within_the_budget(share, slow_link_profile):
     assert real <= budget + SCALARS
     if share == 1.0:
         assert plan.step_s <= evaluate(step, ["keep"] * 4).step_s
+
+
+class _Heavy(torch.autograd.Function):
+    """Saves nothing, and works in a lot of memory in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0] + torch.zeros(40_000)[0]
+
+
+class _Part(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "heavy":
+            return _Heavy.apply(x)  # type: ignore[return-value]
+        for _ in range(8 if self.kind == "saves" else 0):
+            x = x.sin()
+        return x * 2
+
+
+@pytest.mark.parametrize("up", [1e3, 1e12])
+@pytest.mark.parametrize("max_delay", [0, 10**6])
+def test_o6_what_is_late_or_early_stays_out_of_a_backward_without_room(up, max_delay):
+    """The first region's tensors, late on a slow way out or early on a fast way back, while a region between them and
+    the end works at the peak. With a million calls of delay no copy is done before somebody waits for it."""
+    names = ["0", "1", "2", "3"]
+    model = nn.Sequential(*[_Part(kind) for kind in ("saves", "light", "heavy", "light")])
+    ledger = BandwidthLedger([Link("host.up", up), Link("host.down", 1e12)], hbm_bytes_per_s=1e13)
+    x = torch.randn(5000, requires_grad=True)
+
+    def engine(mover: DelayedMover | None = None) -> OffloadEngine:
+        arena = PinnedArena(8 << 20, pin=False)
+        return OffloadEngine(arena, device="cpu", window_bytes=1 << 20, min_bytes=64, mover=mover)
+
+    step = profile(model, x, names, ledger=ledger, engine=engine(), repeats=1, choices=["keep", "offload"])
+    plan = evaluate(step, ["offload", "keep", "keep", "keep"])
+    assert plan.peak_bytes < evaluate(step, ["keep"] * 4).peak_bytes - 100_000
+    run = engine(DelayedMover(0, max_delay=max_delay, chunk_bytes=1 << 20))
+    run.arena.prepare()
+    x.grad = torch.zeros_like(x)
+    meter = _LiveStorages(_storages([x, x.grad, run.arena.region]))
+    with apply_policy(model, plan, engine=run), meter:
+        model(x).sum().backward()
+    assert step.base_bytes + meter.peak() <= plan.peak_bytes + SCALARS
 
 
 def test_profile_leaves_gradients_alone():

@@ -19,11 +19,12 @@ what the regions before it hold, `q`, and its own `forward` bytes; in its backwa
 
 `Plan.pace` hands both queues to the engine (`policy.apply_policy` with a plan). Where the memory of the moment is below
 the peak, the pace leaves room up to it: bytes may leave later and come back earlier than the queues ask, so that a link
-which is a little slower than its rate costs no time.
+which is a little slower than its rate costs no time. Where there is no such room, compute waits for what is late.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -176,14 +177,17 @@ class Pace:
         leaving_bytes: may still be leaving after the region's forward: what the queue needs, and what the peak has room
             for.
         returning_bytes: of the regions before, may be on their way back when the region's backward begins; as above.
+        staying_bytes: of the regions before, may be on the device when the region's backward begins, those included
+            that are still leaving.
     """
 
     leaving_bytes: float
     returning_bytes: float
+    staying_bytes: float = math.inf
 
     def scaled(self, factor: float) -> Pace:
         """The pace of the same step with tensors of another size."""
-        return Pace(self.leaving_bytes * factor, self.returning_bytes * factor)
+        return Pace(self.leaving_bytes * factor, self.returning_bytes * factor, self.staying_bytes * factor)
 
 
 @dataclass(frozen=True)
@@ -243,6 +247,7 @@ def evaluate(profile: StepProfile, choices: Mapping[str, str] | Sequence[str], g
     window, base = profile.window_bytes, profile.base_bytes
     held = queue_up = queue_down = 0.0
     queues: list[tuple[float, float]] = []
+    there: list[float] = []  # of the regions before, when a backward begins
     forward_bytes: list[float] = []
     backward_bytes: list[float] = []
     compute_s = stall_s = 0.0
@@ -267,8 +272,9 @@ def evaluate(profile: StepProfile, choices: Mapping[str, str] | Sequence[str], g
         # what is still leaving when the last region turns round is on the device with what already comes back
         late = 0.0
         if region is profile.regions[-1]:
-            late = profile.in_flight_bytes(max(0.0, queue_up - profile.up_bytes_per_s * o.forward_s))
-        in_flight = late + profile.in_flight_bytes(queue_down)
+            late = max(0.0, queue_up - profile.up_bytes_per_s * o.forward_s)
+        there.append(late + queue_down)
+        in_flight = profile.in_flight_bytes(late) + profile.in_flight_bytes(queue_down)
         backward_bytes.append(note(region.name, "backward", in_flight, o.backward_bytes))
         compute_s += o.forward_s + o.backward_s
         queue_up = max(0.0, queue_up - profile.up_bytes_per_s * o.forward_s) + o.moved_bytes
@@ -281,17 +287,19 @@ def evaluate(profile: StepProfile, choices: Mapping[str, str] | Sequence[str], g
         queues.append((queue_up, returning))
     at_the_turn = note("end of forward", "forward", profile.in_flight_bytes(queue_up), 0)
 
-    def with_room(queue: float, at_that_moment: float) -> float:
+    def with_room(queue: float, at_that_moment: float, most: float = window) -> float:
         if queue == 0:  # an empty queue was not charged with the tensor that it may be rounded up by
             at_that_moment += profile.granule_bytes
-        return max(queue, min(window, queue + peak.bytes - at_that_moment))
+        return max(queue, min(most, queue + peak.bytes - at_that_moment))
 
     # what is leaving after a region's forward is there in the next one's, or when the last one turns round
     after = [*forward_bytes[1:], *[max(at_the_turn, last) for last in backward_bytes[-1:]]]
-    pace = {
-        region.name: Pace(with_room(up, then), with_room(down, now))
-        for region, (up, down), then, now in zip(profile.regions, queues, after, backward_bytes, strict=True)
-    }
+    pace: dict[str, Pace] = {}
+    most_back = 0.0  # what comes back early is there until it is needed: in every backward up to then
+    for region, (up, down), stay, then, now in zip(profile.regions, queues, there, after, backward_bytes, strict=True):
+        most_back = max(down, min(with_room(down, now), most_back))
+        pace[region.name] = Pace(with_room(up, then), most_back, with_room(stay, now, math.inf))
+        most_back += region.option(choices[region.name]).moved_bytes
     return Plan(
         choices=dict(choices),
         step_s=compute_s + stall_s + profile.other_s,

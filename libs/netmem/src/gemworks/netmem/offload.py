@@ -149,6 +149,7 @@ class OffloadEngine:
         # set by `begin_backward`: parcels before this one are ahead of need, and how many bytes of them may be back
         self._ahead_of = 0
         self._ahead_bytes = math.inf
+        self._staying_bytes = math.inf
         self._warned = False
         self._count = dict.fromkeys(
             (
@@ -187,7 +188,7 @@ class OffloadEngine:
                 or overlaps are coded and move with their whole storage.
         """
         coder = None if codec is None else get_codec(codec)
-        self._ahead_of, self._ahead_bytes = 0, math.inf
+        self._ahead_of, self._ahead_bytes, self._staying_bytes = 0, math.inf, math.inf
         # beside 16-bit activations, float32 means statistics (a logsumexp, a mean): too few bytes to be worth the error
         wide = torch.is_autocast_enabled(self.device.type) or any(
             p.dtype in (torch.bfloat16, torch.float16) for module in modules for p in module.parameters()
@@ -251,16 +252,25 @@ class OffloadEngine:
             while self._leaving and self._leaving_bytes - self._leaving[0].nbytes >= leaving_bytes:
                 self._depart_oldest()
 
-    def begin_backward(self, start: int, end: int, returning_bytes: float) -> None:
+    def begin_backward(self, start: int, end: int, returning_bytes: float, staying_bytes: float = math.inf) -> None:
         """The backward of a region begins: bring its own parcels, and some of what is needed after it.
 
         Args:
             start, end: `position` before and after its forward.
             returning_bytes: of the parcels before `start`, to be on their way back, rounded up to a whole parcel.
+            staying_bytes: of the parcels before `start`, may be on the device, rounded up likewise: of those that are
+                still leaving, compute waits for the others' copies and lets them go.
         """
         with self._lock, torch.no_grad():
             self._reap()
-            self._ahead_of, self._ahead_bytes = start, returning_bytes
+            returning = sum(p.nbytes for at, p in self._returning.items() if at < start)
+            there = returning + self._leaving_before(start)
+            while self._leaving and self._leaving[0].sequence < start:
+                there -= self._leaving[0].nbytes
+                if there < staying_bytes:
+                    break
+                self._depart_oldest()
+            self._ahead_of, self._ahead_bytes, self._staying_bytes = start, returning_bytes, staying_bytes
             self._look_ahead(end, min((p.num_passes for at, p in self._live.items() if at < end), default=0))
 
     # -- pack ----------------------------------------------------------------------------------------------------------
@@ -426,6 +436,7 @@ class OffloadEngine:
         through with lies before this one too and is not needed again in this pass.
         """
         ahead_bytes = sum(p.nbytes for at, p in self._returning.items() if at < self._ahead_of)
+        most_bytes = min(self._ahead_bytes, self._staying_bytes - self._leaving_before(self._ahead_of))
         for earlier in reversed(self._live):
             if earlier >= sequence:
                 continue
@@ -433,7 +444,7 @@ class OffloadEngine:
             if parcel.state is not State.AWAY or parcel.num_passes > num_passes:
                 continue
             if earlier < self._ahead_of:
-                if ahead_bytes >= self._ahead_bytes:
+                if ahead_bytes >= most_bytes:
                     break
                 ahead_bytes += parcel.nbytes
             if self._returning_bytes + parcel.nbytes > self.window_bytes:
@@ -443,6 +454,9 @@ class OffloadEngine:
             self._returning_bytes += parcel.nbytes
             self._count["moved_down_bytes"] += parcel.nbytes
             self._note_in_flight()
+
+    def _leaving_before(self, sequence: int) -> int:
+        return sum(p.nbytes for p in self._leaving if p.sequence < sequence and p.state is State.LEAVING)
 
     # -- housekeeping --------------------------------------------------------------------------------------------------
 

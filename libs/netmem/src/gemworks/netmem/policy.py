@@ -237,7 +237,7 @@ def paced_forward(forward: Callable[..., Any], engine: OffloadEngine, pace: Pace
         engine.end_forward(pace.leaving_bytes)
 
         def begin_backward(grad: torch.Tensor) -> None:
-            engine.begin_backward(start, end, pace.returning_bytes)
+            engine.begin_backward(start, end, pace.returning_bytes, pace.staying_bytes)
 
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor) and x.requires_grad:
