@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+from pathlib import Path
 
 import pytest
 from gemworks.parallel import COLLECTIVES, ClusterSpec, Link, presets
