@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from gemworks.cli import diagnose, output
 from gemworks.cli.app import run
 from gemworks.cli.compare import compare, print_comparison
+from gemworks.parallel.profile import gem_like
 
 pytestmark = pytest.mark.reference
 Golden = Callable[[str, str], None]
@@ -116,3 +119,48 @@ def test_comparison(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
     found = compare([row("a", 1), row("b", 1), row("c", 1)], [row("a", 2), row("b", 1.01), row("d", 3)])
     print_comparison(found, Path("old.csv"))
     golden("bench_compare.txt", capsys.readouterr().out)
+
+
+def test_config(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
+    assert run(["config", "--preset", "tiny"]) == 0
+    golden("config.txt", capsys.readouterr().out)
+
+
+ERRORS = """config,split,predicted_ms,measured_ms,error_pct,gpu
+a,calibrate,1,1,50,H200
+b,validate,9,10,-10,H200
+c,validate,10,10,2,H200
+"""
+
+
+def test_plan_simulate(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
+    Path("error.csv").write_text(ERRORS, encoding="utf-8")
+    plan = "--gpus 4096 --shard 256 --expert 2 --expert-shard 16 --table-group 256 --replica-shard 8"
+    assert run(["plan", "simulate", *plan.split(), "--measured", "error.csv"]) == 0
+    golden("plan_simulate.txt", capsys.readouterr().out)
+
+
+def test_plan_search(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
+    Path("error.csv").write_text(ERRORS, encoding="utf-8")
+    Path("model.json").write_text(gem_like(num_layers=2).to_json(), encoding="utf-8")
+    arguments = "--gpus 64 --profile model.json --keep 2 --top 3 --measured error.csv"
+    assert run(["plan", "search", *arguments.split()]) == 0
+    text = re.sub(r"(plans fit, \d+ do not); [\d.]+ s", r"\1; SECONDS s", capsys.readouterr().out, count=1)
+    golden("plan_search.txt", text)
+
+
+def test_trace(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
+    """Two products, and a gather half under the first one."""
+    gather = {"stream": 20, "Collective name": "all_gather", "grid": [24, 1, 1]}
+    events = [
+        {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": us, "args": args}
+        for name, start, us, args in (
+            ("gemm", 0.0, 20.0, {"stream": 7}),
+            ("ncclDevKernel_AllGather", 10.0, 30.0, gather),
+            ("gemm", 40.0, 20.0, {"stream": 7}),
+        )
+    ]
+    trace = {"traceEvents": events, "distributedInfo": {"rank": 0}, "deviceProperties": [{"id": 0, "numSms": 132}]}
+    Path("trace.json").write_text(json.dumps(trace), encoding="utf-8")
+    assert run(["trace", "trace.json"]) == 0
+    golden("trace.txt", capsys.readouterr().out)

@@ -22,7 +22,7 @@ from gemworks.jagged.bench.bandwidth import assert_near
 from gemworks.jagged.bench.cases import BWD_FACTOR, Case, Inputs, make_inputs
 from gemworks.jagged.bench.timing import Clock, measure_ceilings, time_in_turn
 from gemworks.jagged.ops.attention_core.reference import Rule
-from gemworks.jagged.ops.gdpa import launch_norm
+from gemworks.jagged.ops.gdpa import launch_epilogue
 from torch import Tensor
 
 CASES = (
@@ -118,13 +118,13 @@ def variants(case: Case, clock: Clock, context: report.Context) -> None:
     rule = Rule(x.scale, "fast_gelu", Mask(), False)
     p = Problem(q, k, v, rule, x.schedule, case.rows, "sm_90", q.shape[0], case.rows)
     made = {name: f().detach() for name, f in functions(x, residual, add).items()}
-    make = launch_norm.GluonNormConfig
-    norm = launch_norm.NormArgs(residual, add, None, None, 1e-6, False)
+    make = launch_epilogue.GluonNormConfig
+    norm = launch_epilogue.NormArgs(residual, add, None, None, 1e-6, False)
     for config in (make(), make(128, 2), make(64, 4, 2, 184, 112), make(64, 5, 1)):
         y, h = torch.full_like(x.d_out, float("nan")), torch.full_like(x.d_out, float("nan"))
 
         def run(config: Any = config, y: Tensor = y, h: Tensor = h) -> None:
-            launch_norm.gluon_forward(p, norm, y, h, config)
+            launch_epilogue.gluon_forward(p, norm, y, h, config)
 
         times, errors = time_in_turn(clock, {"y": run}, rounds=1, repeats=10)
         if not errors:

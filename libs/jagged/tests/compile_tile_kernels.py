@@ -153,22 +153,22 @@ def schedule_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any
 
 
 def epilogue_cases(gluon: bool) -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], dict[str, Any]]]:
-    from gemworks.jagged.ops.gdpa import kernel_norm, launch_norm
+    from gemworks.jagged.ops.gdpa import kernel_epilogue, launch_epilogue
 
     parts = dict.fromkeys(("CENTER", "HAS_RESIDUAL", "HAS_ADD", "HAS_WEIGHT", "HAS_BIAS"), True)
     plain = {
         "ACT": "fast_gelu", "HEADS": 4, "GROUP": 1, "H": 128, "V": 128, "BH": 128, "BV": 128, "BM": 128, "BN": 64,
-        "PRECISION": "tf32", "BW": 512, "C": launch_norm.NORM_VALUES // 512,
+        "PRECISION": "tf32", "BW": 512, "C": launch_epilogue.NORM_VALUES // 512,
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": 8, "num_stages": 3}
     cases: dict[str, Any] = {
-        "epilogue triton": (kernel_norm.gdpa_norm_kernel, lambda _: "*bf16", plain | parts, options)
+        "epilogue triton": (kernel_epilogue.gdpa_norm_kernel, lambda _: "*bf16", plain | parts, options)
     }
     if gluon:
-        from gemworks.jagged.ops.gdpa.kernel_norm_hopper import gdpa_norm_hopper_kernel
+        from gemworks.jagged.ops.gdpa.kernel_epilogue_hopper import gdpa_norm_hopper_kernel
         from triton.experimental.gluon import language as gl
 
-        config = launch_norm.GluonNormConfig()
+        config = launch_epilogue.GluonNormConfig()
         constants = {
             "ACT": "fast_gelu", "HEADS": 4, "H": 128, "BN": config.block, "STAGES": config.stages, "FOLD": True,
             "QSTAGES": config.resident_stages, "CONSUMER_REGS": config.registers,

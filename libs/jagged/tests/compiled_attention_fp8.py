@@ -65,7 +65,7 @@ def gluon(capability: int, width: int) -> Any:
 
 
 def values(capability: int, which: str) -> Any:
-    from gemworks.jagged.ops.attention_fp8.kernel_values import rows_kernel, tiles_kernel
+    from gemworks.jagged.ops.attention_fp8.kernel_dequantize import rows_kernel, tiles_kernel
     from gemworks.jagged.ops.attention_fp8.launch import SEARCH
 
     kernel: Any = rows_kernel if which == "rows" else tiles_kernel

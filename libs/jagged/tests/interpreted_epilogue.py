@@ -14,7 +14,7 @@ from gemworks.jagged._dense import Mask
 from gemworks.jagged.ops.attention_core import table
 from gemworks.jagged.ops.attention_core.launch import Problem
 from gemworks.jagged.ops.attention_core.reference import Rule
-from gemworks.jagged.ops.gdpa import launch_norm
+from gemworks.jagged.ops.gdpa import launch_epilogue
 from gemworks.jagged.ops.norms.launch import norm_backward
 from gemworks.jagged.schedule import TileSchedule
 from torch import Tensor
@@ -58,9 +58,9 @@ def test_twin_equals_definition(
     problem = Problem(
         q, k.flatten(0, 1), v.flatten(0, 1), Rule(0.3, "gelu", Mask(), False), schedule, ROWS, "sm_90", total, ROWS
     )
-    args = launch_norm.NormArgs(r, a, w, b, e.eps, kind == "layer")
+    args = launch_epilogue.NormArgs(r, a, w, b, e.eps, kind == "layer")
     y, h = (torch.full((total, heads, value_width), NAN, dtype=dtype) for _ in range(2))
-    launch_norm.triton_forward(problem, args, y, h, table.TritonConfig(16, 16, 4, 1))
+    launch_epilogue.triton_forward(problem, args, y, h, table.TritonConfig(16, 16, 4, 1))
     tolerance: Any = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
     torch.testing.assert_close(y.double(), truth, **tolerance)
     assert not h[used:].any()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gemworks.jagged import NormEpilogue, TileSchedule, gdpa, offsets_from_lengths
-from gemworks.jagged.ops.gdpa import launch_norm
+from gemworks.jagged.ops.gdpa import launch_epilogue
 from torch import Tensor
 
 pytestmark = [
@@ -59,8 +59,8 @@ def test_values_and_gradients(
     """Against float64; garbage past the last offset; bit-equal repeats; the expected kernel."""
     taken: list[str] = []
     for name in ("gluon_forward", "triton_forward"):
-        real = getattr(launch_norm, name)
-        monkeypatch.setattr(launch_norm, name, lambda *a, n=name, r=real: (taken.append(n), r(*a)))
+        real = getattr(launch_epilogue, name)
+        monkeypatch.setattr(launch_epilogue, name, lambda *a, n=name, r=real: (taken.append(n), r(*a)))
     x, offsets = make(heads, width, rows, dtype)
     used = int(offsets[-1])
     exact = {n: t.detach().double().requires_grad_(t.requires_grad) for n, t in x.items()}

@@ -96,16 +96,16 @@ def test_launches_give_every_parameter(
 def test_epilogue_launch_gives_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from gemworks.jagged.ops.attention_core import launch, launch_hopper
-    from gemworks.jagged.ops.gdpa import launch_norm
-    from gemworks.jagged.ops.gdpa.kernel_norm_hopper import gdpa_norm_hopper_kernel
+    from gemworks.jagged.ops.gdpa import launch_epilogue
+    from gemworks.jagged.ops.gdpa.kernel_epilogue_hopper import gdpa_norm_hopper_kernel
 
     kernel = Recorder(gdpa_norm_hopper_kernel)
-    monkeypatch.setattr(launch_norm, "_hopper", lambda: kernel)
+    monkeypatch.setattr(launch_epilogue, "_hopper", lambda: kernel)
     monkeypatch.setattr(launch_hopper, "_num_programs", lambda _: 2)
     q, k = torch.zeros(40, 2, 128, dtype=torch.bfloat16), torch.zeros(128, 2, 128, dtype=torch.bfloat16)
     schedule = TileSchedule.build(offsets_from_lengths(torch.tensor([17, 23])), total_q=40, rows_k=64)
     p = launch.Problem(q, k, k, Rule(0.1, "fast_gelu", Mask(), False), schedule, 64, "sm_90", 40, 64)
-    launch_norm.forward(p, launch_norm.NormArgs(q, None, None, q[0].flatten(), 1e-6, True))
+    launch_epilogue.forward(p, launch_epilogue.NormArgs(q, None, None, q[0].flatten(), 1e-6, True))
     assert kernel.calls == 1
 
     from gemworks.jagged.ops.gdpa import epilogue

@@ -32,11 +32,11 @@ def test_what_triton_tells_apart_looks_different():
 def test_every_kernel_has_its_constants_last():
     from gemworks.jagged.ops.attention_core import launch
     from gemworks.jagged.ops.block_attention import launch as block_launch
-    from gemworks.jagged.ops.gdpa import launch_norm
+    from gemworks.jagged.ops.gdpa import launch_epilogue
     from gemworks.jagged.ops.norms import launch as norm_launch
     from gemworks.jagged.ops.rope import launch as rope_launch
 
-    for launches in (launch, block_launch, launch_norm, norm_launch, rope_launch):
+    for launches in (launch, block_launch, launch_epilogue, norm_launch, rope_launch):
         found = [x for x in vars(launches).values() if isinstance(x, Quick)]
         assert found, launches.__name__
         _check_constants(found)

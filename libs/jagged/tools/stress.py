@@ -1,24 +1,33 @@
-"""The same attention again and again, bit for bit, while another process uses the device too.
+"""The same attention again and again, bit for bit, while the device is kept busy with other things.
 
-    python libs/jagged/tools/stress.py --seconds 20 --contend
-    python libs/jagged/tools/stress.py --seconds 20 --contend --launch plain --forward separate
+    python libs/jagged/tools/stress.py --seconds 20 --contend products
+    python libs/jagged/tools/stress.py --seconds 20 --contend same --launch plain --forward separate
 
 Everything that `flash_attention` and `gdpa` return is a function of their arguments, to the bit, however the device is
 shared and however far the host runs ahead. So each repeat is compared with the first one, on the device and without
-waiting, over several batches in turn whose memory is reused. Prints a line per op and tensor, and exits with 1 if any
-repeat differed. The options take one suspect away each:
+waiting, over several batches in turn whose memory is reused. Prints a line per op, and exits with 1 if any repeat
+differed. These provoke:
+
+    --contend products   another process: matrix products, memory that is taken and given back
+    --contend same       another process: this program, without anything beside it
+    --beside N           products on N other streams of this process, so that programs of a kernel start at
+                         different times
+    --programs           grids of 20 to 300 programs in turn, in place of one per multiprocessor
+    --lag MS             the device sleeps before every step: the host is that far ahead of it
+    --poison             ones (NaN, -1) in the free memory before every call: shows reads of what nobody wrote
+
+and these take one suspect away each:
 
     --launch plain       Triton's own launcher in place of `quick`
     --dispatch torch     every call through torch's dispatcher
     --forward separate   a signal each for K and V, tiles that are not chained
     --backward split     two kernels of dQ and dK, dV in place of the fused one
-    --poison             not a suspect: ones (NaN, -1) in the free memory before every call show reads of what
-                         nobody wrote
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import subprocess
 import sys
 import time
@@ -33,6 +42,7 @@ from torch import Tensor
 
 NAMES = ("out", "dq", "dk", "dv")
 HEADS, WIDTH = 4, 128
+CYCLES_PER_MS = 2_000_000  # a little more than devices make
 # Another process: products of changing sizes, and memory that is taken and given back.
 OTHER = """
 import torch
@@ -57,6 +67,38 @@ def poison(num_bytes: int = 6 << 30) -> None:
     small = [torch.empty(512 * (1 + n % 64), dtype=torch.uint8, device="cuda") for n in range(2048)]
     for block in blocks + small:
         block.fill_(255)
+
+
+class Beside:
+    """Products on other streams, of sizes that change; they take multiprocessors away while a kernel starts."""
+
+    def __init__(self, number: int) -> None:
+        self.streams = [torch.cuda.Stream(priority=-1) for _ in range(number)]
+        self.x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) if number else None
+        torch.cuda.synchronize()  # the other streams read it
+        self.sizes = itertools.cycle(range(256, 8192, 328))
+
+    def start(self) -> None:
+        for stream in self.streams:
+            assert self.x is not None
+            with torch.cuda.stream(stream):
+                self.x[: next(self.sizes)] @ self.x  # pyright: ignore[reportUnusedExpression]
+
+
+def change_grids() -> None:
+    """Gives every launch another number of programs: results must not depend on it."""
+    from gemworks.jagged.ops.attention_core import launch_hopper
+
+    numbers = itertools.cycle([132, 20, 300, 131, 97, 264, 60])
+    launch_hopper._num_programs = lambda index: next(numbers)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def start_other(kind: str) -> subprocess.Popen[bytes] | None:
+    if kind == "products":
+        return subprocess.Popen([sys.executable, "-c", OTHER])
+    if kind == "same":
+        return subprocess.Popen([sys.executable, __file__, "--seconds", "600"], stdout=subprocess.DEVNULL)
+    return None
 
 
 def without_suspects(args: argparse.Namespace) -> None:
@@ -108,7 +150,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-length", type=int, default=2048)
     parser.add_argument("--batches", type=int, default=3, help="different ones, in turn")
     parser.add_argument("--seconds", type=float, default=20.0, help="of repeats, after the first results")
-    parser.add_argument("--contend", action="store_true", help="another process on the same device")
+    parser.add_argument("--contend", choices=("nobody", "products", "same"), default="nobody")
+    parser.add_argument("--beside", type=int, default=0, metavar="N")
+    parser.add_argument("--programs", action="store_true")
+    parser.add_argument("--lag", type=float, default=0.0, metavar="MS")
     parser.add_argument("--launch", choices=("quick", "plain"), default="quick")
     parser.add_argument("--dispatch", choices=("direct", "torch"), default="direct")
     parser.add_argument("--forward", choices=("shipped", "separate"), default="shipped")
@@ -121,8 +166,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = [steps(args.batch_size, args.max_length, seed) for seed in range(args.batches)]
     first = [{op: step() for op, step in case.items()} for case in cases]
     torch.cuda.synchronize()
+    if args.programs:
+        change_grids()
+    beside = Beside(args.beside)
     different = {op: torch.zeros(len(NAMES), dtype=torch.int64, device="cuda") for op in cases[0]}
-    other = subprocess.Popen([sys.executable, "-c", OTHER]) if args.contend else None
+    not_finite = dict.fromkeys(different, torch.zeros((), dtype=torch.int64, device="cuda"))
+    other = start_other(args.contend)
     repeats, end = 0, time.monotonic() + args.seconds
     try:
         while time.monotonic() < end:
@@ -130,9 +179,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for op, step in case.items():
                     if args.poison:
                         poison()
+                    if args.lag:
+                        torch.cuda._sleep(int(args.lag * CYCLES_PER_MS))
+                    beside.start()
                     found = step()
-                    marks = [(a != b).any() for a, b in zip(found, expected[op], strict=True)]
-                    different[op] += torch.stack(marks)
+                    different[op] += torch.stack([(a != b).any() for a, b in zip(found, expected[op], strict=True)])
+                    not_finite[op] = not_finite[op] + torch.stack([~x.isfinite().all() for x in found]).any()
             repeats += args.batches
             if repeats % (8 * args.batches) == 0:  # the host may run ahead, but not for ever
                 torch.cuda.synchronize()
@@ -145,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for op, counts in different.items():
         total += sum(counts.tolist())
         facts = "  ".join(f"{name} {n}" for name, n in zip(NAMES, counts.tolist(), strict=True))
-        print(f"{op}: of {repeats} repeats differed: {facts}", flush=True)
+        print(f"{op}: of {repeats} repeats differed: {facts}; not finite: {int(not_finite[op])}", flush=True)
     return int(total > 0)
 
 

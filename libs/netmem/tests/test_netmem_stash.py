@@ -72,6 +72,14 @@ def test_parking_frees_the_device_and_restoring_gives_every_alias_back():
     assert base._version == 0
 
 
+def test_a_storage_of_the_minimum_size_leaves_and_a_smaller_one_stays():
+    stash = make_stash()  # min_bytes=64
+    at_least, smaller = torch.ones(16), torch.ones(15)
+    stash.add("state", [at_least, smaller])
+    stash.park("state", wait=True)
+    assert [x.untyped_storage().nbytes() for x in (at_least, smaller)] == [0, 60]
+
+
 def test_restored_while_leaving_and_written_at_once():
     """The outgoing copy of the first round must not read what the owner writes after the restore."""
     for seed in range(6):

@@ -84,6 +84,16 @@ def test_two_runs_and_two_epochs_are_equal() -> None:
     assert list(bbs) == first
 
 
+def test_the_order_is_drawn_anew_for_each_window_and_alike_for_each_epoch() -> None:
+    equal_windows = [cost for _ in range(6) for cost in range(1, 17)]
+    bbs = BaseBatchShuffler(equal_windows, float, sub_batches_per_batch=2, batches_per_window=8, align=False, seed=1)
+    first = list(bbs)
+    windows = [first[i : i + 8] for i in range(0, len(first), 8)]
+    assert all(sorted(window) == sorted(windows[0]) for window in windows)
+    assert any(window != windows[0] for window in windows)
+    assert list(bbs) == first
+
+
 def test_a_source_that_cannot_resume_says_so() -> None:
     with pytest.raises(ValueError, match="state_dict"):
         BaseBatchShuffler([1, 2], float).state_dict()

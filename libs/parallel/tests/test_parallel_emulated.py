@@ -113,13 +113,16 @@ def test_a_host_cut_off_in_mid_step_stops_the_others_in_time(network: EmulatedNe
     cut: list[float] = []
 
     def pull() -> None:
-        time.sleep(12.0)
+        four_steps = 50e6  # bytes between hosts
+        end = time.monotonic() + 90
+        while network.counters().zone < four_steps and time.monotonic() < end:
+            time.sleep(0.2)
         network.cut(3)
         cut.append(time.monotonic())
 
     thread = threading.Thread(target=pull)
     thread.start()
-    answers = launch(network, step_until_failure, (cluster, SHAPE, job, timeout_s, 60.0), timeout_s=120)
+    answers = launch(network, step_until_failure, (cluster, SHAPE, job, timeout_s, 60.0), timeout_s=240)
     thread.join()
     for good, failure in answers:
         assert good, failure

@@ -1,5 +1,5 @@
-"""All five dimensions at once, against one process; a checkpoint resharded to another plan and continued; a rank that
-dies."""
+"""Dimensions of different views in pairs, and all five at once, against one process; a checkpoint resharded to another
+plan and continued; a rank that dies."""
 
 from __future__ import annotations
 
@@ -57,12 +57,14 @@ def reference(first_world: int, steps: int, second_world: int, more: int):
     model = Five()
     opt = torch.optim.SGD(model.parameters(), lr=LR)
     tables = {t.name: default_rows(t, range(t.num_rows), 0).requires_grad_() for t in TABLES}
-    losses = []
+    losses, grads = [], {}
     for step in range(steps + more):
         world = first_world if step < steps else second_world
         opt.zero_grad()
         loss = torch.stack([loss_of(model(_plain_forward(tables, batch_of(r, step)))) for r in range(world)]).mean()
         loss.backward()
+        if step == 0:
+            grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         opt.step()
         with torch.no_grad():
             for w in tables.values():
@@ -70,7 +72,8 @@ def reference(first_world: int, steps: int, second_world: int, more: int):
                 w -= LR * w.grad
                 w.grad = None
         losses.append(float(loss.detach()))
-    return losses, {n: p.detach() for n, p in model.named_parameters()}, {n: w.detach() for n, w in tables.items()}
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    return losses, params, {n: w.detach() for n, w in tables.items()}, grads
 
 
 def _run(
@@ -91,7 +94,7 @@ def _run(
         load(state, checkpoint_id=load_from)
         model.load_state_dict(state["model"])
         assert int(state["step"]) == first
-    losses, log = [], CollectiveLog()
+    losses, grads, log = [], {}, CollectiveLog()
     for step in range(first, first + steps):
         opt.zero_grad()
         with log:
@@ -99,6 +102,8 @@ def _run(
             y = model(emb(batch_of(rank, step)))
             loss = emb.gather_in_backward_of(loss_of(y))
             loss.backward()
+        if step == 0:
+            grads = {n: full(p.grad).numpy() for n, p in model.named_parameters() if p.grad is not None}
         opt.step()
         total = loss.detach().clone()
         dist.all_reduce(total)
@@ -109,11 +114,20 @@ def _run(
         save(state, checkpoint_id=save_to)
     return {
         "losses": losses,
+        "grads": grads,
         "params": {n: full(p).numpy() for n, p in model.named_parameters()},
         "tables": {t.name: emb.full_table(t.name).numpy() for t in TABLES},
         "events": log.events,
         "communicators": (meshes.num_communicators, len(meshes.layout.used_axes())),
     }
+
+
+def _compare_gradients(results: list[dict], grads: dict[str, Tensor]) -> None:
+    assert set().union(*[r["grads"] for r in results]) == set(grads)  # a rank has those of its own experts
+    for r in results:
+        assert set(r["grads"]) == set(r["params"])
+        for n, g in r["grads"].items():
+            torch.testing.assert_close(torch.from_numpy(g), grads[n], rtol=2e-4, atol=1e-6, msg=n)
 
 
 def _compare(results: list[dict], losses: list[float], params: dict[str, Tensor], tables: dict[str, Tensor]) -> None:
@@ -128,16 +142,45 @@ def _compare(results: list[dict], losses: list[float], params: dict[str, Tensor]
 
 FOUR = {"shard": 2, "expert": 2, "expert_shard": 1, "table_group": 2, "replica_shard": 2}
 OTHER = {"shard": 4, "expert": 1, "expert_shard": 2, "table_group": 4, "replica_shard": 1}
+ALONE = {"shard": 1, "expert": 1, "expert_shard": 1, "table_group": 1, "replica_shard": 1}
+# what is not named is replicated four times
+PAIRS = [
+    ALONE | {"shard": 4, "expert": 2},
+    ALONE | {"shard": 4, "expert_shard": 2},
+    ALONE | {"shard": 2, "table_group": 4},
+    ALONE | {"shard": 2, "replica_shard": 4},
+    ALONE | {"expert": 2, "table_group": 2},
+    ALONE | {"expert": 4, "replica_shard": 2},
+    ALONE | {"expert_shard": 2, "table_group": 2},
+    ALONE | {"expert_shard": 4, "replica_shard": 2},
+]
 EIGHT = {"shard": 4, "expert": 2, "expert_shard": 2, "table_group": 2, "replica_shard": 2}
+
+
+def _one_after_the_other(rank: int, world: int, plans: list[dict], steps: int) -> list[dict[str, Any]]:
+    return [_run(rank, world, plan, 0, steps, "", "") for plan in plans]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_every_pair_of_dimensions_of_different_views_on_four_processes() -> None:
+    """Pairs inside a view are in test_parallel_experts and test_parallel_embeddings, each dimension alone too."""
+    losses, params, tables, grads = reference(4, 10, 4, 0)
+    by_rank = spawn(_one_after_the_other, 4, PAIRS, 10)
+    for i in range(len(PAIRS)):
+        results = [rank[i] for rank in by_rank]
+        _compare_gradients(results, grads)
+        _compare(results, losses, params, tables)
 
 
 @pytest.mark.dist
 def test_four_processes_then_another_plan_from_the_checkpoint(tmp_path) -> None:
     folder = str(tmp_path / "ckpt")
-    losses, params, tables = reference(4, 6, 4, 4)
+    losses, params, tables, grads = reference(4, 6, 4, 4)
     assert losses[9] < 0.8 * losses[0], "the example must learn, or equality says little"
     first = spawn(_run, 4, FOUR, 0, 6, "", folder)
     assert all(r["losses"] == pytest.approx(losses[:6], rel=1e-4) for r in first)
+    _compare_gradients(first, grads)
     _compare(spawn(_run, 4, OTHER, 6, 4, folder, ""), losses[6:], params, tables)
 
 
@@ -146,9 +189,10 @@ def test_four_processes_then_another_plan_from_the_checkpoint(tmp_path) -> None:
 def test_m8_eight_processes_all_five_dimensions_then_four_from_the_checkpoint(tmp_path) -> None:
     """All five dimensions with replicas of everything; M8: fewer groups than axes."""
     folder = str(tmp_path / "ckpt")
-    losses, params, tables = reference(8, 10, 4, 3)
+    losses, params, tables, grads = reference(8, 10, 4, 3)
     first = spawn(_run, 8, EIGHT, 0, 10, "", folder)
     assert all(r["losses"] == pytest.approx(losses[:10], rel=1e-4) for r in first)
+    _compare_gradients(first, grads)
     assert find_order_conflict([r["events"] for r in first]) is None
     made, axes = first[0]["communicators"]
     assert axes == 8

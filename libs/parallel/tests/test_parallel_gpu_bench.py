@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gemworks.parallel import gpu_bench
+from gemworks.parallel import bench, gpu_bench
 from gemworks.parallel.exposed import Exposure, exposure
 from gemworks.parallel.measured_rows import BENCH_COLUMNS
 from parallel_spawn import spawn
@@ -63,6 +63,29 @@ def test_every_step_of_the_gpu_section_runs() -> None:
     assert ops.count("gpu exposed all_gather") == 2 + 2 + 4
     assert all(set(r) <= set(BENCH_COLUMNS) for r in rows)
     assert all(r["num_gpus"] == 1 for r in rows if r["op"].endswith("alone"))
+
+
+def test_parts_run_in_the_order_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(gpu_bench, "start_nccl", lambda: torch.device("cpu"))
+    monkeypatch.setattr(gpu_bench, "ceilings", lambda device: {"copy_gbps": 1.0})
+    monkeypatch.setattr(gpu_bench.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(gpu_bench.dist, "destroy_process_group", lambda: None)
+    parts = {name: lambda world, device, n=name: ran.append(n) or [{"op": n}] for name in gpu_bench.PARTS}
+    monkeypatch.setattr(gpu_bench, "PARTS", parts)
+    assert list(gpu_bench.gpu_rows(["fsdp", "rates"])) == [
+        ([{"copy_gbps": 1.0, "op": "fsdp"}], 2),
+        ([{"copy_gbps": 1.0, "op": "rates"}], 2),
+    ]
+    assert len(list(gpu_bench.gpu_rows())) == 4
+    assert ran == ["fsdp", "rates", "rates", "experts", "tables", "fsdp"]
+
+
+def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(["gpu", "--gpu-parts", "fsdp", "fsdq"])
+    assert stopped.value.code == 2
+    assert "unknown --gpu-parts ['fsdq']" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [1.1, float("nan")])

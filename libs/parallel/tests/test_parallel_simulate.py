@@ -259,6 +259,31 @@ def test_m8_communicators_are_in_the_memory() -> None:
     assert simulate(plan, m, c).memory.parts["communicators (2)"] == 2 * COMMUNICATOR_BYTES
 
 
+def test_two_gathered_layers_and_the_joint_batch_of_experts_are_in_the_memory() -> None:
+    """Of layers that are sharded the two largest are whole at once, and one layer's gradients; an expert's backward
+    keeps the samples of its whole group."""
+    c = presets.h200_host(8)
+    layers = tuple(
+        LayerProfile(name=f"l{i}", params=params, flops=1e9, activation_bytes=1000.0, length_share=0.0)
+        for i, params in enumerate((1_000_000, 3_000_000, 2_000_000))
+    )
+    expert = LayerProfile(
+        name="e",
+        params=800_000,
+        flops=1e9,
+        activation_bytes=1000.0,
+        length_share=0.0,
+        exchange_bytes=5e6,
+        kind="expert",
+    )
+    model = ModelProfile(
+        name="m", layers=(*layers, expert), num_experts=4, law=CONSTANT, weight_bytes=2.0, gradient_bytes=4.0
+    )
+    plan = ParallelPlan.for_world(8, shard=8, expert=4, expert_shard=2)
+    found = estimate_memory(plan, model, c, 0).parts["activations and gathered layers"]
+    assert found == pytest.approx(4 * 1000.0 + 4 * 5e6 + (3e6 + 2e6) * 2.0 + 3e6 * 4.0)
+
+
 def test_m6_a_plan_that_does_not_fit_says_need_capacity_largest_tables_and_what_to_change() -> None:
     """M6: the report of an infeasible plan."""
     c = presets.roce_cluster(64)

@@ -3,7 +3,7 @@
 import csv
 
 import pytest
-from gemworks.precision import bench, bench_checks
+from gemworks.precision import bench, bench_checks, bench_run
 
 pytestmark = pytest.mark.reference
 
@@ -19,7 +19,7 @@ def test_smoke_run_writes_the_agreed_columns(tmp_path, monkeypatch):
     assert bench.main(["--out", str(tmp_path)]) == 0
     with (tmp_path / "precision_cpu_smoke.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == [*bench.LEADING, *bench.COMMON]
+    assert list(rows[0]) == [*bench_run.LEADING, *bench_run.COMMON]
     assert {r["op"] for r in rows} >= {
         "cast_rows",
         "cast_both",

@@ -59,3 +59,10 @@ def test_what_fits_the_accumulator_is_exact():
     left[0, 0], left[0, 1], right[0, :2] = 448.0, 2.0**-6, 1.0  # 2^8 and 2^-6: the smaller one is cut off
     left[0, 2:], right[0, 2:] = 0.0, 0.0
     assert hopper(left, right)[0, 0] == 448.0
+
+
+def test_the_accumulator_before_an_instruction_counts():
+    """It is aligned with the products: 32 x 8 = 256 in it, and 32 small products that take it back to 1."""
+    left = torch.cat([torch.full((32,), 8.0), torch.full((31,), -8.0), torch.tensor([-7.0]), torch.zeros(64)])[None]
+    worst, _ = hopper_fp8_bound(left.double(), torch.ones(1, 128).double(), 0.0)
+    assert round(worst.item() * 2**13 / 35) == 256 + 256 + 1 + 1

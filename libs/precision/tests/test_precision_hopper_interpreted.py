@@ -1,6 +1,7 @@
 """The layer's short way on Hopper under the interpreter, with cuBLAS played by the definition of its layouts."""
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -8,11 +9,16 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs under TRITON_INTERPRET=1, see test_precision_tiers.py", allow_module_level=True)
 
-from gemworks.precision import hopper
-from gemworks.precision.hopper import HopperLinear, fits, plan_of
-from gemworks.precision.linear import mx_linear
-from gemworks.precision.recipe import recipe
+from gemworks.precision import backends, hopper, linear, short_casts
+from gemworks.precision.backends import DeviceSpec
+from gemworks.precision.casts import CastSpec, cast, cast_both
+from gemworks.precision.exact import ExactPlan, exact_plan_of
+from gemworks.precision.fsdp import GatheredWeight, PlaneMeta
+from gemworks.precision.hopper import HopperLinear, plan_of
+from gemworks.precision.linear import linear_with_counts, mx_linear, specs_of
+from gemworks.precision.recipe import GemmKind, GemmRecipe, recipe
 from gemworks.precision.scaled_mm import SQUARES128
+from gemworks.precision.triton_casts import readable_length
 
 pytestmark = pytest.mark.interpret
 
@@ -45,6 +51,11 @@ CASES = [
     ("fp8_block128", {"square_inputs": True}, True),
     ("fp8_square128", {}, False),
     ("fp8_wgrad_bf16", {}, True),
+    ("mxfp8_regroup128", {}, True),
+    ("mxfp8_regroup128", {"save": "both"}, False),
+    ("mxfp8", {}, False),
+    ("mxfp8", {"save": "both"}, True),
+    ("mxfp8", {"wgrad": GemmRecipe(GemmKind.BF16)}, True),
 ]
 
 
@@ -54,9 +65,11 @@ def test_gives_what_the_general_way_gives(name, settings, kept, monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm_v2", by_definition)
     monkeypatch.setattr(hopper, "KEPT_WEIGHT_BYTES", 2**22 if kept else 0)
     chosen = recipe(name, **settings)
-    m, k, n = 131, 256, 128
+    m, k, n = 19, 128, 128
     dtype = torch.bfloat16 if kept else torch.float32
-    plan = plan_of(chosen, torch.bfloat16, dtype, k, n)
+    exact = chosen.forward.kind is GemmKind.MXFP8
+    plan = (exact_plan_of if exact else plan_of)(chosen, torch.bfloat16, dtype, k, n)
+    monkeypatch.setattr(linear, "_plan_of", lambda *_: plan)
     generator = torch.Generator().manual_seed(1)
     results = []
     for general in (False, True):
@@ -66,12 +79,11 @@ def test_gives_what_the_general_way_gives(name, settings, kept, monkeypatch):
         b = torch.randn(n, generator=generator).bfloat16().requires_grad_()
         dy = torch.randn(m, n, generator=generator).bfloat16()
         if general:
-            y = mx_linear(x, w, b, recipe(chosen, backend="reference"))
-        else:
-            y = HopperLinear.apply(x, w, b, plan, True, torch.bfloat16)
+            monkeypatch.setattr(linear, "_plan_of", lambda *_: None)
+        y, counts = linear_with_counts(x, w, b, chosen, 0)
         assert y.shape == (m, n)
         y.backward(dy)
-        results.append((y.detach(), x.grad, w.grad, b.grad))
+        results.append((y.detach(), x.grad, w.grad, b.grad, counts))
     for ours, expected in zip(*results, strict=True):
         assert ours.dtype is expected.dtype
         torch.testing.assert_close(ours, expected, rtol=2**-7, atol=2e-3)
@@ -81,11 +93,11 @@ def test_inputs_that_need_no_gradient(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm_v2", by_definition)
     plan = plan_of(recipe("fp8_square128"), torch.bfloat16, torch.bfloat16, 128, 128)
     x, w = torch.randn(16, 128).bfloat16(), torch.randn(128, 128).bfloat16().requires_grad_()
-    HopperLinear.apply(x, w, None, plan, True, torch.bfloat16).sum().backward()
+    HopperLinear.apply(x, w, None, plan, True, None).sum().backward()
     assert w.grad is not None
     w.requires_grad_(False)
     x.requires_grad_()
-    HopperLinear.apply(x, w, None, plan, False, torch.bfloat16).backward(torch.ones(16, 128).bfloat16().t().t())
+    HopperLinear.apply(x, w, None, plan, False, None).backward(torch.ones(16, 128).bfloat16().t().t())
     assert x.grad is not None
 
 
@@ -105,8 +117,116 @@ def test_what_takes_the_general_way(settings):
     assert plan_of(recipe("fp8_block128"), half, half, 256, 128) is not None
     assert plan_of(recipe("fp8_block128", **settings), half, half, 256, 128) is None
     assert plan_of(recipe("mxfp8"), half, half, 256, 128) is None
+    assert exact_plan_of(recipe("mxfp8"), half, half, 96, 32) is not None
+    assert exact_plan_of(recipe("mxfp8", **settings), half, half, 256, 128) is None or "row_weights" in settings
+    assert exact_plan_of(recipe("mxfp8"), torch.float32, half, 256, 128) is None
+    assert exact_plan_of(recipe("fp8_block128"), half, half, 256, 128) is None
     assert plan_of(recipe("fp8_block128"), torch.float32, half, 256, 128) is None
     assert plan_of(recipe("fp8_block128"), half, half, 192, 128) is None
-    assert fits(torch.empty(3, 128, dtype=half))
-    assert not fits(torch.empty(128, 3, dtype=half).t())
-    assert not fits(torch.empty(3, 136, dtype=half)[:, 4:132])
+    assert short_casts.fits(torch.empty(3, 128, dtype=half))
+    assert not short_casts.fits(torch.empty(128, 3, dtype=half).t())
+    assert not short_casts.fits(torch.empty(3, 136, dtype=half)[:, 4:132])
+
+
+@pytest.mark.parametrize("kind", [GemmKind.MXFP8, GemmKind.MXFP8_REGROUP128, GemmKind.FP8_BLOCK128])
+@pytest.mark.parametrize(("m", "dtype"), [(35, torch.bfloat16), (48, torch.float32)], ids=str)
+def test_operands_are_the_planes_of_the_reference(kind, m, dtype):
+    """P1: codes, scales and counts of every cast of the short ways, and bf16 values of 32-wide planes, bit by bit."""
+    if dtype is torch.float32 and kind is not GemmKind.MXFP8:
+        pytest.skip("fp32 tiles are read of weights alone")
+    spec, k = CastSpec(kind), 256
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(2)) * torch.logspace(-3, 3, k)
+    x[3, 5] = float("nan")
+    x = x.to(dtype)
+    count = torch.zeros((), dtype=torch.int64)
+    made = short_casts.TileCast(spec, short_casts.BOTH, True, m, k, k, dtype)(x, count)
+    rows, columns, lost = cast_both(x, spec, "reference")
+    width = rows.block
+    assert count == lost
+    codes, scales, codes_t, scales_t = (t.view(torch.uint8) if t.dtype is short_casts.F8 else t for t in made)
+    if width == 128:
+        scales, scales_t = ((t.view(torch.int32) >> 23).to(torch.uint8) for t in (scales, scales_t))
+    assert torch.equal(codes[:m], rows.codes)
+    assert torch.equal(scales[:m], rows.scales)
+    assert torch.equal(codes_t[:, :m], columns.codes.t())
+    assert torch.equal(scales_t[:, : -(-m // width)], columns.scales.t())
+    assert not codes[m:].any()
+    assert not codes_t[6:, m:].any()  # the block with a NaN is NaN to its end
+    if width == 32:
+        length, padded = readable_length(m), codes.shape[0]
+        read = short_casts.Reading(m, k, k, 1, padded, True)(codes, scales)
+        assert torch.equal(read.t().float().nan_to_num(9.0), rows.dequantize().nan_to_num(9.0))
+        read = short_casts.Reading(k, length, padded, 1, k, False)(codes_t, scales_t)
+        assert read.shape == (k, length)
+        assert torch.equal(read[:, :m].float().nan_to_num(9.0), columns.dequantize().t().nan_to_num(9.0))
+        assert not read[:, m:].any()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_regrouped_weights_are_the_squares_of_the_reference(transposed):
+    spec, (n, k) = CastSpec(GemmKind.MXFP8_REGROUP128), (384, 128)
+    w = torch.randn(n, k, generator=torch.Generator().manual_seed(3)) * torch.logspace(-9, 0, k)
+    counts = torch.zeros(2, dtype=torch.int64)
+    codes, square = short_casts.RegroupedWeight(spec, transposed, w.dtype, n, k)(w, counts[1])
+    plane, lost = cast(w.t() if transposed else w, None, spec, "reference")
+    assert counts.tolist() == [0, lost.item()]
+    assert lost > 0
+    assert torch.equal(codes.t().view(torch.uint8), plane.codes)
+    blocks = plane.scales.shape[1]
+    assert torch.equal((square[:blocks].view(torch.int32) >> 23).to(torch.uint8).t(), plane.scales)
+    assert (square[blocks:] == 1).all()
+
+
+def test_which_layers_take_a_short_way(monkeypatch):
+    """By device, recipe and dtype; what costs speed is said once."""
+    half = torch.bfloat16
+    device = torch.device("cuda", 0)
+    kinds = {}
+    for capability in (80, 90, 100):
+        monkeypatch.setattr(linear, "device_spec", lambda _, c=capability: DeviceSpec("cuda", c))
+        monkeypatch.setattr(backends, "_warned", set())
+        linear._plan_of.cache_clear()
+        for name in ("mxfp8", "mxfp8_regroup128", "fp8_block128"):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                plan = linear._plan_of(recipe(name).text, device, half, half, 256, 128)
+            kinds[capability, name] = type(plan).__name__
+            assert bool(caught) == isinstance(plan, ExactPlan)
+    linear._plan_of.cache_clear()
+    assert {k: v for k, v in kinds.items() if v != "NoneType"} == {
+        (90, "mxfp8"): "ExactPlan",
+        (90, "mxfp8_regroup128"): "Plan",
+        (90, "fp8_block128"): "Plan",
+    }
+
+
+def test_sizes_are_begun_anew_when_there_are_too_many(monkeypatch):
+    monkeypatch.setattr(short_casts, "MAX_SIZES", 3)
+    cache = short_casts.Cache()
+    for m in range(4):
+        assert cache.keep((m,), m) == m
+    assert cache == {(3,): 3}
+
+
+@pytest.mark.parametrize("name", ["fp8_block128", "mxfp8_regroup128"])
+def test_a_weight_gathered_as_codes_gives_the_bits_of_the_weight(name, monkeypatch):
+    """P8: the plane that FSDP2 gathers takes the short way too; its kernels are never asked for an address."""
+    monkeypatch.setattr(torch, "_scaled_mm_v2", by_definition)
+    chosen, half = recipe(name), torch.bfloat16
+    generator = torch.Generator().manual_seed(6)
+    m, k, n = 17, 128, 256
+    x = torch.randn(m, k, generator=generator).bfloat16().requires_grad_()
+    w = (torch.randn(n, k, generator=generator) / 8).bfloat16().requires_grad_()
+    dy = torch.randn(m, n, generator=generator).bfloat16()
+    plane, _ = cast(w.detach(), None, specs_of(chosen.text).forward_weight, "reference")
+    meta = PlaneMeta(chosen.text, "square", plane.format, plane.scale_mode, 128)
+    gathered = GatheredWeight(plane.codes.contiguous(), plane.scales.contiguous(), meta, half, requires_grad=True)
+    plan = plan_of(chosen, half, half, k, n)
+    monkeypatch.setattr(linear, "_plan_of", lambda *_: plan)
+    monkeypatch.setattr(linear._EagerLinear, "apply", None)
+    expected = HopperLinear.apply(x, w, None, plan, True, None if name == "fp8_block128" else torch.zeros(2).long())
+    got = mx_linear(x, gathered, None, chosen)
+    assert torch.equal(got, expected)
+    results = [torch.autograd.grad(y, (x, leaf), dy) for y, leaf in ((got, gathered), (expected, w))]
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])

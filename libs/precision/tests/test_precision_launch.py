@@ -1,5 +1,7 @@
 """Remembered launches: one compiled kernel for each thing that Triton compiles differently for."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from gemworks.precision import launch
@@ -38,12 +40,15 @@ class OnDevice(torch.Tensor):
 
     device = torch.device("cuda", 0)
 
+    def get_device(self):
+        return 0
+
 
 @pytest.fixture
 def on_device(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77 + index, raising=False)
-    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(launch, "_launchers", {})
     monkeypatch.setattr(torch.cuda, "device", lambda _: __import__("contextlib").nullcontext())
     return torch.zeros(4, dtype=torch.uint8).as_subclass(OnDevice)
 
@@ -87,3 +92,60 @@ def test_a_key_of_the_caller_replaces_the_look_at_the_arguments(on_device):
     for size, key in ((32, ("a",)), (33, ("a",)), (33, ("b",))):
         launch.launch(kernel, (4, 1, 1), (on_device, size), {"FLAG": True, "SCALE": 7}, {"num_warps": 4}, key)
     assert [entry[0] for entry in kernel.log] == ["looked up", 7, "looked up"]
+
+
+def test_launchers_keep_their_kernels(on_device):
+    """A number that Python gives to another function later must not find the first one's compiled kernels."""
+    kernel = Kernel()
+    launcher = launch.launcher_of(kernel)
+    assert launcher.kernel is kernel
+    assert launch.launcher_of(kernel) is launcher
+    assert launch.launcher_of(Kernel()) is not launcher
+
+
+class CudaLauncher:
+    """As Triton 3.6's: asks for scratch memory and hands on."""
+
+    global_scratch_size = profile_scratch_size = 0
+    cooperative = False
+    reorder = False
+
+    def __init__(self, log):
+        self.launch = lambda *arguments: log.append(arguments)
+
+    def __call__(self, x, y, z, stream, function, *arguments):
+        if self.reorder:
+            arguments = (*arguments[:4], arguments[4:])
+        self.launch(x, y, z, stream, function, self.cooperative, "scratch", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("scratch", "reorder", "direct"), [(0, False, True), (8, False, False), (0, True, False)], ids=str
+)
+def test_the_launchers_own_function_is_started_where_it_gets_the_same(monkeypatch, scratch, reorder, direct):
+    monkeypatch.setattr(CudaLauncher, "global_scratch_size", scratch)
+    monkeypatch.setattr(CudaLauncher, "reorder", reorder)
+    log = []
+    compiled = SimpleNamespace(run=CudaLauncher(log), function="function", packed_metadata="metadata")
+    start, head = launch._entry(compiled)
+    assert log == []
+    assert (start is compiled.run.launch) is direct
+    start(1, 2, 3, 77, *head, 11, 12)
+    compiled.run(1, 2, 3, 77, "function", "metadata", None, None, None, 11, 12)
+    assert log[0] == log[1]
+
+
+def test_tritons_own_launcher_is_known():
+    """What is started directly, of the Triton that is installed: its launcher handed on to a function of ours."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    log = []
+    compiled = SimpleNamespace(run=object.__new__(driver.CudaLauncher), function=None, packed_metadata=())
+    compiled.run.__dict__.update(
+        launch=lambda *a: log.append(a), num_ctas=1, global_scratch_size=0, global_scratch_align=1,
+        profile_scratch_size=0, profile_scratch_align=1, launch_cooperative_grid=False, launch_pdl=False,
+        arg_annotations="annotations", kernel_signature="signature",
+    )  # fmt: skip
+    start, head = launch._entry(compiled)
+    start(1, 2, 3, 77, *head, 11, 12)
+    compiled.run(1, 2, 3, 77, None, (), None, None, None, 11, 12)
+    assert log[0] == log[1]

@@ -11,7 +11,7 @@ from gemworks.precision import PrecisionCostWarning, convert, quantize, recipe
 from gemworks.precision.codec import MXCodec, MXContext
 from gemworks.precision.guard import NonFiniteError, check_before_checkpoint, non_finite
 from gemworks.precision.monitor import PrecisionMonitor
-from gemworks.precision.probe import CANDIDATES, probe, saturation_underflow, sqnr_db
+from gemworks.precision.probe import CANDIDATES, Candidate, ProductReport, probe, saturation_underflow, sqnr_db
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -98,6 +98,26 @@ def test_monitor_logs_at_intervals_and_demotes_a_layer_that_drifts():
     assert logged[6]["precision/2/demoted"] == 1.0
     assert "bf16" in model[2].fallback
     assert model[0].fallback is None
+
+
+def test_one_good_measurement_forgives_the_bad_ones_before_it(monkeypatch):
+    worst = iter([10.0, 30.0, 10.0, 10.0])
+    monkeypatch.setattr(
+        "gemworks.precision.monitor.measure_layer",
+        lambda *_: Candidate("", (ProductReport("forward", next(worst), 0.0, 0.0),), 0.0, None),
+    )
+    model = nn.Sequential(nn.Linear(128, 128))
+    convert(model, "mxfp8")
+    monitor = PrecisionMonitor(model, interval=1, min_sqnr_db=20.0, patience=2)
+
+    def measured(step):
+        monitor.before_step(step)
+        model(torch.randn(8, 128)).sum().backward()
+        return "precision/0/demoted" in monitor.after_step(step)
+
+    assert [measured(step) for step in range(3)] == [False, False, False]
+    with pytest.warns(PrecisionCostWarning, match="2 measurements in a row"):
+        assert measured(3)
 
 
 @settings(max_examples=60, deadline=None)

@@ -234,6 +234,14 @@ def test_regrouping_square_blocks_and_nan():
     assert wide.dequantize()[1:].isfinite().all()
 
 
+def test_regrouped_zeros_keep_a_normal_scale():
+    """128-wide blocks start at byte 1, as the contract's do: their fp32 scales are normal numbers."""
+    for plane, square in ((quantize(torch.zeros(2, 256)), False), (quantize_square(torch.zeros(128, 128)), True)):
+        wide, inexact = regroup(plane, square=square)
+        assert (wide.scales == 1).all()
+        assert inexact == 0
+
+
 def test_regroup_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match="square=True"):
         regroup(quantize_square(torch.ones(32, 32)))

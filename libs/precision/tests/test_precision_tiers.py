@@ -11,14 +11,17 @@ import pytest
 HERE = Path(__file__).parent
 
 
+INTERPRETED = sorted(file.name for file in HERE.glob("test_precision_*_interpreted.py"))
+
+
 @pytest.mark.interpret
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this process runs them itself")
-def test_interpreted_kernels_equal_the_reference():
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted_kernels_equal_the_reference(name):
+    """A process for each file: minutes on two cores, so that workers can share them and no time-out is near."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    files = [str(file) for file in sorted(HERE.glob("test_precision_*_interpreted.py"))]
-    assert len(files) >= 4
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / name)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, cwd=HERE.parents[2])
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout

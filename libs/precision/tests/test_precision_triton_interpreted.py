@@ -1,8 +1,7 @@
 """Triton casts under the interpreter, bit by bit against the reference.
 
 They run where TRITON_INTERPRET=1 was set before Triton was imported; `test_precision_tiers.py` does that in a process
-of
-its own. Inputs are fp32 and fp16: the interpreter is wrong in bf16 arithmetic.
+of its own. Inputs are fp32 and fp16: the interpreter is wrong in bf16 arithmetic.
 """
 
 import math
@@ -22,7 +21,7 @@ from gemworks.precision.gemms import gemm
 from gemworks.precision.head_tiles import head_tiles
 from gemworks.precision.recipe import GemmKind, recipe
 from gemworks.precision.scales import ScaleMode
-from gemworks.precision.triton_casts import triton_cast, triton_dequantize
+from gemworks.precision.triton_casts import readable_length, triton_cast, triton_dequantize
 
 pytestmark = [
     pytest.mark.interpret,
@@ -218,3 +217,16 @@ def test_head_tiles(transposed):
     ours, reference = (head_tiles(x, offsets, transposed=transposed, backend=b) for b in ("triton", "reference"))
     assert torch.equal(ours.scales, reference.scales)
     assert torch.equal(ours.codes, reference.codes)
+
+
+def test_dequantised_lines_end_in_zeros_where_they_are_made_longer():
+    """P5: a weight gradient whose rows are no multiple of 8 contracts over zeros behind them."""
+    x = torch.randn(37, 64, generator=torch.Generator().manual_seed(5))
+    columns = cast(x, 0, CastSpec(GemmKind.MXFP8), "triton")[0].t()
+    length = readable_length(37)
+    read = triton_dequantize(columns, length=length)
+    assert read.shape == (64, length)
+    assert length == 128
+    assert torch.equal(read[:, :37].float(), columns.dequantize())
+    assert not read[:, 37:].any()
+    assert readable_length(40) == 40

@@ -134,6 +134,18 @@ def test_assignments_read_types():
         ("train.task_weights=[]", "train.task_weights: got .*expected one number per task"),
         ("model.num_event_types=3", "data.num_event_types: got 2, expected model.num_event_types = 3; set both"),
         ("preset=small", "preset: cannot be assigned"),
+        ("model.num_fmb_tokens=0", "model.num_fmb_tokens: got 0, expected a positive integer, or 'none'"),
+        ("data.eval_batch_size=0", "data.eval_batch_size: got 0, expected a positive integer or 'none'"),
+        ("data.prefetch=-1", "data.prefetch: got -1, expected an integer, 0 or more"),
+        ("optimizer.warmup_steps=-1", "optimizer.warmup_steps: got -1, expected an integer, 0 or more"),
+        ("train.eval_every=0", "train.eval_every: got 0, expected a positive integer or 'none'"),
+        ("train.max_skipped=-1", "train.max_skipped: got -1, expected an integer, 0 or more"),
+        ("train.spike_factor=1.0", "train.spike_factor: got 1.0, expected a number above 1"),
+        ("train.profile_every=2", "train.profile_every: got 2, expected more than train.profile_steps = 2"),
+        ("kernels.linears_min_features=0", "kernels.linears_min_features: got 0, expected a positive integer"),
+        ("parallel.shard=0", "parallel.shard: got 0, expected a positive integer or 'none'"),
+        ("parallel.min_shard_numel=-1", "parallel.min_shard_numel: got -1, expected an integer, 0 or more"),
+        ("parallel.keep_gib=-1", "parallel.keep_gib: got -1.0, expected a number of GiB, 0 or more"),
     ],
 )
 def test_wrong_settings_name_the_key_and_the_fix(setting: str, message: str):

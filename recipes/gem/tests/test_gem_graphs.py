@@ -7,7 +7,7 @@ import pytest
 import torch
 from gemworks.gem.config import EventConfig, GemConfig
 from gemworks.gem.data import open_source
-from gemworks.gem.graphs import GraphedStep, bucket_rows, num_padding_samples
+from gemworks.gem.graphs import GraphedStep, _Place, bucket_rows, bytes_per_graph, num_padding_samples
 from gemworks.gem.ladder.step import ReadyBatches, read_batches
 from gemworks.gem.model import Gem
 from gemworks.gem.presets import get_preset, load_config
@@ -115,6 +115,63 @@ def test_a_larger_bucket_lets_the_smaller_ones_go():
         step.prepare(batch)
         counts.append(step.num_graphs)
     assert counts == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("variant", ["block", "events"])
+def test_buckets_that_share_their_memory_do_not_see_each_other(variant: str):
+    """Large and small buckets in turn, all in the rows of the largest: each step is as in a trainer of its own."""
+    config = small(variant)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, graph_memory="shared"))
+    torch.manual_seed(0)
+    step = GraphedStep(Gem(SCHEMA, config), config, loss_of, CPU)
+    batches = [
+        random_batch(SCHEMA, {"click": [n] * 8, "view": [m] * 8}, seed=n) for n, m in ((64, 64), (20, 64), (20, 1))
+    ]
+    inputs = []
+    for batch in (*batches, batches[0], batches[2]):
+        _, loss, backward = step(batch, 0.5)
+        backward()
+        _, wanted_loss, wanted = plain(config, batch)
+        torch.testing.assert_close(loss, wanted_loss)
+        for name, p in step.model.named_parameters():
+            if p.grad is not None:
+                bound = 1e-5 * float(wanted[name].abs().max()) + 1e-9
+                torch.testing.assert_close(p.grad, wanted[name], rtol=1e-4, atol=bound, msg=name)
+            p.grad = None
+        inputs.append({x.untyped_storage().data_ptr() for x in step._bucket(batch).inputs.event_rows.values()})
+    assert step.num_graphs == 3
+    assert all(places == inputs[0] for places in inputs)
+
+
+def test_shared_memory_that_is_too_short_is_made_anew():
+    """A bucket of fewer rows in all, but of more rows of one type than the memory has."""
+    config = small("block")
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, graph_memory="shared"))
+    step = GraphedStep(Gem(SCHEMA, config), config, loss_of, CPU)
+    for click, view, graphs in ((60, 1, 1), (1, 40, 1), (1, 30, 2)):
+        step.prepare(random_batch(SCHEMA, {"click": [click] * 8, "view": [view] * 8}))
+        assert step.num_graphs == graphs
+
+
+def test_a_borrowed_place_is_the_tensors():
+    x = torch.arange(24.0).view(4, 6)[:, 1::2]
+    place = _Place(x).__cuda_array_interface__
+    assert (place["shape"], place["strides"], place["typestr"]) == ((4, 3), (24, 8), "<f4")
+    assert place["data"] == (x.data_ptr(), False)
+
+
+def test_no_room_for_a_graph_says_what_to_change():
+    """What one graph keeps, and the three ways out; a run that shares is not told to share."""
+    config = small("block")
+    step = GraphedStep(Gem(SCHEMA, config), config, loss_of, CPU)
+    text = step._no_room((64, 64), torch.OutOfMemoryError("full"))
+    assert "train.graph_memory=shared" in text
+    assert "data.balance_window=8" in text
+    assert text.endswith("full")
+    step._shares = True
+    assert "graph_memory" not in step._no_room((64, 64), torch.OutOfMemoryError("full"))
+    num_dense = sum(p.numel() for p in step.model.dense_parameters())
+    assert bytes_per_graph(config, step.model, 128) == 4 * (num_dense + 2 * 128 * 2 * config.model.embedding_dim)
 
 
 def test_another_number_of_samples_is_not_taken():

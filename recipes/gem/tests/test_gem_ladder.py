@@ -10,11 +10,11 @@ import pytest
 import torch
 from gemworks.gem.config import ConfigError, GemConfig
 from gemworks.gem.data import open_source
-from gemworks.gem.implement import quantise_linears
+from gemworks.gem.implement import implement, quantise_linears
 from gemworks.gem.ladder.__main__ import main
 from gemworks.gem.ladder.page import in_order, write_page
-from gemworks.gem.ladder.rows import COLUMNS, Case, wrong_answer
-from gemworks.gem.ladder.settings import FULL_STACK, RUNGS, SETTINGS, WITHOUT, build
+from gemworks.gem.ladder.rows import COLUMNS, NE_TOLERANCE, Case, wrong_answer
+from gemworks.gem.ladder.settings import FULL_STACK, OTHER_BATCHES, RUNGS, SETTINGS, WITHOUT, build
 from gemworks.gem.ladder.step import (
     StepCost,
     TrainingRow,
@@ -105,6 +105,63 @@ def test_rows_train_to_the_same_loss(attention: str):
     }
     for name, loss in losses.items():
         assert loss == pytest.approx(losses["norms"], rel=2e-5), (name, losses)
+
+
+@pytest.mark.filterwarnings("ignore::gemworks.precision.PrecisionCostWarning")
+def test_probed_linears_are_those_that_fit():
+    """On a CPU, where speed says nothing, every layer that is exact enough and whose sizes fit; the loss is near."""
+    base = tiny(model__dim="128", kernels__linears_min_features="128")
+    source = open_source(base.data)
+    batches = read_batches(base, source, 3, pin=False)
+    config = base.with_kernels(linears="probe")
+    row = TrainingRow(config, source, batches, CPU, warmup=1)
+    cost = row.measure()
+    assert fp8_flops(row.trainer.model, config, batches[0]) > 0
+    assert cost.loss == pytest.approx(run_steps(base, source, batches, CPU, warmup=1).loss, rel=2e-2)
+    model = Gem(source.schema, config)
+    with pytest.raises(ValueError, match="without a batch to probe on"):
+        implement(model, config)
+
+
+def test_other_batches_have_another_ne(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A row that deals samples otherwise is neither held to the others' NE nor the measure of theirs."""
+    rows = [part for name in ("bbs", "padded_eager") for part in ("--rows", name)]
+    sets = ["--set", "train.max_steps=3"]
+    command = ["--smoke", "--attention", "block", "--no-local", *sets, "--out", str(tmp_path), *rows]
+    eager = {name: replace(c, train=replace(c.train, compile=False)) for name, c in build(tiny()).items()}
+    assert {n for n, c in eager.items() if c.data.balance_window} == OTHER_BATCHES
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gemworks.gem.ladder.__main__.build", lambda base: eager)
+        assert main(command) == 0
+    with (tmp_path / "ladder_h200.csv").open(newline="") as file:
+        found = {row["row"]: row for row in csv.DictReader(file)}
+    assert abs(float(found["bbs"]["ne"]) / float(found["padded_eager"]["ne"]) - 1) > NE_TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own imports, which differ by the order of tests
+@pytest.mark.parametrize("attention", ["block", "full"])
+def test_every_row_trains_on_a_cpu(attention: str, monkeypatch: pytest.MonkeyPatch):
+    """All of them but torch's `varlen_attn`, which has no CPU kernel: finite, and the first row's NE where a row learns
+    from its batches. Compiled rows are traced and not generated: that takes minutes on a CPU."""
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compiler(f, **{"backend": "eager", **options}))
+    base = tiny(model__attention=attention, model__dim="128", kernels__linears_min_features="128")
+    source, configs = open_source(base.data), build(base)
+    assert "qkv" in quantise_linears(Gem(source.schema, base), configs["fp8_linears"].kernels)
+    wanted: float | None = None
+    for rung in RUNGS:
+        config = configs[rung.name]
+        if rung.refusal(base) or "varlen" in (config.kernels.attention, config.kernels.pooling):
+            continue
+        torch._dynamo.reset()
+        cost = run_steps(config, source, read_batches(config, source, 3, pin=False), CPU, warmup=1)
+        assert cost.ne is not None
+        assert math.isfinite(cost.ne), rung.name
+        assert not cost.num_skipped, rung.name
+        wanted = wanted or cost.ne
+        if config.data == base.data:
+            assert cost.ne == pytest.approx(wanted, rel=NE_TOLERANCE), rung.name
 
 
 def test_the_padded_row_knows_its_padding():
@@ -204,7 +261,7 @@ def test_a_row_with_a_skipped_step_gets_no_number():
     batches[1].dense_BC[0, 0] = math.nan
     cost = run_steps(base, source, batches, CPU, warmup=1)
     assert cost.num_skipped == 1
-    assert "1 steps had a loss" in wrong_answer(Path("none.csv"), Case("block", 8, "uniform", 64), 2, cost)
+    assert "1 steps had a loss" in wrong_answer(Path("none.csv"), "norms", Case("block", 8, "uniform", 64), 2, cost)
 
 
 def test_budget_stops_before_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -200,6 +200,13 @@ def test_bootstrap_difference_is_the_difference_of_ne_and_signs_swap() -> None:
     assert (ab.low, ab.high) == pytest.approx((-ba.high, -ba.low), abs=1e-12)
 
 
+def test_bootstrap_leaves_out_resamples_of_one_class() -> None:
+    """One positive in four: a third of the resamples have none, and no NE."""
+    found = paired_bootstrap(torch.zeros(4), torch.ones(4), torch.tensor([1.0, 0.0, 0.0, 0.0]), num_resamples=200)
+    assert math.isfinite(found.low)
+    assert math.isfinite(found.high)
+
+
 def test_bootstrap_covers_zero_at_the_stated_rate_when_there_is_no_difference() -> None:
     """Two equally noisy predictors: the 90 % interval must miss zero in about 10 % of worlds, not in 0 % or 50 %."""
     missed = sum(

@@ -61,6 +61,14 @@ def test_fused_update_equals_row_wise_adagrad_that_steps_afterwards() -> None:
         optimizers.step_dense()
 
 
+def test_weights_decay_and_vectors_do_not() -> None:
+    groups = make("optimizer.weight_decay=0.1").optimizers.dense.param_groups
+    assert {(p.ndim >= 2, group["weight_decay"]) for group in groups for p in group["params"]} == {
+        (True, 0.1),
+        (False, 0.0),
+    }
+
+
 def test_no_gradient_of_a_tables_size_survives_backward() -> None:
     trainer = make()
     sizes = {p.numel() for p in trainer.model.sparse_parameters()}
@@ -194,3 +202,22 @@ def test_compiled_layers_train_like_eager_ones() -> None:
     assert set(compiled.model.state_dict()) == set(eager.model.state_dict())  # checkpoints are the same
     assert hasattr(compiled.model.head.mlp.forward, "_torchdynamo_orig_callable")
     assert not hasattr(eager.model.head.mlp.forward, "_torchdynamo_orig_callable")
+
+
+def test_parked_state_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between steps the moments have no memory; losses, weights and a checkpoint's state are those of a run without."""
+    monkeypatch.setattr("gemworks.gem.optim.MIN_PARKED_BYTES", 256)
+    seen = {}
+    for place in ("device", "host"):
+        trainer = make(f"optimizer.state_place={place}", "train.max_steps=4")
+        losses, sizes = [], set()
+        for _ in trainer.steps():
+            losses.append(trainer.take_row().loss)
+            moments = [entry["exp_avg"] for entry in trainer.optimizers.dense.state.values()]
+            sizes.add(max(x.untyped_storage().nbytes() for x in moments) >= 256)
+        assert sizes == {place == "device"}
+        state = trainer.optimizers.state_dict()["state"]
+        seen[place] = losses, {name: entry["exp_avg"].clone() for name, entry in state.items() if "exp_avg" in entry}
+    assert seen["host"][0] == seen["device"][0]
+    for name, moment in seen["device"][1].items():
+        assert torch.equal(seen["host"][1][name], moment), name

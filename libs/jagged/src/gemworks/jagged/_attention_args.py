@@ -139,9 +139,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in autocast's dtype when it is on, as `torch.nn.functional.scaled_dot_product_attention` does."""
     if not all(isinstance(t, Tensor) for t in tensors):
         kinds = ", ".join(type(t).__name__ for t in tensors)
-        raise ValueError(
-            f"rows of attention: got {kinds}, expected Tensors like [T, N, H]; Jagged.from_list packs a list"
-        )
+        raise ValueError(f"rows of attention: got {kinds}, expected Tensors like [T, N, H]; from_list packs a list")
     kind = tensors[0].device.type
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         target = torch.get_autocast_dtype(kind)

@@ -37,13 +37,6 @@ def num_places(total: int, num_sequences: int, height: int) -> int:
     return (total // height + num_sequences + 4) // 4 * 4
 
 
-def _size(num_sequences: int, total_q: int, total_k: int, heights: str) -> int:
-    size = 4 * bounds_width(num_sequences)
-    for side, height in map(parse_height, heights.split()):
-        size += 3 * num_places(total_q if side == "q" else total_k, num_sequences, height)
-    return size
-
-
 def tile_schedule_definition(
     offsets_q: Tensor | None,
     offsets_k: Tensor | None,
@@ -60,9 +53,7 @@ def tile_schedule_definition(
         offsets_q, offsets_k: [B + 1], at least one; None where every sequence has `rows_q` or `rows_k` rows.
         total_q, total_k: rows of the two tensors, those past the last sequence included.
     """
-    given = offsets_q if offsets_q is not None else offsets_k
-    assert given is not None, "the caller has offsets of one side at least"
-    steps = torch.arange(num_sequences + 1, device=given.device, dtype=torch.int32)
+    steps = torch.arange(num_sequences + 1, device=_given(offsets_q, offsets_k).device, dtype=torch.int32)
     q = steps * rows_q if offsets_q is None else offsets_q.to(torch.int32)
     k = steps * rows_k if offsets_k is None else offsets_k.to(torch.int32)
     bounds = torch.stack([_extend(q, total_q), _extend(q, None), _extend(k, total_k), _extend(k, None)])
@@ -79,48 +70,38 @@ tile_schedule = custom_op("tile_schedule", tile_schedule_definition, device="cpu
 
 
 @tile_schedule.register_fake
-def _(
-    offsets_q: Tensor | None,
-    offsets_k: Tensor | None,
-    num_sequences: int,
-    total_q: int,
-    total_k: int,
-    rows_q: int,
-    rows_k: int,
-    heights: str,
+def _empty(
+    offsets_q: Tensor | None, offsets_k: Tensor | None, num_sequences: int, total_q: int, total_k: int, *rest: Any
 ) -> Tensor:
-    given = offsets_q if offsets_q is not None else offsets_k
-    assert given is not None, "the caller has offsets of one side at least"
-    return given.new_empty(_size(num_sequences, total_q, total_k, heights), dtype=torch.int32)
+    size = 4 * bounds_width(num_sequences)
+    for side, height in map(parse_height, rest[-1].split()):
+        size += 3 * num_places(total_q if side == "q" else total_k, num_sequences, height)
+    return _given(offsets_q, offsets_k).new_empty(size, dtype=torch.int32)
 
 
 @tile_schedule.register_kernel("cuda")
-def tile_schedule_kernel(
-    offsets_q: Tensor | None,
-    offsets_k: Tensor | None,
-    num_sequences: int,
-    total_q: int,
-    total_k: int,
-    rows_q: int,
-    rows_k: int,
-    heights: str,
-) -> Tensor:
+def tile_schedule_kernel(offsets_q: Tensor | None, offsets_k: Tensor | None, *rest: Any) -> Tensor:
     """The same by one kernel; under Triton's interpreter also on a host."""
     from gemworks.jagged._triton.kernel_schedule import schedule_kernel
 
-    given = offsets_q if offsets_q is not None else offsets_k
-    assert given is not None, "the caller has offsets of one side at least"
-    out = given.new_empty(_size(num_sequences, total_q, total_k, heights), dtype=torch.int32)
+    num_sequences, *totals_and_rows, heights = rest
+    given, out = _given(offsets_q, offsets_k), _empty(offsets_q, offsets_k, *rest)
     parsed = [parse_height(name) for name in heights.split()]
     width, kernel = bounds_width(num_sequences), _quick(schedule_kernel)
     kernel[(-(-width // KERNEL_CONFIG["R"]), 1 + len(parsed))](
         given if offsets_q is None else offsets_q.contiguous(),
         given if offsets_k is None else offsets_k.contiguous(),
-        out, num_sequences, total_q, total_k, rows_q, rows_k, width,
+        out, num_sequences, *totals_and_rows, width,
         HEIGHTS=tuple(height for _, height in parsed), OF_KEYS=tuple(side == "k" for side, _ in parsed),
         Q_PACKED=offsets_q is not None, K_PACKED=offsets_k is not None, **KERNEL_CONFIG,
     )  # fmt: skip
     return out
+
+
+def _given(offsets_q: Tensor | None, offsets_k: Tensor | None) -> Tensor:
+    given = offsets_q if offsets_q is not None else offsets_k
+    assert given is not None, "the caller has offsets of one side at least"
+    return given
 
 
 @cache

@@ -29,6 +29,7 @@ from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.overlap import overlap_report
 from gemworks.netmem.policy import apply_policy, compile_with_budget
 from gemworks.netmem.profiler import profile, table
+from gemworks.netmem.rehearsal import Rehearsal, rehearse
 from gemworks.netmem.solver import curve, least_feasible, solve
 from gemworks.netmem.stash import StateStash
 from gemworks.netmem.timeline import Prediction, Segment, Transfer
@@ -60,6 +61,7 @@ __all__ = [
     "Prediction",
     "QuantizedCollective",
     "Region",
+    "Rehearsal",
     "Segment",
     "StateStash",
     "StepProfile",
@@ -77,6 +79,7 @@ __all__ = [
     "measure",
     "overlap_report",
     "profile",
+    "rehearse",
     "solve",
     "table",
     "verify_copy_engines",

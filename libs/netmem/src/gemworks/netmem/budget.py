@@ -49,6 +49,8 @@ class Option:
         forward_bytes, backward_bytes: most on the device for this region during its forward and its backward,
             `held_bytes` included.
         moved_bytes: to host memory after forward, back before backward.
+        parcel_bytes: the sizes of the tensors that move, in the order of saving; empty: not known. The solver treats
+            bytes as a fluid, `rehearsal.rehearse` moves these.
     """
 
     choice: str
@@ -58,11 +60,17 @@ class Option:
     forward_bytes: int
     backward_bytes: int
     moved_bytes: int = 0
+    parcel_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s", "held_bytes", "forward_bytes", "backward_bytes", "moved_bytes"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} of option {self.choice!r}: expected at least 0, got {getattr(self, name)}")
+        if self.parcel_bytes and sum(self.parcel_bytes) != self.moved_bytes:
+            raise ValueError(
+                f"parcel_bytes of option {self.choice!r}: expected sizes that add up to moved_bytes = "
+                f"{self.moved_bytes}, got {sum(self.parcel_bytes)}; leave them out if they are not known"
+            )
 
 
 @dataclass(frozen=True)
@@ -172,6 +180,10 @@ class Pace:
 
     leaving_bytes: float
     returning_bytes: float
+
+    def scaled(self, factor: float) -> Pace:
+        """The pace of the same step with tensors of another size."""
+        return Pace(self.leaving_bytes * factor, self.returning_bytes * factor)
 
 
 @dataclass(frozen=True)

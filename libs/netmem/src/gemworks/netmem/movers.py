@@ -7,8 +7,7 @@ One small interface (`Mover`) with three implementations, so that the state mach
   another copy behind it (decision 0186);
 - `InlineMover`: copies at once, on the CPU;
 - `DelayedMover`: copies on the CPU *later*, after a random number of further calls, holding its device-side tensors
-weakly as a
-  stream does. A missing wait or a buffer reused too early gives wrong bytes here, as it would on a GPU.
+  weakly as a stream does. A missing wait or a buffer reused too early gives wrong bytes here, as it would on a GPU.
 """
 
 from __future__ import annotations

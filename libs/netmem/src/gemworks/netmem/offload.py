@@ -233,6 +233,12 @@ class OffloadEngine:
         """Number of parcels sent so far. What a region sends lies between its position before and after."""
         return self._sequence
 
+    def parcel_bytes(self, start: int) -> tuple[int, ...]:
+        """Sizes of what was sent since `position` was `start` and is still needed, in that order."""
+        with self._lock:
+            self._reap()
+            return tuple(p.nbytes for at, p in self._live.items() if at >= start)
+
     def end_forward(self, leaving_bytes: float) -> None:
         """Let device bytes go until at most that many, rounded up to a whole parcel, are leaving.
 
@@ -396,10 +402,12 @@ class OffloadEngine:
         if parcel.state is State.LEAVING:
             self._count["num_rescued"] += 1
         if parcel.state is State.AWAY:
-            # brought ahead but for a later time than this one: their host copies are intact, so give their room to
-            # this one
-            while self._returning and self._returning_bytes + parcel.nbytes > self.window_bytes:
-                self._forget_returning(next(iter(self._returning))).settle()
+            # brought ahead, but for a later time than this one: their host copies are intact, so give their room to
+            # this one. What was saved after it is asked for before it or by the same node, so that stays.
+            for later in sorted(at for at in self._returning if at < parcel.sequence):
+                if self._returning_bytes + parcel.nbytes <= self.window_bytes:
+                    break
+                self._forget_returning(later).settle()
             self._count["moved_down_bytes"] += parcel.nbytes
         self._forget_returning(parcel.sequence)
         return parcel.fetch()

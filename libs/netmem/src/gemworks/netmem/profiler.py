@@ -31,7 +31,8 @@ from gemworks.netmem.budget import (
     evaluate,
 )
 from gemworks.netmem.codec import Codec
-from gemworks.netmem.ledger import HBM, BandwidthLedger
+from gemworks.netmem.contention import WAYS, measure_contention
+from gemworks.netmem.ledger import BandwidthLedger
 from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.policy import apply_policy, find_region, room_for_graphs, treated_forward
 from torch import nn
@@ -162,8 +163,9 @@ def _edges(out: Any) -> tuple[list[Any], list[tuple[torch.Size, torch.dtype, tor
 
 def _measure_bytes(
     call: Callable[..., Any], captured: _Captured, meter: _Meter, engine: OffloadEngine
-) -> tuple[int, int, int]:
-    """(held, forward peak, backward peak) of one forward and backward."""
+) -> tuple[int, int, int, tuple[int, ...]]:
+    """(held, forward peak, backward peak, sizes of the parcels sent) of one forward and backward."""
+    start = engine.position
     with meter:
         args, kwargs = captured.fresh()
         meter.reset_peak()
@@ -173,7 +175,7 @@ def _measure_bytes(
         edges, metas = _edges(out)
         del out
         engine.synchronize()
-        held = meter.live()
+        held, parcels = meter.live(), engine.parcel_bytes(start)
         meter.reset_peak()
         if edges:
             grads = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in metas]
@@ -182,7 +184,7 @@ def _measure_bytes(
         backward_bytes = meter.peak()
         del edges
         engine.synchronize()
-    return held, forward_bytes, backward_bytes
+    return held, forward_bytes, backward_bytes, parcels
 
 
 class _Clock:
@@ -224,50 +226,6 @@ def _measure_time(call: Callable[..., Any], captured: _Captured, clock: _Clock, 
             _, seconds = clock(lambda edges=edges, grads=grads: torch.autograd.backward(edges, grads))
             backward.append(seconds)
     return statistics.median(forward[1:]), statistics.median(backward[1:] or [0.0])
-
-
-class _HostTraffic:
-    """Copies over the host link, both ways at once, for as long as asked."""
-
-    _PIECE_BYTES = 32 << 20
-
-    def __init__(self, ledger: BandwidthLedger, device: torch.device) -> None:
-        self._rates = {way: ledger.link(f"host.{way}").bytes_per_s for way in ("up", "down")}
-        self._host = [torch.empty(self._PIECE_BYTES, dtype=torch.uint8).pin_memory() for _ in self._rates]
-        self._there = [torch.empty(self._PIECE_BYTES, dtype=torch.uint8, device=device) for _ in self._rates]
-        self._streams = [torch.cuda.Stream(device) for _ in self._rates]
-
-    def start(self, seconds: float) -> None:
-        """Queue that much at the links' rates."""
-        for i, (way, rate) in enumerate(self._rates.items()):
-            source, target = (self._there[i], self._host[i]) if way == "up" else (self._host[i], self._there[i])
-            with torch.cuda.stream(self._streams[i]):
-                for _ in range(int(seconds * rate / self._PIECE_BYTES) + 1):
-                    target.copy_(source, non_blocking=True)
-
-
-def _seconds_per_moved_byte(
-    run: Callable[[], Any],
-    alone_s: float,
-    ledger: BandwidthLedger,
-    device: torch.device,
-    clock: _Clock,
-    repeats: int,
-) -> float:
-    """How much longer compute takes for each byte that moves over the host link beside it."""
-    if device.type != "cuda":
-        return 1 / ledger.capacity[HBM]
-    traffic = _HostTraffic(ledger, device)
-
-    def beside() -> Any:
-        traffic.start(2 * alone_s)
-        return run()
-
-    times = [clock(beside)[1] for _ in range(repeats + 1)]
-    both = sum(ledger.link(f"host.{way}").bytes_per_s for way in ("up", "down"))
-    bytes_per_s = min(both, ledger.capacity.get("host.duplex", both))
-    beside_s = statistics.median(times[1:])
-    return max(0.0, beside_s - alone_s) / (bytes_per_s * beside_s)
 
 
 def _capture(
@@ -326,8 +284,9 @@ def profile(
             none.
         batch: what the model is called with: a tensor, a tuple of positional or a mapping of keyword arguments.
         regions: module names; each must run exactly once in a forward.
-        ledger: rates of `host.up` and `host.down`. Moving a byte also slows compute down: on a GPU by as much as a
-            forward is slower beside copies both ways, on a CPU by a byte of device-memory traffic.
+        ledger: rates of `host.up` and `host.down`. On a GPU a forward beside copies of each way says what compute
+            leaves of them, and by how much a moved byte slows compute down; on a CPU that is a byte of device-memory
+            traffic.
         engine: the engine that will run the plan; its window and minimum size count.
         codec: for quantise and quantise_offload.
         choices: which to measure.
@@ -347,7 +306,8 @@ def profile(
     Raises:
         ValueError: a region that is unknown, runs never or twice; no rate for the host link.
     """
-    up, down = ledger.link("host.up"), ledger.link("host.down")
+    for way in WAYS:
+        ledger.link(f"host.{way}")  # or a ValueError before anything runs
     device = engine.device
     captured, order, run = _capture(model, batch, regions)
     for p in model.parameters():
@@ -368,12 +328,14 @@ def profile(
     with apply_policy(model, first, engine=engine, codec=codec, compile_kwargs=compile_kwargs):
         run()  # compile
         whole = _measure_time(lambda: run(), _Captured((), {}), clock, repeats)
-        byte_s = _seconds_per_moved_byte(run, whole[0], ledger, device, clock, repeats)
+        contention = measure_contention(run, whole[0], ledger, device, clock, repeats)
+    byte_s, rates = contention.seconds_per_byte, contention.bytes_per_s
     if progress is not None:
-        progress(
-            f"step {sum(whole) * 1e3:.3f} ms; a GB over the host link slows compute down by {byte_s * 1e12:.3f} ms, "
-            f"{byte_s * ledger.capacity[HBM]:.2f} bytes of device memory a byte"
+        slower = " and ".join(f"{byte_s[way] * 1e12:.3f} ms {way}" for way in WAYS)
+        beside = " and ".join(
+            f"{rates[way] / 1e9:.1f} of {ledger.link(f'host.{way}').bytes_per_s / 1e9:.1f} GB/s {way}" for way in WAYS
         )
+        progress(f"step {sum(whole) * 1e3:.3f} ms; a GB moved costs compute {slower}, which leaves the link {beside}")
 
     def options(name: str) -> tuple[Option, ...]:
         module = find_region(model, name)
@@ -387,7 +349,7 @@ def profile(
             call(*args, **kwargs)  # compile and warm up outside the meter
             del args, kwargs
             before = engine.stats().moved_up_bytes
-            held, forward_bytes, backward_bytes = _measure_bytes(call, captured[name], meter(), engine)
+            held, forward_bytes, backward_bytes, parcels = _measure_bytes(call, captured[name], meter(), engine)
             moved = engine.stats().moved_up_bytes - before
             # an isolated region would wait for its own copies; their time comes from the ledger instead
             timed_as = {OFFLOAD: KEEP, QUANTISE_OFFLOAD: QUANTISE}.get(choice, choice)
@@ -396,15 +358,15 @@ def profile(
                     module, module.forward, timed_as, engine=engine, codec=codec, compile_kwargs=compile_kwargs
                 )
                 times[timed_as] = _measure_time(timed, captured[name], clock, repeats)
-            contention_s = moved * byte_s
             found[choice] = Option(
                 choice,
-                forward_s=times[timed_as][0] + contention_s,
-                backward_s=times[timed_as][1] + contention_s,
+                forward_s=times[timed_as][0] + moved * byte_s["up"],
+                backward_s=times[timed_as][1] + moved * byte_s["down"],
                 held_bytes=held,
                 forward_bytes=forward_bytes,
                 backward_bytes=backward_bytes,
                 moved_bytes=moved,
+                parcel_bytes=parcels if sum(parcels) == moved else (),
             )
             if progress is not None:
                 progress(
@@ -426,8 +388,8 @@ def profile(
     step = StepProfile(
         measured,
         base_bytes=base_bytes,
-        up_bytes_per_s=up.bytes_per_s,
-        down_bytes_per_s=down.bytes_per_s,
+        up_bytes_per_s=rates["up"],
+        down_bytes_per_s=rates["down"],
         window_bytes=engine.window_bytes,
         other_s=max(0.0, sum(whole) - inside) if choices[0] == KEEP else 0.0,
         granule_bytes=engine.stats().largest_parcel_bytes,
@@ -441,7 +403,7 @@ def profile(
             continue
         with apply_policy(model, plan, engine=engine, codec=codec, compile_kwargs=compile_kwargs):
             _measure_bytes(run, _Captured((), {}), meter(), engine)  # libraries take their workspaces
-            _, forward_bytes, backward_bytes = _measure_bytes(run, _Captured((), {}), meter(), engine)
+            _, forward_bytes, backward_bytes, _ = _measure_bytes(run, _Captured((), {}), meter(), engine)
         more = max(forward_bytes, backward_bytes) - (plan.peak_bytes - base_bytes)
         missing = max(missing, more)
         if progress is not None:

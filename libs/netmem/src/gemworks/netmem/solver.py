@@ -360,8 +360,7 @@ def curve(profile: StepProfile, budgets_bytes: Iterable[float], **kwargs: float)
     """Plans for several budgets, in the order given; None where a budget is infeasible.
 
     A plan found for a smaller budget is used for a larger one where that search, if it was not exact, came out slower:
-        the step time
-    is monotone in the budget whatever `rel_gap` is.
+    the step time is monotone in the budget whatever `rel_gap` is.
     """
     budgets = list(budgets_bytes)
     plans: list[Plan | None] = [None] * len(budgets)

@@ -37,7 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out", type=Path, default=None, help="folder for the CSV files; nothing is written without it"
     )
     parser.add_argument("--max-ranks", type=int, default=4096, help="of the balance table")
+    parser.add_argument("--gpu-parts", nargs="+", default=(), help="of gpu: rates, experts, tables, fsdp; default: all")
     args = parser.parse_args(argv)
+    strange = sorted(set(args.gpu_parts) - {"rates", "experts", "tables", "fsdp"})
+    if strange:
+        parser.error(f"unknown --gpu-parts {strange}; choose from rates, experts, tables, fsdp")
     unknown = sorted(set(args.sections) - {"plan", "balance", "ladder", "gpu"})
     if unknown:
         parser.error(f"unknown sections {unknown}; choose from plan, balance, ladder, gpu")
@@ -82,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         # The file grows section by section: a run that is cut off keeps what it has.
         done: list[dict[str, Any]] = []
-        for found, num_gpus in gpu_rows():
+        for found, num_gpus in gpu_rows(args.gpu_parts):
             if lead:
                 _report(found, None, "", num_gpus)
                 done += found

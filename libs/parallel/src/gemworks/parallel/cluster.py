@@ -206,8 +206,7 @@ class ClusterSpec:
         else:
             raise ValueError(
                 f"num_gpus: got {num_gpus}, expected a multiple of {self.gpus_per_domain} up to {self.gpus_per_zone} "
-                "(one zone), "
-                f"or of {self.gpus_per_zone} (whole zones); change num_gpus or the shape of {self.name}"
+                f"(one zone), or of {self.gpus_per_zone} (whole zones); change num_gpus or the shape of {self.name}"
             )
         return dataclasses.replace(self, gpus_per_domain=shape[0], domains_per_zone=shape[1], num_zones=shape[2])
 

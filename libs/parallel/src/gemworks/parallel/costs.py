@@ -57,8 +57,7 @@ class GroupShape:
         if self.size % self.num_domains or self.num_domains % self.num_zones:
             raise ValueError(
                 f"GroupShape: got size {self.size}, {self.num_domains} domains, {self.num_zones} zones; expected each "
-                "to divide "
-                "the one before; give uneven groups as a tensor of ranks"
+                "to divide the one before; give uneven groups as a tensor of ranks"
             )
 
     @property

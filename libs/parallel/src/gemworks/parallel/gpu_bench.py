@@ -46,13 +46,17 @@ def start_nccl() -> torch.device:
     return device
 
 
-def gpu_rows() -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Rows of one section after the other, and the number of GPUs; every rank of torchrun runs through it."""
+def gpu_rows(parts: Sequence[str] = ()) -> Iterator[tuple[list[dict[str, Any]], int]]:
+    """Rows of one part after the other, and the number of GPUs; every rank of torchrun runs through it.
+
+    Args:
+        parts: of `PARTS`, in the order to run them; none: all.
+    """
     device = start_nccl()
     world = dist.get_world_size()
     same = ceilings(device)
-    for section in (_rate_rows, expert_rows, table_rows, fsdp_rows):
-        yield [{**same, **row} for row in section(world, device)], world
+    for part in parts or PARTS:
+        yield [{**same, **row} for row in PARTS[part](world, device)], world
         torch.cuda.empty_cache()
     dist.destroy_process_group()
 
@@ -287,3 +291,11 @@ def table_rows(
         del emb
         torch.cuda.empty_cache()
     return found
+
+
+PARTS: dict[str, Callable[[int, torch.device], list[dict[str, Any]]]] = {
+    "rates": _rate_rows,
+    "experts": expert_rows,
+    "tables": table_rows,
+    "fsdp": fsdp_rows,
+}

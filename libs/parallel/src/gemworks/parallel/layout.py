@@ -1,8 +1,7 @@
 """Who is in which group: every view as an array of global ranks, as pure numbers.
 
-Nothing here needs a process group, so 16,384 ranks are as easy as eight. Placement permutes ranks inside a view's
-array and
-never devices: permuting visible devices has reordered gathers silently (NVIDIA/nccl#1906).
+Nothing here needs a process group, so 16,384 ranks are as easy as eight. Placement permutes ranks inside a view's array
+and never devices: permuting visible devices has reordered gathers silently (NVIDIA/nccl#1906).
 """
 
 from __future__ import annotations

@@ -80,9 +80,8 @@ def measure_cluster(
     """`base` with its tiers' rates replaced by measurements; every rank of the world calls it.
 
     A tier is measured on groups that cross only it: all GPUs of a domain; GPUs of equal index, one from each domain of
-        a zone;
-    GPUs of equal place, one from each zone. All groups run at once, as they do in training, so contention is in the
-    figures. Every rank returns the same spec (the median over repeats of the slowest rank's time).
+    a zone; GPUs of equal place, one from each zone. All groups run at once, as they do in training, so contention is in
+    the figures. Every rank returns the same spec (the median over repeats of the slowest rank's time).
 
     Args:
         base: its shape must be the world's; its other figures are kept.

@@ -28,9 +28,8 @@ def draw_plan(layout: Layout, cluster: ClusterSpec, *, rank: int = 0, max_domain
     """Draw, for every axis of the plan, the group that one rank belongs to.
 
     Each row is an axis: zones are boxes, NVLink domains are blocks in them, squares are GPUs. Members of the rank's
-        group are
-    filled in the colour of the slowest tier that the group crosses. A large cluster shows the zones and domains in
-    which some axis' group has members, first ones first, and says how many are left out.
+    group are filled in the colour of the slowest tier that the group crosses. A large cluster shows the zones and
+    domains in which some axis' group has members, first ones first, and says how many are left out.
 
     Args:
         layout: the groups.

@@ -126,10 +126,8 @@ def default_constraints(plan: ParallelPlan, cluster: ClusterSpec) -> dict[tuple[
     """How far axes may reach unless the caller says otherwise.
 
     Shards of table replicas stay in an NVLink domain. FSDP shard groups stay in a zone when they fit one, with the
-    replicas
-    across zones, as in the published system: a shard group over several zones is at best a little faster in a model
-        that
-    trusts the slow tier, and far slower when that tier is worse than the file says.
+    replicas across zones, as in the published system: a shard group over several zones is at best a little faster in a
+    model that trusts the slow tier, and far slower when that tier is worse than the file says.
 
     Returns:
         (view, axis) -> the widest tier that it may cross.

@@ -188,8 +188,7 @@ class ParallelPlan:
                 )
                 found.append(
                     f"sparse.replica_shard: got {r}, expected a divisor of the {cluster.gpus_per_domain} GPUs of an "
-                    "NVLink domain: "
-                    f"shards are gathered over NVLink every step; set replica_shard={fits} and "
+                    f"NVLink domain: shards are gathered over NVLink every step; set replica_shard={fits} and "
                     f"replica={self.sparse.replica * r // fits}"
                 )
         if self.experts is not None and num_experts is not None and num_experts % self.experts.expert:

@@ -49,8 +49,7 @@ def check_equal_replicas(named: Iterable[tuple[str, Tensor]], group: dist.Proces
     if bad:
         raise ValueError(
             f"replicas start different: {bad[:8]}{' ...' if len(bad) > 8 else ''} of {len(items)}; expected equal "
-            "values on "
-            "every rank: seed all ranks alike before building the model, or broadcast from one"
+            "values on every rank: seed all ranks alike before building the model, or broadcast from one"
         )
 
 

@@ -61,7 +61,7 @@ class BaseBatchShuffler(Generic[T]):
     """Groups a stream of sub-batches into balanced batches.
 
     Ranks need not talk: each balances its own stream. The order depends on the stream alone, so it is the same in
-        every run.
+    every run.
 
     Args:
         source: sub-batches in order. To be resumable it has `state_dict` and `load_state_dict`.

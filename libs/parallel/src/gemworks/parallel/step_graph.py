@@ -57,6 +57,17 @@ class SimulationConfig:
 GLOO: Mapping[str, float] = {"reduce_scatter": 2.0}
 
 
+@dataclass(frozen=True)
+class _Backward:
+    """What backward leaves to wait for, as indices of operations: the first layer's compute, gradient reductions, what
+    experts send back, and the tables' gather where it overlaps."""
+
+    final: int
+    reduced: list[int | None]
+    returned: list[int | None]
+    table_gather: int | None
+
+
 class StepGraph:
     """Builds the operations of one step."""
 
@@ -137,161 +148,157 @@ class StepGraph:
         return {k: v for k, v in {"compute": base, "recompute": again, "imbalance": late}.items() if v}
 
     def build(self) -> None:
-        plan, model, c = self.plan, self.model, self.config
-        s = plan.sparse
-        layers = model.layers
-        has_tables = s is not None and bool(model.tables)
-        table_bytes = model.table_bytes / s.table_group if s is not None else 0.0
-        rows_bytes = model.ids_per_batch * model.bytes_per_row
-        row_us = 2 * rows_bytes / self.cluster.gpu.hbm_bytes_per_s * 1e6
-        lookup_us = row_us if model.lookup_us is None else model.lookup_us
+        """Tables, layers forward, layers backward, tables, optimizer."""
+        embedded = self._look_up() if self._has_tables else None
+        last, pending = self._forward(embedded)
+        back = self._backward(last, pending)
+        final = back.final
+        averaged = self._average_replicated(final)
+        if self._has_tables:
+            final = self._update_tables(back)
+        self.compute(
+            "optimizer",
+            {"optimizer": self._stored_params() / 1e6 * self.model.optimizer_us_per_million},
+            [final, *back.reduced, *averaged, *back.returned],
+        )
 
-        # Forward: tables first, then layers.
-        embedded: int | None = None
-        if has_tables:
-            # A lookup needs no optimizer state.
-            weights_only = model.table_weight_bytes / s.table_group if s is not None else 0.0
-            gather = self.collective("sparse", "replica_shard", "all_gather", weights_only, [], "forward")
-            ids = self.collective("sparse", "table_group", "all_to_all", model.ids_per_batch * 8, [], "ids")
-            self.alone_us += lookup_us
-            lookup = self.compute("lookup", {"lookup and table update": lookup_us}, [gather, ids])
-            embedded = self.collective("sparse", "table_group", "all_to_all", rows_bytes, [lookup], "rows")
+    @property
+    def _has_tables(self) -> bool:
+        return self.plan.sparse is not None and bool(self.model.tables)
+
+    @property
+    def _rows_bytes(self) -> float:
+        """Of the looked-up rows of a rank's batch."""
+        return self.model.ids_per_batch * self.model.bytes_per_row
+
+    @property
+    def _rows_us(self) -> float:
+        """To read and write those rows once."""
+        return 2 * self._rows_bytes / self.cluster.gpu.hbm_bytes_per_s * 1e6
+
+    def _look_up(self) -> int | None:
+        """Ids out, rows back; returns the exchange of the rows."""
+        model, sparse = self.model, self.plan.sparse
+        assert sparse is not None
+        lookup_us = self._rows_us if model.lookup_us is None else model.lookup_us
+        # A lookup needs no optimizer state.
+        weights_only = model.table_weight_bytes / sparse.table_group
+        gather = self.collective("sparse", "replica_shard", "all_gather", weights_only, [], "forward")
+        ids = self.collective("sparse", "table_group", "all_to_all", model.ids_per_batch * 8, [], "ids")
+        self.alone_us += lookup_us
+        lookup = self.compute("lookup", {"lookup and table update": lookup_us}, [gather, ids])
+        return self.collective("sparse", "table_group", "all_to_all", self._rows_bytes, [lookup], "rows")
+
+    def _gather_weights(self, x: LayerProfile, deps: Sequence[int | None], phase: str) -> int | None:
+        ranks, view, axis = 1, "dense", "shard"
+        if x.kind == "expert":
+            ranks, view, axis = self._expert_ranks(), "experts", "expert_shard"
+        nbytes = x.params / ranks * self.model.weight_bytes
+        return self.collective(view, axis, "all_gather", nbytes, deps, f"{phase} {x.name}")
+
+    def _exchange(self, x: LayerProfile, collective: Collective, dep: int | None, phase: str) -> int | None:
+        """Samples of the expert group joined before an expert (all_gather), or parted after it (reduce_scatter)."""
+        nbytes = x.exchange_bytes * self._expert_ranks()
+        return self.collective("experts", "expert", collective, nbytes, [dep], f"{phase} {x.name}")
+
+    def _forward(self, embedded: int | None) -> tuple[int, list[int | None]]:
+        """Returns the last layer's compute and the exchange that may still be under way."""
+        layers, c = self.model.layers, self.config
         done: list[int] = []
         weights: dict[int, int | None] = {}
         returned: dict[int, int | None] = {}
-
-        def gather_weights(i: int, deps: Sequence[int | None], phase: str) -> int | None:
-            x = layers[i]
-            if x.kind == "dense":
-                return self.collective(
-                    "dense", "shard", "all_gather", x.params * model.weight_bytes, deps, f"{phase} {x.name}"
-                )
-            ranks = self._expert_ranks()
-            return self.collective(
-                "experts",
-                "expert_shard",
-                "all_gather",
-                x.params / ranks * model.weight_bytes,
-                deps,
-                f"{phase} {x.name}",
-            )
-
         for i, x in enumerate(layers):
             ahead = range(i, min(i + 2, len(layers))) if c.prefetch else (i,)
             before = done[i - 1] if i else None
-            launched = done[i - 1] if i >= 1 else None
             for j in ahead:
                 if j not in weights:
-                    weights[j] = gather_weights(j, [launched], "forward")
+                    weights[j] = self._gather_weights(layers[j], [before], "forward")
             inputs: list[int | None] = [before, weights[i], embedded if i == 0 else None]
             if x.kind == "expert":
                 source = (done[i - 2] if i >= 2 else embedded) if c.overlap_exchange else (before if i else embedded)
-                inputs.append(
-                    self.collective(
-                        "experts",
-                        "expert",
-                        "all_gather",
-                        x.exchange_bytes * self._expert_ranks(),
-                        [source],
-                        f"forward {x.name}",
-                    )
-                )
+                inputs.append(self._exchange(x, "all_gather", source, "forward"))
             late = i - 2 if c.overlap_exchange else i - 1
             inputs += [v for k, v in returned.items() if k == late]
             parts = self.layer_parts(x, False) | self._copies(x, weights[i] is not None, False)
             done.append(self.compute(f"forward {x.name}", parts, [*inputs, self.launch(x.forward_host_us)]))
             self.launch(x.forward_host_us)
             if x.kind == "expert":
-                returned[i] = self.collective(
-                    "experts",
-                    "expert",
-                    "reduce_scatter",
-                    x.exchange_bytes * self._expert_ranks(),
-                    [done[i]],
-                    f"forward {x.name}",
-                )
+                returned[i] = self._exchange(x, "reduce_scatter", done[i], "forward")
+        return done[-1], list(returned.values())[-1:]
 
-        # Backward mirrors it.
+    def _backward(self, last: int, pending: list[int | None]) -> _Backward:
+        """Mirrors forward, and reduces gradients.
+
+        Args:
+            last: compute of the last layer's forward.
+            pending: what its backward waits for besides.
+        """
+        layers, c = self.model.layers, self.config
         reduced: list[int | None] = []
-        last = done[-1]
-        pending = list(returned.values())[-1:] if returned else []
         table_gather: int | None = None
         back: dict[int, int] = {}
-        weights = {}
-        back_returned: dict[int, int | None] = {}
+        weights: dict[int, int | None] = {}
+        returned: dict[int, int | None] = {}
         order = list(reversed(range(len(layers))))
         for step, i in enumerate(order):
             x = layers[i]
             ahead = order[step : step + 2] if c.prefetch else [i]
-            launched = back[order[step - 1]] if step >= 1 else last
+            before = back[order[step - 1]] if step else last
             for j in ahead:
                 keep = j == len(layers) - 1 or (c.keep_gathered and layers[j].kind == "dense")
                 if j not in weights:
-                    weights[j] = None if keep else gather_weights(j, [launched], "backward")
-            before = back[order[step - 1]] if step else last
-            inputs = [before, weights[i], *(pending if step == 0 else [])]
+                    weights[j] = None if keep else self._gather_weights(layers[j], [before], "backward")
+            inputs: list[int | None] = [before, weights[i], *(pending if step == 0 else [])]
             if x.kind == "expert":
                 source = (back[order[step - 2]] if step >= 2 else last) if c.overlap_exchange else before
-                inputs.append(
-                    self.collective(
-                        "experts",
-                        "expert",
-                        "all_gather",
-                        x.exchange_bytes * self._expert_ranks(),
-                        [source],
-                        f"backward {x.name}",
-                    )
-                )
+                inputs.append(self._exchange(x, "all_gather", source, "backward"))
             late = order[step - 2] if c.overlap_exchange and step >= 2 else order[step - 1] if step else -1
-            inputs += [v for k, v in back_returned.items() if k == late]
-            if has_tables and c.overlap_tables and i == min(1, len(layers) - 1):
-                table_gather = self.collective(
-                    "sparse", "replica_shard", "all_gather", table_bytes, [before], "backward"
-                )
+            inputs += [v for k, v in returned.items() if k == late]
+            if self._has_tables and c.overlap_tables and i == min(1, len(layers) - 1):
+                table_gather = self._gather_tables([before])
             parts = self.layer_parts(x, True) | self._copies(x, weights[i] is not None, True)
             back[i] = self.compute(f"backward {x.name}", parts, [*inputs, self.launch(x.backward_host_us)])
             self.launch(x.backward_host_us)
             if x.kind == "expert":
-                back_returned[i] = self.collective(
-                    "experts",
-                    "expert",
-                    "reduce_scatter",
-                    x.exchange_bytes * self._expert_ranks(),
-                    [back[i]],
-                    f"backward {x.name}",
-                )
+                returned[i] = self._exchange(x, "reduce_scatter", back[i], "backward")
             reduced += self._reduce(x, back[i])
-        final = back[order[-1]]
-        averaged = self._average_replicated(final)
-        if has_tables:
-            assert s is not None
-            tail = [final, *back_returned.values()]
-            grads = self.collective("sparse", "table_group", "all_to_all", rows_bytes, tail, "gradients")
-            if not c.overlap_tables:
-                table_gather = self.collective("sparse", "replica_shard", "all_gather", table_bytes, tail, "backward")
-            update_us = 1.5 * row_us if model.update_us is None else model.update_us
-            self.alone_us += update_us
-            final = self.compute("table update", {"lookup and table update": update_us}, [final, grads, table_gather])
-            publish = self.collective("sparse", "replica_shard", "reduce_scatter", table_bytes, [final], "publish")
-            self.collective(
-                "sparse",
-                "replica",
-                "all_reduce",
-                table_bytes / s.replica_shard,
-                [publish if publish is not None else final],
-                "publish",
-                every=s.sync_every,
-            )
-        stored = model.dense_params / plan.dense.shard
-        if plan.experts is not None:
-            stored += model.expert_params / plan.experts.expert / plan.experts.expert_shard
-        else:
-            stored += model.expert_params
-        self.compute(
-            "optimizer",
-            {"optimizer": stored / 1e6 * model.optimizer_us_per_million},
-            [final, *reduced, *averaged, *back_returned.values()],
+        return _Backward(back[order[-1]], reduced, list(returned.values()), table_gather)
+
+    def _gather_tables(self, deps: Sequence[int | None]) -> int | None:
+        assert self.plan.sparse is not None
+        nbytes = self.model.table_bytes / self.plan.sparse.table_group
+        return self.collective("sparse", "replica_shard", "all_gather", nbytes, deps, "backward")
+
+    def _update_tables(self, back: _Backward) -> int:
+        """Gradients of rows out, the update, its result published; returns the update."""
+        model, sparse = self.model, self.plan.sparse
+        assert sparse is not None
+        table_bytes = model.table_bytes / sparse.table_group
+        tail = [back.final, *back.returned]
+        grads = self.collective("sparse", "table_group", "all_to_all", self._rows_bytes, tail, "gradients")
+        gather = back.table_gather if self.config.overlap_tables else self._gather_tables(tail)
+        update_us = 1.5 * self._rows_us if model.update_us is None else model.update_us
+        self.alone_us += update_us
+        final = self.compute("table update", {"lookup and table update": update_us}, [back.final, grads, gather])
+        publish = self.collective("sparse", "replica_shard", "reduce_scatter", table_bytes, [final], "publish")
+        self.collective(
+            "sparse",
+            "replica",
+            "all_reduce",
+            table_bytes / sparse.replica_shard,
+            [publish if publish is not None else final],
+            "publish",
+            every=sparse.sync_every,
         )
+        return final
+
+    def _stored_params(self) -> float:
+        """Dense parameters whose optimizer state a rank has."""
+        plan, model = self.plan, self.model
+        experts = model.expert_params
+        if plan.experts is not None:
+            experts = experts / plan.experts.expert / plan.experts.expert_shard
+        return model.dense_params / plan.dense.shard + experts
 
     def _expert_ranks(self) -> int:
         return 1 if self.plan.experts is None else self.plan.experts.expert

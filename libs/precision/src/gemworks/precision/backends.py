@@ -2,8 +2,7 @@
 
 Ops are `cast` (quantise) and `gemm` (the product of two planes). A backend states for every (op, kind, shape, device)
 either that it can or the reason why not; the first able backend in the order of `ORDER` is chosen. Nothing here looks
-at
-the machine unless a caller asks about "cuda".
+at the machine unless a caller asks about "cuda".
 """
 
 from __future__ import annotations

@@ -123,14 +123,18 @@ def check_linear(device: torch.device) -> None:
 
 
 def check_ways(device: torch.device) -> None:
-    """The short way of an eager layer on Hopper gives the bits of the general one: y, dx, dw, with bf16 and fp32
-    weights, and with rows enough for the weight gradient to be split."""
+    """The short way of an eager layer on Hopper gives the bits of the general one: y, dx, dw and the counts of inexact
+    codes, with bf16 and fp32 weights, and with rows enough for the weight gradient to be split."""
     settings: list[tuple[str, dict[str, str | bool]]] = [
         ("fp8_block128", {}),
         ("fp8_block128", {"save": "both"}),
         ("fp8_block128", {"square_inputs": True}),
         ("fp8_square128", {}),
         ("fp8_wgrad_bf16", {}),
+        ("mxfp8_regroup128", {}),
+        ("mxfp8_regroup128", {"save": "both"}),
+        ("mxfp8", {}),
+        ("mxfp8", {"save": "both"}),
     ]
     short = linear_module._plan_of
     for m, k, n, dtype in ((515, 1024, 384, torch.float32), (65536, 256, 384, torch.bfloat16)):
@@ -145,12 +149,12 @@ def check_ways(device: torch.device) -> None:
                 dy = torch.randn(m, n, device=device, generator=generator).bfloat16()
                 linear_module._plan_of = way
                 try:
-                    y = mx_linear(x, w, None, recipe(name, **changes))
+                    y, counts = linear_module.linear_with_counts(x, w, None, recipe(name, **changes), 0)
                 finally:
                     linear_module._plan_of = short
                 y.backward(dy)
-                results.append((y.detach(), x.grad, w.grad))
-            for what, ours, expected in zip(("y", "dx", "dw"), *results, strict=True):
+                results.append((y.detach(), x.grad, w.grad, counts))
+            for what, ours, expected in zip(("y", "dx", "dw", "counts"), *results, strict=True):
                 assert ours is not None
                 assert expected is not None
                 if ours.dtype is not expected.dtype or not torch.equal(ours, expected):

@@ -92,7 +92,7 @@ class LayerBench:
             print(f"  kernel {format} {self.shape}: {ms:8.4f} ms x{event.count} {event.key[:70]}", flush=True)
 
     def publish(self) -> None:
-        """Add the rows with their ratios to bf16 and to the best peer of the same op and direction."""
+        """Add and save the rows with their ratios to bf16 and to the best peer of the same op and direction."""
         for row in self.rows:
             same = [r for r in self.rows if (r["op"], r["direction"]) == (row["op"], row["direction"])]
             plain = next(r for r in same if r["format"] == "bf16")
@@ -105,6 +105,7 @@ class LayerBench:
                 ratio_to_best_peer=round(best["ms"] / row["ms"], 4),
                 roofline_fraction=round(row["tflops"] / self.bench.bf16_tflops, 4),
             )
+        self.bench.save()
 
 
 def variants() -> list[tuple[str, str, Recipe]]:
@@ -137,28 +138,6 @@ def bench_linear(bench: Bench) -> None:
         if bench.device.type == "cuda" and shape in (SHAPES[0], SHAPES[2]):
             for format, impl, chosen in variants()[3::2]:
                 layer.profile(f"{format} {impl}", lambda a, b, c=chosen: mx_linear(a, b, None, c))
-
-
-def bench_host(bench: Bench) -> None:
-    """How long the host is busy with one forward and backward: so few rows that the device waits for it."""
-    shape = (96, 256, 128) if bench.smoke else (256, 1024, 1024)
-    layer = LayerBench.make(bench, shape)
-    runs = [("bf16", "torch", nn.functional.linear)]
-    runs += [(f, i, lambda a, b, c=c: mx_linear(a, b, None, c)) for f, i, c in variants()]
-    times = {}
-    for format, impl, forward in runs:
-        ms, p20, p80 = times[format, impl] = bench.time_host(linear_run(layer.x, layer.w, layer.dy, forward))
-        bench.add(
-            op="linear_host",
-            shape="x".join(map(str, shape)),
-            format=format,
-            direction="fwd_bwd",
-            impl=impl,
-            ratio_to_bf16=round(times["bf16", "torch"][0] / ms, 4),
-            ms=round(ms, 4),
-            ms_p20=round(p20, 4),
-            ms_p80=round(p80, 4),
-        )
 
 
 def bench_norm_linear(bench: Bench) -> None:

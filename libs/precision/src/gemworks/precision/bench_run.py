@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import statistics
 import subprocess
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ class Bench:
     bf16_tflops: float = 0.0
     only: str = ""
     peers: bool = False
+    path: Path | None = None
 
     def time(self, run: Callable[[], object]) -> tuple[float, float, float]:
         """Median, 20 % and 80 % quantile in milliseconds."""
@@ -107,18 +110,20 @@ class Bench:
         return statistics.median(times), times[len(times) // 5], times[(4 * len(times)) // 5]
 
     def time_host(self, run: Callable[[], object]) -> tuple[float, float, float]:
-        """How long a call keeps the host busy: 20 calls at a time, whose kernels are short and fit the queue."""
-        rounds, calls = (15, 20) if self.device.type == "cuda" else (3, 1)
+        """How long a call keeps the host busy: 20 calls at a time, whose kernels are short and fit the queue. Without a
+        GPU it is this thread's time on the processor, which no other process can lengthen by waiting."""
+        clock = time.perf_counter if self.device.type == "cuda" else time.thread_time
+        rounds, calls = 15, 20
         for _ in range(calls):
             run()
         times = []
         for _ in range(rounds):
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
-            start = time.perf_counter()
+            start = clock()
             for _ in range(calls):
                 run()
-            times.append(1e3 * (time.perf_counter() - start) / calls)
+            times.append(1e3 * (clock() - start) / calls)
         times.sort()
         return statistics.median(times), times[len(times) // 5], times[4 * len(times) // 5]
 
@@ -126,6 +131,14 @@ class Bench:
         """Normal data of the run's seed."""
         generator = torch.Generator(self.device).manual_seed(SEED + sum(shape))
         return torch.randn(*shape, generator=generator, device=self.device, dtype=dtype)
+
+    def save(self) -> None:
+        """Write the rows so far to `path`, if there is one: a run that is cut off leaves what it had."""
+        if self.path is not None:
+            with self.path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, fieldnames=[*LEADING, *COMMON], lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(self.rows)
 
     def add(self, **row: Any) -> None:
         """Append a row with the columns that all rows share, and show it."""

@@ -1,9 +1,8 @@
 """The product of two planes, `A [M, K] @ B [N, K]^T`, both quantised along K (or square).
 
 Reference: dequantise and multiply. On a CPU in fp32; on a GPU the dequantised operands are exact in bf16 (E4M3 with
-scale
-bytes 3..246, see `MXTensor.dequantize`) and the product accumulates in fp32, so it *is* the product of the planes up to
-the order of summation. How far a backend's product may be from the exact one: the `bounds` module.
+scale bytes 3..246, see `MXTensor.dequantize`) and the product accumulates in fp32, so it *is* the product of the planes
+up to the order of summation. How far a backend's product may be from the exact one: the `bounds` module.
 """
 
 from __future__ import annotations
@@ -52,9 +51,11 @@ def gemm(a: MXTensor, b: MXTensor, kind: GemmKind, out_dtype: torch.dtype, backe
 
         return scaled_mm(a, b, out_dtype)
     if backend == "triton":
-        from gemworks.precision.triton_casts import triton_dequantize
+        from gemworks.precision.triton_casts import readable_length, triton_dequantize
 
-        return multiply_bf16(triton_dequantize(a), triton_dequantize(b), out_dtype)
+        length = readable_length(a.padded_shape[1])
+        left, right = (triton_dequantize(plane, length=length) for plane in (a, b))
+        return multiply_bf16(left, right, out_dtype)
     if not a.codes.is_cuda:
         product = a.dequantize(keep_transform=True) @ b.dequantize(keep_transform=True).t()
         return product.to(out_dtype)
@@ -75,6 +76,11 @@ def _backend_of(kind: GemmKind, contraction: int, columns: int, device: torch.de
 
 def multiply_bf16(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """`a @ b^T` of bf16 matrices with fp32 accumulation, rounded once to `out_dtype`."""
-    if out_dtype is torch.float32 and a.is_cuda:
-        return torch.mm(a, b.t(), out_dtype=torch.float32)
-    return (a @ b.t()).to(out_dtype)
+    return product_bf16(a, b.t(), out_dtype)
+
+
+def product_bf16(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """`left @ right` of bf16 matrices with fp32 accumulation, rounded once to `out_dtype`."""
+    if out_dtype is torch.float32 and left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left, right).to(out_dtype)

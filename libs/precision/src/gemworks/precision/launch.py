@@ -9,13 +9,12 @@ started without the hooks that profilers of Triton may set.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-_compiled: dict[tuple[Any, ...], tuple[Any, int, tuple[Any, ...]]] = {}
 
 
 def integers(*values: int) -> tuple[Any, ...]:
@@ -41,6 +40,91 @@ def specialisation(argument: Any) -> Any:
     return type(argument)
 
 
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """What a kernel is compiled and started with, but for tensors and sizes. Hashed by identity: make each once.
+
+    Attributes:
+        constants: the kernel's constants by name.
+        options: `num_warps` and `maxnreg`.
+        words: what the kernel takes the first tensors as, where that is not their dtype.
+    """
+
+    constants: Mapping[str, Any]
+    options: Mapping[str, int]
+    words: tuple[torch.dtype | None, ...] = ()
+
+
+# Calls Triton's launcher: `start(x, y, z, stream, *head, *pointers, *numbers, *tail)`.
+Started = tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]
+
+
+class Launcher:
+    """A `triton.jit` function with what it was compiled to; its tensors come first, its constants last.
+
+    Compiled kernels are kept here and not in a table of all kernels: a function that is gone takes them with it.
+    """
+
+    __slots__ = ("compiled", "kernel", "num_tensors")
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.compiled: dict[tuple[int, Any], Started] = {}
+        self.num_tensors: int | None = None
+
+    def again(
+        self, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], key: Any
+    ) -> bool:
+        """`kernel[grid](*tensors, *numbers, ...)` if that was looked up before, or False: then `look_up` it.
+
+        Args:
+            grid: programs.
+            tensors: of one device.
+            numbers: integers below 2^63 and floats.
+            key: equal for launches of this kernel that compile to the same code.
+        """
+        index = tensors[0].get_device()
+        found = self.compiled.get((index, key))
+        if found is None or torch._C._cuda_getDevice() != index:
+            return False
+        start, head, tail = found
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        start(*grid, stream, *head, *[tensor.data_ptr() for tensor in tensors], *numbers, *tail)
+        return True
+
+    def look_up(
+        self,
+        grid: tuple[int, int, int],
+        tensors: tuple[Tensor, ...],
+        numbers: tuple[Any, ...],
+        setup: Setup,
+        key: Any,
+    ) -> None:
+        """Start the kernel in Triton's own way, which compiles it where it must, and remember it under `key`."""
+        words = (*setup.words, *(None,) * len(tensors))
+        typed = [t if word is None else _viewed(t, word) for t, word in zip(tensors, words, strict=False)]
+        device = tensors[0].device
+        if device.type != "cuda":  # the interpreter
+            self.kernel[grid](*typed, *numbers, **setup.constants, **setup.options)
+            return
+        with torch.cuda.device(device):
+            compiled = self.kernel[grid](*typed, *numbers, **setup.constants, **setup.options)
+        names = self.kernel.arg_names[len(tensors) + len(numbers) :]
+        if hasattr(compiled, "packed_metadata") and set(names) == set(setup.constants):
+            start, head = _entry(compiled)
+            self.compiled[tensors[0].get_device(), key] = start, head, tuple(setup.constants[name] for name in names)
+
+
+_launchers: dict[int, Launcher] = {}
+
+
+def launcher_of(kernel: Any) -> Launcher:
+    """The one launcher of a kernel."""
+    # Triton hashes a function by its source, behind a lock. The launcher keeps its kernel, so the number stays its own.
+    found = _launchers.get(id(kernel))
+    return found if found is not None else _launchers.setdefault(id(kernel), Launcher(kernel))
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, int, int],
@@ -50,7 +134,7 @@ def launch(
     key: tuple[Any, ...] | None = None,
     words: tuple[torch.dtype | None, ...] = (),
 ) -> None:
-    """`kernel[grid](*arguments, **constants, **options)`.
+    """`kernel[grid](*arguments, **constants, **options)`, for whoever keeps no `Setup`.
 
     Args:
         kernel: a `triton.jit` function whose constants come after its other arguments.
@@ -59,32 +143,18 @@ def launch(
         options: `num_warps` and `maxnreg`.
         key: equal for launches of this kernel that compile to the same code, where the caller knows that more cheaply
             than by asking each argument.
-        words: what the kernel takes the first tensors as, where that is not their dtype.
+        words: as in `Setup`.
     """
-    device = arguments[0].device
-    if device.type == "cuda":
-        if key is None:
-            key = (*map(specialisation, arguments), *constants.values(), *options.items())
-        index = device.index
-        key = (id(kernel), index, key)  # kernels live as long as their modules
-        found = _compiled.get(key)
-        if found is not None and torch._C._cuda_getDevice() == index:
-            start, num_tensors, values = found
-            pointers = [tensor.data_ptr() for tensor in arguments[:num_tensors]]
-            start(*grid, torch._C._cuda_getCurrentRawStream(index), *pointers, *arguments[num_tensors:], *values)
-            return
-    typed = [a if word is None else _viewed(a, word) for a, word in zip(arguments, words, strict=False)]
-    arguments = (*typed, *arguments[len(typed) :])
-    if device.type != "cuda":  # the interpreter
-        kernel[grid](*arguments, **constants, **options)
-        return
-    with torch.cuda.device(device):
-        compiled = kernel[grid](*arguments, **constants, **options)
-    names = kernel.arg_names[len(arguments) :]
-    if key is not None and hasattr(compiled, "packed_metadata") and set(names) == set(constants):
-        num_tensors = sum(isinstance(a, Tensor) for a in arguments)
+    launcher = launcher_of(kernel)
+    num_tensors = launcher.num_tensors
+    if num_tensors is None:
+        num_tensors = launcher.num_tensors = sum(isinstance(a, Tensor) for a in arguments)
         assert all(isinstance(a, Tensor) for a in arguments[:num_tensors]), "tensors come first"
-        _compiled[key] = _starter(compiled), num_tensors, tuple(constants[name] for name in names)
+    if key is None:
+        key = (*map(specialisation, arguments), *constants.values(), *options.items())
+    tensors, numbers = arguments[:num_tensors], arguments[num_tensors:]
+    if not launcher.again(grid, tensors, numbers, key):
+        launcher.look_up(grid, tensors, numbers, Setup(constants, options, words), key)
 
 
 def _viewed(tensor: Tensor, word: torch.dtype) -> Tensor:
@@ -92,11 +162,23 @@ def _viewed(tensor: Tensor, word: torch.dtype) -> Tensor:
     return (tensor if tensor.stride(-1) == 1 else tensor.t()).view(word)
 
 
-def _starter(compiled: Any) -> Any:
-    """Starts a compiled kernel with pointers as integers, which saves the launcher its questions to each tensor."""
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+def _entry(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What starts a compiled kernel, and what it takes between the stream and the kernel's arguments.
 
-    def start(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
-        run(x, y, z, stream, function, metadata, None, None, None, *arguments)
-
-    return start
+    Pointers go as integers, which saves the launcher its questions to each tensor. Triton 3.6's launcher asks for
+    scratch memory, which our kernels have none of, and hands its arguments on: where a call of it that starts nothing
+    shows that they go on in their order, the function that it hands them to is started instead.
+    """
+    run, head = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+    scratch = (getattr(run, name, None) for name in ("global_scratch_size", "profile_scratch_size"))
+    if type(run).__name__ != "CudaLauncher" or any(size != 0 for size in scratch):
+        return run, head
+    handed_on: list[tuple[Any, ...]] = []
+    twin = object.__new__(type(run))
+    twin.__dict__.update(run.__dict__, launch=lambda *arguments: handed_on.append(arguments))
+    first, last = (object(), object(), object(), object()), (object(), object())
+    twin(*first, *head, *last)
+    (arguments,) = handed_on
+    if arguments[:4] == first and arguments[-2:] == last:
+        return run.launch, arguments[4:-2]
+    return run, head

@@ -17,14 +17,17 @@ from functools import lru_cache
 
 import torch
 from gemworks.precision import te_backend
-from gemworks.precision.backends import choose, device_spec, shape_rule
+from gemworks.precision.backends import choose, cost_note, device_spec, shape_rule, warn_once
 from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
+from gemworks.precision.exact import ExactLinear, ExactPlan, exact_plan_of
 from gemworks.precision.gemms import gemm
-from gemworks.precision.hopper import HopperLinear, Plan, fits, plan_of
+from gemworks.precision.hopper import HopperLinear, Plan, plan_of
 from gemworks.precision.mxtensor import MXTensor, padded_rows
 from gemworks.precision.op import define_op, differentiate
+from gemworks.precision.plane_weight import PlaneWeight
 from gemworks.precision.recipe import GemmKind, GemmRecipe, Recipe, Save, recipe
 from gemworks.precision.rng import Stochastic
+from gemworks.precision.short_casts import fits
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -330,14 +333,6 @@ define_op("linear_backward", _linear_backward, _fake_linear_backward)
 differentiate("linear", _backward, _setup_context)
 
 
-class PlaneWeight(Tensor):
-    """A weight that exists only as a plane, for autograd and FSDP2 a tensor all the same."""
-
-    def plane(self) -> MXTensor:
-        """The weight."""
-        raise NotImplementedError
-
-
 def _source(weight: Tensor) -> Tensor | MXTensor:
     return weight.plane() if isinstance(weight, PlaneWeight) else weight
 
@@ -390,11 +385,20 @@ def _runs_eagerly(x: Tensor, weight: Tensor) -> bool:
 @lru_cache(maxsize=256)
 def _plan_of(
     text: str, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, k: int, n: int
-) -> Plan | None:
-    """What `hopper` makes of a layer; None elsewhere."""
-    if device.type != "cuda" or device_spec(device).capability != 90:
+) -> Plan | ExactPlan | None:
+    """The short way of a layer, which `hopper` or `exact` knows; None elsewhere."""
+    if device.type not in ("cpu", "cuda"):
         return None
-    return plan_of(recipe_of(text), dtype, weight_dtype, k, n)
+    chosen, spec = recipe_of(text), device_spec(device)
+    if spec.type != "cuda":
+        return None
+    if chosen.forward.kind is GemmKind.MXFP8:
+        choice = choose("gemm", GemmKind.MXFP8, (0, k, n), spec, chosen.backend)
+        plan = exact_plan_of(chosen, dtype, weight_dtype, k, n) if choice.backend == "triton" else None
+        if plan is not None and (note := cost_note(choice, spec)) is not None:
+            warn_once(note)
+        return plan
+    return plan_of(chosen, dtype, weight_dtype, k, n) if spec.capability == 90 else None
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -466,10 +470,16 @@ def linear_with_counts(
         elif (
             (plan := _plan_of(chosen.text, x.device, out_dtype, weight.dtype, k, n)) is not None
             and fits(x_MK)
-            and weight.is_contiguous()
-            and weight.data_ptr() % 16 == 0
+            and (
+                # A weight gathered as codes has no memory of its own.
+                (type(plan) is Plan and weight.is_square)
+                if isinstance(weight, PlaneWeight)
+                else (weight.is_contiguous() and weight.data_ptr() % 16 == 0)
+            )
         ):
-            y, counts = HopperLinear.apply(x_MK, weight, bias, plan, save, out_dtype), no_counts(x.device)
+            counts = torch.zeros(2, dtype=torch.int64, device=x.device) if plan.spec.regroups else None
+            y = (HopperLinear if type(plan) is Plan else ExactLinear).apply(x_MK, weight, bias, plan, save, counts)
+            counts = no_counts(x.device) if counts is None else counts
         else:
             y, counts = _EagerLinear.apply(x_MK, weight, bias, chosen, step, save, out_dtype)  # pyright: ignore[reportGeneralTypeIssues]
             counts = no_counts(x.device) if counts is None else counts

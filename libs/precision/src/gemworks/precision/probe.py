@@ -1,9 +1,8 @@
 """`probe`: run real batches, measure every layer and product, decide, and write the decision as a recipe file.
 
 For each linear layer the probe captures its input and the gradient of its output, computes the three products in
-float64
-from those (on a sample of rows) and compares each format with them; on a GPU it also times forward and backward of the
-whole layer at its own shape. After LoKA (arXiv 2605.10886): choose per layer by measured error and speed.
+float64 from those (on a sample of rows) and compares each format with them; on a GPU it also times forward and backward
+of the whole layer at its own shape. After LoKA (arXiv 2605.10886): choose per layer by measured error and speed.
 """
 
 from __future__ import annotations

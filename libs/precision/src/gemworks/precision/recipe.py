@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +164,12 @@ class Recipe:
         """Kinds of forward, dgrad, wgrad."""
         return self.forward.kind, self.dgrad.kind, self.wgrad.kind
 
-    @property
+    @cached_property
     def is_bf16(self) -> bool:
         """No product is quantised."""
         return all(kind is GemmKind.BF16 for kind in self.kinds)
 
-    @property
+    @cached_property
     def feature_multiple(self) -> int:
         """What in and out features must both be a multiple of."""
         return max(kind.block for kind in self.kinds)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from gemworks.gem.config import GemConfig
 from gemworks.gem.device import autocast
-from gemworks.gem.schema import Batch, Events
+from gemworks.gem.schema import Batch, Events, Schema
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -57,6 +57,23 @@ def num_padding_samples(config: GemConfig) -> int:
     return -(-needed // SAMPLES_MULTIPLE) * SAMPLES_MULTIPLE
 
 
+def bytes_per_graph(config: GemConfig, model: Gem, rows: int) -> int:
+    """What one graph of a bucket keeps besides its pool: float32 gradients of the dense parameters; rows of the tables,
+    and their gradients.
+
+    >>> from gemworks.gem.model.gem import Gem
+    >>> from gemworks.gem.data import open_source
+    >>> from gemworks.gem.presets import get_preset
+    >>> config = get_preset("large").with_data(batch_size=512)
+    >>> model = Gem(open_source(config.data).schema, config, device="meta")
+    >>> round(bytes_per_graph(config, model, 32 * bucket_rows(config)) / 2**30, 2)
+    3.28
+    """
+    gradients = sum(p.numel() for p in model.dense_parameters() if p.requires_grad)
+    num_features = sum(len(event.ids) for event in model.schema.events)
+    return 4 * (gradients + 2 * rows * num_features * config.model.embedding_dim)
+
+
 @dataclass(frozen=True)
 class _Inputs:
     """Where a bucket's graph reads: tensors of one address. `batch` has no ids, P samples, and a bucket's rows."""
@@ -80,6 +97,30 @@ class _Outputs:
     loss: Tensor
     leaf_grads: tuple[Tensor | None, ...]
     parameter_grads: tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Rows of events that inputs are cut from: of the largest bucket."""
+
+    key: Key
+    floats: dict[str, Tensor]
+    timestamps: dict[str, Tensor]
+    rows: dict[str, Tensor]
+
+    @classmethod
+    def make(cls, key: Key, batch: Batch, schema: Schema, width: int, device: torch.device) -> _Room:
+        floats, timestamps, rows = {}, {}, {}
+        for event, total in zip(schema.events, key, strict=True):
+            given = batch.events[event.name]
+            floats[event.name] = given.floats_TC.new_zeros(total, given.floats_TC.shape[1])
+            timestamps[event.name] = given.timestamps_T.new_zeros(total)
+            for feature in event.ids:
+                rows[schema.event_key(event.name, feature.name)] = torch.zeros(total, width, device=device)
+        return cls(key, floats, timestamps, rows)
+
+    def holds(self, key: Key) -> bool:
+        return all(total <= most for total, most in zip(key, self.key, strict=True))
 
 
 @dataclass
@@ -110,6 +151,9 @@ class GraphedStep:
         self._buckets: dict[Key, _Bucket] = {}
         self._pool: Any = None  # of their memory
         self._eager_bytes = 0  # what a bucket's first run took beside the graphs
+
+        self._shares = config.train.graph_memory == "shared"
+        self._room: _Room | None = None  # where all graphs read, if they share it
 
     @property
     def num_graphs(self) -> int:
@@ -179,35 +223,50 @@ class GraphedStep:
     def _bucket(self, batch: Batch) -> _Bucket:
         key = self._key(batch)
         if key not in self._buckets:
-            if sum(key) > max(map(sum, self._buckets), default=0):
+            if sum(key) > max(map(sum, self._buckets), default=0) or (self._room and not self._room.holds(key)):
                 self._drop()
             bucket = _Bucket(self._make_inputs(key, batch))
             _fill(bucket.inputs, batch, (), 1.0)
             if self.device.type == "cuda":
-                self._capture(bucket)
+                try:
+                    self._capture(bucket)
+                except torch.OutOfMemoryError as error:
+                    raise torch.OutOfMemoryError(self._no_room(key, error)) from error
             self._buckets[key] = bucket
         return self._buckets[key]
+
+    def _no_room(self, key: Key, error: torch.OutOfMemoryError) -> str:
+        each = 0.0 if self._shares else bytes_per_graph(self.config, self.model, sum(key)) / 2**30
+        remedy = "" if self._shares else "train.graph_memory=shared (then they keep one for all), "
+        return (
+            f"train.cuda_graphs: no memory for a graph of {sum(key)} rows beside {self.num_graphs} others, of which "
+            f"each keeps {each:.1f} GiB of inputs and gradients. Set {remedy}data.balance_window=8 (batches of one "
+            f"size need one graph), or a smaller data.batch_size. {error}"
+        )
 
     def _drop(self) -> None:
         """Lets all graphs go before one that is larger than they are: smaller ones find room in what it leaves of the
         pool, and it would find none in theirs. Those that come again are captured again."""
         self._buckets.clear()
-        self._pool = None
+        self._pool = self._room = None
 
     def _make_inputs(self, key: Key, batch: Batch) -> _Inputs:
         """Zeros, but for sizes: of a sample without ids, floats and labels, at time 0."""
         schema, device = self.model.schema, self.device
         num, width = self.num_samples + self.num_padding, self.config.model.embedding_dim
+        room = self._room or _Room.make(key, batch, schema, width, device)
+        if self._shares:
+            self._room = room
         events, rows = {}, {}
         for event, total in zip(schema.events, key, strict=True):
             given = batch.events[event.name]
             events[event.name] = Events(
-                given.floats_TC.new_zeros(total, given.floats_TC.shape[1]), given.timestamps_T.new_zeros(total),
+                room.floats[event.name][:total], room.timestamps[event.name][:total],
                 given.offsets_S.new_zeros(num + 1), self.config.data.max_length,
             )  # fmt: skip
             for feature in event.ids:
                 name = schema.event_key(event.name, feature.name)
-                rows[name] = torch.zeros(total, width, device=device, requires_grad=True)
+                rows[name] = room.rows[name][:total].requires_grad_()
         padded = Batch(
             ids=batch.ids, event_ids=batch.event_ids, dense_BC=batch.dense_BC.new_zeros(num, batch.dense_BC.shape[1]),
             timestamps_B=batch.timestamps_B.new_zeros(num), labels_BK=batch.labels_BK[:0],
@@ -238,6 +297,8 @@ class GraphedStep:
         """Runs once as it is where memory allows it, so that nothing is compiled inside a capture; then captures.
 
         All graphs share one pool: they run one after another, and what they return is used before the next one runs.
+        A tensor that a graph returned keeps its place in the pool; with `graph_memory="shared"` it is let go, and the
+        next capture may put anything there.
         """
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
         cached_bytes = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -250,7 +311,7 @@ class GraphedStep:
         # relaxed: other threads read and pin batches meanwhile
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
             outputs = self._run(bucket.inputs)
-        bucket.graph, bucket.outputs = graph, outputs
+        bucket.graph, bucket.outputs = graph, _borrowed(outputs) if self._shares else outputs
 
     def _run_beside(self, inputs: _Inputs) -> None:
         """Once on another stream, as a capture does it."""
@@ -262,6 +323,37 @@ class GraphedStep:
         here.wait_stream(stream)
         torch.cuda.synchronize(self.device)
         self._eager_bytes = max(self._eager_bytes, torch.cuda.max_memory_allocated(self.device) - before)
+
+
+class _Place:
+    """Where a tensor lies, without keeping it there: what `torch.as_tensor` makes a tensor from that owns nothing."""
+
+    def __init__(self, x: Tensor) -> None:
+        size = x.element_size()
+        self.__cuda_array_interface__ = {
+            "shape": tuple(x.shape), "strides": tuple(n * size for n in x.stride()),
+            "typestr": f"<f{size}", "data": (x.data_ptr(), False), "version": 3,
+        }  # fmt: skip
+
+
+BORROWED_DTYPES = (torch.float32, torch.float64, torch.float16)  # numpy's; another tensor is kept
+
+
+def _borrowed(outputs: _Outputs) -> _Outputs:
+    """The same memory, but for logits and loss not kept: valid from a replay of its graph to the next of any graph.
+
+    The pool's memory stays while a graph of it lives, and only captures take from it.
+    """
+
+    def borrow(x: Tensor | None) -> Tensor | None:
+        if x is None or x.dtype not in BORROWED_DTYPES or not x.numel():
+            return x
+        return torch.as_tensor(_Place(x), device=x.device)
+
+    return _Outputs(
+        outputs.logits_BK, outputs.loss, tuple(map(borrow, outputs.leaf_grads)),
+        tuple(map(borrow, outputs.parameter_grads)),
+    )  # fmt: skip
 
 
 def _laid_as(parameter: Tensor, grad: Tensor | None) -> Tensor | None:

@@ -4,34 +4,53 @@ and what is kept for backward. Names of parameters stay as they are, so checkpoi
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from gemworks.gem.config import GemConfig
 from gemworks.gem.kernels import KernelConfig
 from gemworks.gem.model.events import Sequence
 from torch import nn
+from torch._functorch import config as functorch_config
 
+if TYPE_CHECKING:
+    from gemworks.precision import Recipe
+
+ProbedLoss = Callable[[nn.Module], torch.Tensor]
+PROBE = "probe"
+PROBED = ("fp8_block128", "fp8_wgrad_bf16")  # what a probe chooses from, besides staying as it is
 ARENA_BYTES = 8 << 30  # of pinned memory, for what activations move to the host
 CPU_ARENA_BYTES = 64 << 20
 
 
-def implement(model: nn.Module, config: GemConfig) -> None:
+def implement(model: nn.Module, config: GemConfig, probed: ProbedLoss | None = None) -> None:
     """Converts the linears and compiles, in place.
 
     Args:
         model: a `Gem`.
         config: of the run.
+        probed: a loss of the model on a batch; what `kernels.linears="probe"` measures linears on.
+
+    Raises:
+        ValueError: linears are to be probed, and nothing says on what.
     """
-    if config.kernels.linears != "bf16":
+    if config.kernels.linears == PROBE:
+        if probed is None:
+            raise ValueError(
+                "kernels.linears: got 'probe' without a batch to probe on, expected a recipe such as 'fp8_block128'"
+            )
+        probe_linears(model, config.kernels, probed)
+    elif config.kernels.linears != "bf16":
         quantise_linears(model, config.kernels)
     if config.kernels.activations != "keep":
         treat_activations(model, config)
     if config.train.compile:
         if config.kernels.compile_scope == "layers":
-            compile_layers(model, with_forward=config.kernels.activations == "keep")
-        compile_dense(model, with_layers=config.kernels.compile_scope == "dense")
+            compile_layers(model, config.kernels, with_forward=config.kernels.activations == "keep")
+        compile_dense(model, config.kernels, with_layers=config.kernels.compile_scope == "dense")
 
 
 def quantise_linears(model: nn.Module, kernels: KernelConfig) -> str:
@@ -39,60 +58,99 @@ def quantise_linears(model: nn.Module, kernels: KernelConfig) -> str:
 
     The head stays as it is: its logits are what the loss sees. So do batched experts, whose weights one product takes.
     """
-    from gemworks.precision import convert, recipe
+    from gemworks.precision import convert
 
-    chosen = replace(
-        recipe(kernels.linears),
+    return str(convert(model, _recipe(kernels.linears, kernels), filter=_takes(kernels)))
+
+
+def probe_linears(model: nn.Module, kernels: KernelConfig, loss_of: ProbedLoss) -> str:
+    """Each linear layer computes by that of `PROBED` which is exact enough and fastest on the loss's batch, or stays as
+    it is; returns the conversion's report."""
+    from gemworks.precision import convert, probe
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # candidates that a device is slow at say so, which is what is measured here
+        candidates = tuple(_recipe(name, kernels) for name in PROBED)
+        report = probe(model, [None], lambda of, _: loss_of(of), candidates=candidates)
+    return str(convert(model, report.recipe, filter=_takes(kernels)))
+
+
+def _recipe(name: str, kernels: KernelConfig) -> Recipe:
+    from gemworks.precision import recipe
+
+    return replace(
+        recipe(name),
         min_features=kernels.linears_min_features,
         hadamard_size=32 if kernels.linears_hadamard else 0,
         stochastic_gradients=kernels.linears_stochastic,
     )
+
+
+def _takes(kernels: KernelConfig) -> Callable[[str, nn.Module], bool]:
     batched = kernels.experts == "batched"
 
     def takes(name: str, layer: nn.Module) -> bool:
         return not name.startswith("head.") and not (batched and ".experts." in f".{name}")
 
-    return str(convert(model, chosen, filter=takes))
+    return takes
 
 
-def compile_dense(model: nn.Module, *, with_layers: bool = True) -> None:
+def compile_dense(model: nn.Module, kernels: KernelConfig, *, with_layers: bool = True) -> None:
     """Compiles what works on dense tokens [B, n, D], in place: feature tokens, interactions, gates, the head's MLP.
 
     The sequence parts stay eager: their kernels are opaque to the compiler.
     """
     for name in ("tokens", "head.mlp"):
-        compile_rows(model.get_submodule(name))
+        compile_rows(model.get_submodule(name), kernels)
     for layer in getattr(model, "layers", ()) if with_layers else ():
         for name in ("summary", "gate", "interaction"):
-            compile_part(layer.get_submodule(name))
+            compile_part(layer.get_submodule(name), kernels)
 
 
-def compile_layers(model: nn.Module, *, with_forward: bool = True) -> None:
+def compile_layers(model: nn.Module, kernels: KernelConfig, *, with_forward: bool = True) -> None:
     """Compiles every layer as a whole: around the opaque kernels, norms, rotations and casts fuse with each other.
 
     One graph serves every total of events: rows are marked as a size that varies.
 
     Args:
         model: a `Gem`.
+        kernels: of the run.
         with_forward: False only marks rows, for layers whose forward an activation policy has compiled.
     """
     for event in getattr(model, "events", ()):
-        compile_rows(event.merge)
+        compile_rows(event.merge, kernels)
     for layer in getattr(model, "layers", ()):
         layer.register_forward_pre_hook(_mark_layer)
         if with_forward:
-            compile_part(layer)
+            compile_part(layer, kernels)
 
 
-def compile_part(module: nn.Module) -> None:
+def compile_part(module: nn.Module, kernels: KernelConfig) -> None:
     """Compiles a module's forward, in place; its hooks stay outside of the graph, unlike with `module.compile()`."""
-    module.forward = torch.compile(module.forward)
+    compiled = torch.compile(module.forward)
+    module.forward = _saving_least(compiled) if kernels.compile_saves == "least" else compiled
 
 
-def compile_rows(module: nn.Module) -> None:
+def _saving_least(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled forward whose partitioner computes chains of elementwise work again, however long they are.
+
+    Its rule of thumb against long chains cuts a layer after the cast of a bf16 stream to the float32 that a norm works
+    in: it then writes and keeps the float32 copy although the bf16 rows are written too. The setting is read when a
+    graph is compiled, which is during a call.
+    """
+    setting = functorch_config.patch(ban_recompute_long_fusible_chains=False)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with setting:
+            return forward(*args, **kwargs)
+
+    return call
+
+
+def compile_rows(module: nn.Module, kernels: KernelConfig) -> None:
     """`compile_part` for a module of tensors whose first size varies from batch to batch."""
     module.register_forward_pre_hook(_mark_rows)
-    compile_part(module)
+    compile_part(module, kernels)
 
 
 def _mark_rows(module: nn.Module, args: tuple[Any, ...]) -> None:

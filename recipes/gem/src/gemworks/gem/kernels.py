@@ -17,7 +17,9 @@ SelfAttentionKernel = Literal["gemworks", "varlen", "sdpa"]
 PoolKernel = Literal["gemworks", "varlen", "sdpa"]
 PffnKernel = Literal["gemworks", "matmul"]
 NormKernel = Literal["gemworks", "torch"]
-ActivationPolicy = Literal["keep", "recompute", "recompute_cheap", "quantise", "offload", "quantise_offload"]
+ActivationPolicy = Literal[
+    "keep", "recompute", "recompute_cheap", "recompute@0.5", "quantise", "offload", "quantise_offload"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +42,16 @@ class KernelConfig:
         stream: dtype of the tokens between the layers: autocast's own, or float32, as norms under autocast leave it.
         rope_tables: dtype of the rotations' cosines and sines; float16 errs by 2^-11 of 1, less than a bf16 query does.
         share_schedule: tile schedules are built once per batch; otherwise every op builds its own.
-        linears: "bf16" (plain `nn.Linear`), or a recipe of gemworks.precision such as "fp8_block128".
+        linears: "bf16" (plain `nn.Linear`), a recipe of gemworks.precision such as "fp8_block128", or "probe": what
+            is exact enough and fastest for each layer on the first batch, measured before training.
         linears_min_features: narrower linears stay as they are.
         linears_hadamard: random Hadamard transform along the contraction of their weight gradients.
         linears_stochastic: stochastic rounding of their output gradients.
-        activations: what a layer's sequence block does with what it saves for backward (gemworks.netmem).
+        activations: what a layer does with what it saves for backward (gemworks.netmem); "recompute@0.5" gives every
+            compiled layer a budget of its own, half of what it would keep.
         compile_scope: what `train.compile` compiles: the dense parts, or whole layers.
+        compile_saves: what compiled parts keep for backward: what torch's rules of thumb say, or the least, so that a
+            chain of elementwise work is computed again in backward however long it is.
     """
 
     layout: Layout = "jagged"
@@ -66,6 +72,7 @@ class KernelConfig:
     linears_stochastic: bool = False
     activations: ActivationPolicy = "keep"
     compile_scope: Literal["dense", "layers"] = "dense"
+    compile_saves: Literal["usual", "least"] = "usual"
 
     def __post_init__(self) -> None:
         padded = self.layout == "padded"
@@ -90,5 +97,10 @@ class KernelConfig:
             raise ConfigError(
                 f"kernels.attention_format: got 'fp8' with kernels.attention {self.attention!r}, expected 'gemworks'; "
                 f"no other kernel here reads FP8 codes"
+            )
+        if self.activations == "recompute@0.5" and self.compile_scope != "layers":
+            raise ConfigError(
+                f"kernels.activations: got 'recompute@0.5' with kernels.compile_scope {self.compile_scope!r}, expected "
+                f"'layers'; it is the compiler that a layer's budget is for"
             )
         check_counts("kernels", self, "linears_min_features")

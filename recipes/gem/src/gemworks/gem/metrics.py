@@ -9,7 +9,6 @@ Shapes: N samples, K tasks, R bootstrap resamples.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -321,11 +320,6 @@ def paired_bootstrap(
     low, high = torch.quantile(torch.cat(differences), torch.tensor([tail, 1.0 - tail], dtype=torch.float64)).tolist()
     mean_a, mean_b, rate = rows_3N.mean(1).tolist()
     return PairedInterval((mean_a - mean_b) / binary_entropy(rate), low, high, confidence, num_resamples)
-
-
-def finite_or_none(values: Sequence[float]) -> list[float | None]:
-    """NaN and infinity have no JSON: they become None."""
-    return [v if math.isfinite(v) else None for v in values]
 
 
 def _check_pair(logits_NK: Tensor, labels_NK: Tensor, num_tasks: int) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 ADAGRAD_EPS = 1e-8
+MIN_PARKED_BYTES = 1 << 16  # smaller moments stay: a copy has its price
 
 
 def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -154,6 +155,13 @@ class Optimizers:
         if spread is None:
             declare_table_optimizer(model, config)
         self.tables: TableOptimizers = _OwnTables(model) if spread is None else spread.tables
+        self._parking = None
+        if config.state_place == "host":
+            if spread is not None:
+                raise ValueError(
+                    "optimizer.state_place: got 'host' in several processes, expected one; set it to 'device'"
+                )
+            self._parking = _Parking(self.dense)
 
     def begin(self, step: int) -> None:
         """Sets the learning rates of step `step` and drops the dense gradients; the tables move from here on."""
@@ -199,6 +207,14 @@ class Optimizers:
             skip: bool scalar on the device: True leaves everything as it is. Only where `skips_on_device`; the host
                 then need not know before the next step is on its way.
         """
+        if self._parking is None:
+            self._step_dense(skip)
+            return
+        self._parking.fetch()
+        self._step_dense(skip)
+        self._parking.park()
+
+    def _step_dense(self, skip: Tensor | None) -> None:
         if skip is None:
             self.dense.step()
             return
@@ -219,7 +235,10 @@ class Optimizers:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors by parameter name, so that it does not depend on the order of parameters; they share memory with the
-        optimizers' own. Learning rates are not in it: a step's are a function of the step."""
+        optimizers' own. Learning rates are not in it: a step's are a function of the step. Parked state comes back and
+        stays until the next step."""
+        if self._parking is not None:
+            self._parking.fetch()
         state: dict[str, Any] = {name: dict(self.dense.state[p]) for name, p in self._dense.items()}
         state |= {name: {"sum": sums} for name, sums in self.tables.accumulators().items()}
         return {"state": state}
@@ -236,6 +255,28 @@ class Optimizers:
                         rows.copy_(given_rows)
                 elif given is not own:
                     own.copy_(given)
+
+
+class _Parking:
+    """AdamW's moments in the host's memory between steps. What comes after on the device waits for each way: only then
+    is their memory free for a forward that the host starts at once."""
+
+    def __init__(self, dense: AdamW) -> None:
+        from gemworks.netmem import PinnedArena, StateStash
+
+        state = [x for entry in dense.state.values() for x in entry.values() if isinstance(x, Tensor)]
+        device = state[0].device if state else torch.device("cpu")
+        num_bytes = sum(-(-x.untyped_storage().nbytes() // 4096) * 4096 for x in state) + (1 << 20)
+        arena = PinnedArena(num_bytes, pin=device.type == "cuda")
+        self._stash = StateStash(arena, device=device, min_bytes=MIN_PARKED_BYTES)
+        self._stash.add_optimizer("dense", dense)
+        self.park()
+
+    def park(self) -> None:
+        self._stash.park("dense", wait=True)
+
+    def fetch(self) -> None:
+        self._stash.restore("dense")
 
 
 def _parts(named: dict[str, nn.Parameter], experts: frozenset[str]) -> list[list[nn.Parameter]]:

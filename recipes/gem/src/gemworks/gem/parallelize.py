@@ -153,7 +153,7 @@ def parallelize(model: Gem, config: GemConfig, ranks: Ranks, device: torch.devic
     mixtures = spread_experts(model, group, ranks) if group is not None else []
     if config.train.compile:
         for mixture in mixtures:
-            compile_part(mixture.experts)
+            compile_part(mixture.experts, config.kernels)
     experts = frozenset(n for n, _ in model.named_parameters() if ".interaction.experts." in n) if mixtures else None
     _shard_dense(model, config, meshes, mixtures)
     return Spread(tables, experts or frozenset(), group)

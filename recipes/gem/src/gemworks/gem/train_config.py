@@ -20,6 +20,8 @@ class OptimizerConfig:
         warmup_steps: steps of linear warm-up.
         decay: shape of the schedule after the warm-up.
         clip_norm: largest norm of the dense gradient.
+        state_place: where AdamW's two moments are between steps: on the device, or parked in the host's memory
+            (gemworks.netmem), which the step waits for twice. One process only.
     """
 
     lr: float = 1e-3
@@ -29,6 +31,7 @@ class OptimizerConfig:
     warmup_steps: int = 100
     decay: Literal["constant", "cosine"] = "cosine"
     clip_norm: float = 1.0
+    state_place: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
         for name in ("lr", "sparse_lr", "clip_norm"):
@@ -58,6 +61,8 @@ class TrainConfig:
             `kernels.compile_scope` names.
         cuda_graphs: forward and backward of everything but the tables are replayed as CUDA graphs, one per bucket of
             packed rows; the batch is padded to its bucket with samples that no loss sees. On a CPU it is only padded.
+        graph_memory: "own": every graph keeps its own inputs and gradients (of the dense parameters, 4 bytes each, and
+            of the tables' rows); "shared": all read and write the same, and one graph more costs next to nothing.
         save_every: steps between two checkpoints; None: after each evaluation.
         keep_last: newest checkpoints kept beside the best one.
         max_skipped: steps with a loss or gradient that is not finite are skipped, up to this many in a run.
@@ -81,6 +86,7 @@ class TrainConfig:
     accumulate: int = 1
     compile: bool = False
     cuda_graphs: bool = False
+    graph_memory: Literal["own", "shared"] = "own"
     save_every: int | None = None
     keep_last: int = 2
     max_skipped: int = 10

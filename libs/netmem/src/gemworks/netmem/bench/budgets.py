@@ -40,6 +40,7 @@ from gemworks.netmem.errors import InfeasibleBudgetError
 from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.policy import apply_policy
 from gemworks.netmem.profiler import profile, table
+from gemworks.netmem.rehearsal import rehearse
 from gemworks.netmem.solver import least_feasible, solve
 
 # values of one global partitioner budget, and so the memory budgets at which it is compared
@@ -382,7 +383,10 @@ def _price_rows(study: Study, kinds: StepProfile) -> None:
 
 
 def _offload_rows(study: Study, step: StepProfile, keep: Plan) -> None:
-    """Offload alone, of more and more regions from the first; how much of it is free, predicted and measured."""
+    """Offload alone, of more and more regions from the first; how much of it is free, predicted and measured.
+
+    Predicted by the rehearsal: beyond the window the engine waits for whole tensors, and the solver's model for bytes.
+    """
     num = len(step.regions)
     activations = max(1.0, keep.peak_bytes - step.base_bytes)
     predicted, measured = [(0.0, 0.0)], [(0.0, 0.0)]
@@ -390,11 +394,13 @@ def _offload_rows(study: Study, step: StepProfile, keep: Plan) -> None:
         plan = evaluate(step, [OFFLOAD] * n + [KEEP] * (num - n))
         if plan.moved_bytes > study.arena_bytes:
             break
-        name = "free" if plan.stall_s == 0 else f"waits {plan.stall_s * 1e3:.1f} ms"
+        played = rehearse(step, plan, duplex_bytes_per_s=study.s.ledger.capacity.get("host.duplex"))
+        name = "free" if played.wait_s == 0 else f"waits {played.wait_s * 1e3:.1f} ms"
         share = plan.moved_bytes / activations
         text = f"offload {n} of {num} regions, {plan.moved_bytes / GIB:.3f} GiB, {share:.3f} of activations, {name}"
+        text += f", rehearsed {played.step_s * 1e3:.2f} ms"
         point = study.row(text, "gemworks offload", plan, study.keep_point, KEEP_EVERYTHING)
-        predicted.append((share, plan.step_s / keep.step_s - 1))
+        predicted.append((share, played.step_s / keep.step_s - 1))
         measured.append((share, point.ms / point.keep_ms - 1))
     if len(predicted) == 1:
         return  # the host arena holds no region

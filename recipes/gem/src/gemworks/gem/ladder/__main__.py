@@ -200,7 +200,7 @@ class Ladder:
                 cost = row.measure(trace=plan.name in self.args.profile)
                 row.close()
                 free(self.device, compiled=False)
-                if note := rows.wrong_answer(self.path, case, self.args.steps, cost):
+                if note := rows.wrong_answer(self.path, plan.name, case, self.args.steps, cost):
                     cost, self.num_wrong = None, self.num_wrong + 1
                 elif not self.args.no_local and (not self.args.local or plan.name in self.args.local):
                     local = total_of(self._layers(plan.name, case, config), sequence_only=True)

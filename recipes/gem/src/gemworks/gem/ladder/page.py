@@ -9,11 +9,12 @@ from pathlib import Path
 
 from gemworks.gem.ladder.pair_page import latest_in_order, pair_table, pair_takeaways
 from gemworks.gem.ladder.settings import RUNGS
+from gemworks.gem.ladder.short_page import TARGETS, TECHNIQUES, in_short
+from gemworks.gem.ladder.time_page import where_time_goes
 from gemworks.gem.layers.report import chart as layer_chart
 from gemworks.gem.presets import get_preset
 
 Row = dict[str, str]
-TARGETS = {"block": "0.40", "full": "0.42"}  # Local MFU of the sequence layers of `large`
 INTRO = """# The MFU ladder
 
 Written by `python -m gemworks.gem.ladder --page` from the CSVs beside it: no figure here was typed. Every row is a
@@ -31,7 +32,8 @@ attention are different models with different FLOPs, so they are never in one ta
   kept busy: such rows of different runs compare badly.
 - *commit*: what was measured. Rows of one commit come from one run or from runs on one kind of machine minutes apart;
   between commits everything under a row may have changed, and the takeaways say so.
-
+"""
+REPEAT = """\
 ## To repeat it
 
 On one H200 with torch, triton and gemworks installed, these commands, each of which goes on where it was stopped:
@@ -66,7 +68,14 @@ def write_page(page: Path, measured: Path) -> None:
         page: the Markdown file.
         measured: folder of ladder_h200.csv, leave_one_out_h200.csv, layers_h200.csv and their charts.
     """
-    parts = [INTRO]
+    layers = read(measured / "layers_h200.csv")
+    parts = [
+        INTRO,
+        "## In short\n",
+        in_short({k: in_order(g) for k, g in _by_attention(read(measured / "ladder_h200.csv")).items()}, layers),
+        TECHNIQUES,
+        REPEAT,
+    ]
     for title, file in (
         ("The ladder", "ladder_h200.csv"),
         ("The ladder at 64 samples", "ladder_b64_h200.csv"),
@@ -78,7 +87,7 @@ def write_page(page: Path, measured: Path) -> None:
             parts.append(f"Not measured yet: there is no `{file}`.\n")
         for case, group in _cases(rows).items():
             ordered = in_order(group)
-            parts.append(f"### {case}\n\n" + ladder_table(ordered, read(measured / "layers_h200.csv")))
+            parts.append(f"### {case}\n\n" + ladder_table(ordered, layers))
             parts.append(takeaways(ordered, chained=file.startswith("ladder")))
             if file == "ladder_h200.csv":
                 parts.append(not_measured(ordered))
@@ -87,7 +96,8 @@ def write_page(page: Path, measured: Path) -> None:
                 parts.append(f"![samples/s of each row]({_relative(picture.parent, page)}/{picture.name})\n")
     pair = read(measured / "ladder_h200x2.csv")
     parts += _two_gpus(pair)
-    layers = read(measured / "layers_h200.csv")
+    if kernels := where_time_goes(measured, read(measured / "ladder_h200.csv"), layers):
+        parts += ["## Where a step's time goes\n", kernels]
     parts.append("## Layer by layer\n")
     if not layers:
         parts.append("Not measured yet: there is no `layers_h200.csv`.\n")
@@ -133,6 +143,13 @@ def _cases(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         where = row["gpu"] or "a CPU"
         groups[f"{row['attention']} attention, {row['law']} lengths up to {row['max_len']}, {where}"].append(row)
+    return groups
+
+
+def _by_attention(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row["attention"]].append(row)
     return groups
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gemworks.gem.config import GemConfig
+from gemworks.gem.ladder.settings import OTHER_BATCHES
 from gemworks.gem.ladder.step import StepCost
 from gemworks.gem.layers.report import PROTOCOL_COLUMNS, Row, Total, append_csv
 
@@ -40,22 +41,24 @@ def done(path: Path) -> set[tuple[str, ...]]:
         return {tuple(row[key] for key in KEY) for row in csv.DictReader(file)}
 
 
-def wrong_answer(path: Path, case: Case, steps: int, cost: StepCost) -> str:
+def wrong_answer(path: Path, name: str, case: Case, steps: int, cost: StepCost) -> str:
     """Why a row gets no number, or "".
 
-    All rows of a case learn from the same batches with the same seed; what differs is rounding. A loss that is not
-    finite, or an NE that is not the first row's within `NE_TOLERANCE`, is another model's or nobody's.
+    All rows of a case, but for those of `OTHER_BATCHES`, learn from the same batches with the same seed; what differs
+    is rounding. A loss that is not finite, or an NE that is not the first row's within `NE_TOLERANCE`, is another
+    model's or nobody's.
     """
     if not math.isfinite(cost.loss):
         return f"WrongAnswer: the loss is {cost.loss}"
     if cost.num_skipped:
         return f"WrongAnswer: {cost.num_skipped} steps had a loss or gradient that is not finite"
-    if cost.ne is None or not path.is_file():
+    if cost.ne is None or not path.is_file() or name in OTHER_BATCHES:
         return ""
     with path.open(newline="") as file:
         same = [
             row for row in csv.DictReader(file)
             if key_of(row["row"], case) == tuple(row[key] for key in KEY) and row["steps"] == str(steps) and row["ne"]
+            and row["row"] not in OTHER_BATCHES
         ]  # fmt: skip
     if same and abs(cost.ne / float(same[0]["ne"]) - 1.0) > NE_TOLERANCE:
         return f"WrongAnswer: NE {cost.ne:.4f}, and {same[0]['ne']} on the same batches in row {same[0]['row']}"

@@ -41,6 +41,10 @@ def train(**changes: Any) -> Change:
     return lambda config: replace(config, train=replace(config.train, **changes))
 
 
+def optimizer(**changes: Any) -> Change:
+    return lambda config: replace(config, optimizer=replace(config.optimizer, **changes))
+
+
 def model(**changes: Any) -> Change:
     return lambda config: config.with_model(**changes)
 
@@ -102,8 +106,20 @@ RUNGS: tuple[Rung, ...] = (
         "cuda_graphs", "CUDA graphs of forward and backward, a graph per bucket of rows", train(cuda_graphs=True),
         side=True,
     ),
+    Rung(
+        "less_kept", "compiled layers keep no float32 copies for backward", kernels(compile_saves="least"), side=True
+    ),
+    Rung(
+        "graphs_less_kept", "CUDA graphs, and no float32 copies for backward",
+        chain(train(cuda_graphs=True), kernels(compile_saves="least")), side=True,
+    ),
     Rung("pffn_epilogue", "norm and residuals inside GDPA's kernel", kernels(fused_pffn_norm=True), side=True),
+    Rung(
+        "graphs_epilogue", "CUDA graphs, no float32 copies, and GDPA's norm in its kernel",
+        chain(train(cuda_graphs=True), kernels(compile_saves="least", fused_pffn_norm=True)), side=True,
+    ),
     Rung("fp8_linears", "FP8 linears, 1x128 and 128x128 scales", FP8, side=True),
+    Rung("fp8_probed", "FP8 linears where a probe finds them exact and faster", kernels(linears="probe"), side=True),
     Rung(
         "fp8_hadamard", "FP8 linears, Hadamard transform before weight gradients",
         chain(FP8, kernels(linears_hadamard=True)), side=True,
@@ -118,6 +134,13 @@ RUNGS: tuple[Rung, ...] = (
         side=True, refusal=lambda config: no_fp8_attention(config),
     ),
     Rung(
+        "graphs_fp8_attention", "CUDA graphs, no float32 copies, and FP8 attention",
+        lambda config: config if no_fp8_attention(config) else chain(
+            train(cuda_graphs=True), kernels(compile_saves="least", attention_format="fp8")
+        )(config),
+        side=True, refusal=lambda config: no_fp8_attention(config),
+    ),
+    Rung(
         "activations_quantised", "activations kept in MXFP8",
         kernels(activations="quantise"), side=True,
     ),
@@ -126,12 +149,23 @@ RUNGS: tuple[Rung, ...] = (
         kernels(activations="offload"), side=True,
     ),
     Rung("recompute", "activations recomputed", kernels(activations="recompute"), side=True),
+    Rung(
+        "region_budgets", "every compiled layer has a budget of half of its activations",
+        kernels(activations="recompute@0.5"), side=True,
+    ),
+    Rung("state_stash", "AdamW's moments in host memory between steps", optimizer(state_place="host"), side=True),
     Rung("batch_x2", "FP8 linears and twice the batch", chain(FP8, batch_times(2)), side=True),
     Rung("bf16_batch_x2", "twice the batch", batch_times(2)),
-    Rung("graphs_batch_x2", "twice the batch by CUDA graphs", train(cuda_graphs=True), side=True),
     Rung(
-        "state_stash", "optimizer and table state parked between uses", lambda config: config,
-        refusal=lambda config: NOT_YET + "the trainer has no hook around the optimizer's step for netmem.StateStash",
+        "graphs_batch_x2", "twice the batch by CUDA graphs that share their memory",
+        train(cuda_graphs=True, graph_memory="shared"), side=True,
+    ),
+    Rung(
+        "all_batch_x2", "`graphs_epilogue` at twice the batch, its graphs sharing their memory",
+        chain(
+            train(cuda_graphs=True, graph_memory="shared"), kernels(compile_saves="least", fused_pffn_norm=True)
+        ),
+        side=True,
     ),
     Rung(
         "bbs", "base-batch shuffling: even batches, dealt from 8 steps",
@@ -149,6 +183,9 @@ def build(base: GemConfig, rungs: tuple[Rung, ...] = RUNGS) -> dict[str, GemConf
             config = out[rung.name]
     return out
 
+
+# Rows whose batches are dealt otherwise than the others': their NE is of other samples.
+OTHER_BATCHES = frozenset({"bbs"})
 
 # What the full stack loses when one technique is taken away. "without" -> change of the full stack.
 FULL_STACK = "fast_gelu"

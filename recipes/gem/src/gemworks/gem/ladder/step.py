@@ -125,9 +125,9 @@ class TrainingRow:
     def measure(self, *, trace: bool = False) -> StepCost:
         """The timed steps; with `trace` a profiler's view of one more."""
         on_gpu, samples = self.device.type == "cuda", []
+        self.trainer.prepare(self.batches)  # before the first step, so that the largest graph comes first
         for _ in itertools.islice(self._steps, self.warmup):
             pass
-        self.trainer.prepare(self.batches)
         self.trainer.take_row()
         if on_gpu:
             torch.cuda.synchronize(self.device)

@@ -18,7 +18,7 @@ from gemworks.gem.implement import compile_part, compile_rows, mark_sizes, quant
 from gemworks.gem.model.attention import SelfAttention
 from gemworks.gem.model.events import EventTokens, Sequence
 from gemworks.gem.model.head import Head
-from gemworks.gem.model.layer import GemLayer
+from gemworks.gem.model.layer import EventBlock, GemLayer
 from gemworks.gem.model.norms import layer_norm, rms_norm, sum_rms_norm
 from gemworks.gem.model.pffn import Pffn
 from gemworks.gem.model.pooling import SeedPooling
@@ -70,7 +70,7 @@ class Part:
         count: how often the model has it; 0 for what is inside another part and is timed to look closer.
         flops: forward and backward of one call.
         is_sequence: grows with the number of events.
-        forward: returns the output; the gradient goes to `leaves`.
+        forward: returns the output, or several; gradients go to `leaves`.
         leaves: inputs and parameters that get a gradient.
         products: of the forward.
         refusal: why it cannot run here; then there is no `forward`.
@@ -80,7 +80,7 @@ class Part:
     count: int
     flops: float
     is_sequence: bool
-    forward: Callable[[], Tensor] | None
+    forward: Callable[[], Tensor | tuple[Tensor, ...]] | None
     leaves: tuple[Tensor, ...] = ()
     products: tuple[Product, ...] = ()
     refusal: str = ""
@@ -116,13 +116,13 @@ def make_parts(
     ids = _leaf(batch, len(schema.ids), model.embedding_dim, device=device, dtype=torch.float32)
     dense = torch.randn(batch, len(schema.dense_names), device=device)
     compiled, whole = config.train.compile, config.train.compile and config.kernels.compile_scope == "layers"
-    yield _part("tokens", 1, factor * flops.parts["tokens"], tokens, (ids, dense), compiled)
+    yield _part("tokens", 1, factor * flops.parts["tokens"], tokens, (ids, dense), config)
 
     for event, size in zip(schema.events, sizes, strict=True):
         prefix = f"{event.name}." if len(sizes) > 1 else ""
         merge = EventTokens(event, size, model, config.kernels, device=device)
         if whole:
-            compile_rows(merge.merge)
+            compile_rows(merge.merge, config.kernels)
         events, timestamps = _events(len(event.float_names), lengths[event.name], config, device)
         total = events.timestamps_T.shape[0]
         rows = [_leaf(total, model.embedding_dim, device=device, dtype=torch.float32) for _ in event.ids]
@@ -153,7 +153,7 @@ def make_parts(
             layer = GemLayer(config, sizes, index, inputs, device=device)
             x = _leaf(batch, inputs, model.dim, device=device, dtype=torch.float32)
             cost = factor * flops.parts[f"layer{index}.summary"]
-            yield _part(name, count, cost, nn.Sequential(layer.summary, layer.gate), (x,), compiled)
+            yield _part(name, count, cost, nn.Sequential(layer.summary, layer.gate), (x,), config)
 
     layer = GemLayer(config, sizes, 0, model.num_tokens, device=device)
     both = _leaf(batch, num_tokens, model.dim, device=device, dtype=dtype)
@@ -167,7 +167,7 @@ def make_parts(
         linear_product(num_tokens - num_fmb, num_tokens, model.dim, times=batch),
     ) * (model.num_experts * model.expert_layers)
     cost = factor * flops.parts["layer0.experts"]
-    part = _part("experts", model.num_layers, cost, layer.interaction, (both,), compiled)
+    part = _part("experts", model.num_layers, cost, layer.interaction, (both,), config)
     yield replace(part, products=products)
     del layer, part
 
@@ -177,17 +177,17 @@ def make_parts(
     for event, size in zip(schema.events, sizes, strict=True):
         ends.append(bare_sequence(lengths[event.name], size, config, device, stream))
     if compiled:
-        compile_rows(head.mlp)
+        compile_rows(head.mlp, config.kernels)
     leaves = (x, *(s.s_TD for s in ends), *head.parameters())
     yield Part("head", 1, factor * flops.parts["head"], False, lambda: head(x, ends), leaves)
 
 
 def _part(
-    name: str, count: int, flops: float, module: nn.Module, inputs: tuple[Tensor, ...], compiled: bool
+    name: str, count: int, flops: float, module: nn.Module, inputs: tuple[Tensor, ...], config: GemConfig
 ) -> Part:  # fmt: skip
     """A dense part, which has one tensor of input or two."""
-    if compiled:
-        compile_rows(module)
+    if config.train.compile:
+        compile_rows(module, config.kernels)
     leaves = (*(x for x in inputs if x.requires_grad), *module.parameters())
     return Part(name, count, flops, False, lambda: module(*inputs), leaves)
 
@@ -272,7 +272,7 @@ def _sequence_parts(
             quantise_linears(module, config.kernels)
         inputs = (sequence, x_sum) if name == "pffn" else (sequence,)
         if whole:
-            compile_part(module)
+            compile_part(module, config.kernels)
             mark_sizes(sequence)
             torch._dynamo.maybe_mark_dynamic(x_sum, 0)
         leaves = (sequence.s_TD, *inputs[1:], *module.parameters())
@@ -283,12 +283,51 @@ def _sequence_parts(
         core_cost = (1.0 + BWD_FACTOR) * flops.parts[f"{prefix_of}core"]
         (product,) = (p for p in costs[name] if p.is_attention)
         yield Part(f"{prefix}{name}/core", 0, core_cost, True, core, core_leaves, (product,))
+    if kinds[0].pools and kinds[0].pffn and kinds[0].attention:
+        yield _whole_layer(config, event, prefix, size, sequence, x_sum, flops, costs)
     norm = config.kernels.norm
     other = torch.randn_like(sequence.s_TD)
     yield Part(f"{prefix}norm/rms", 0, 0.0, True, lambda: rms_norm(sequence.s_TD, norm), (sequence.s_TD,))
     add = (sequence.s_TD, other.requires_grad_())
     yield Part(f"{prefix}norm/sum_rms_add", 0, 0.0, True, lambda: sum_rms_norm(*add, norm, add=add[0]), add)
     yield Part(f"{prefix}norm/layer", 0, 0.0, True, lambda: layer_norm(sequence.s_TD, norm), (sequence.s_TD,))
+
+
+class _WholeBlock(nn.Module):
+    """Pooling, PFFN and self-attention of a layer in one call: tokens after them, and the summary."""
+
+    def __init__(self, block: EventBlock) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, sequence: Sequence, x_sum_BnD: Tensor) -> tuple[Tensor, Tensor]:
+        summary_BnD = self.block.summarise(sequence, None)
+        return self.block(sequence, x_sum_BnD).s_TD, summary_BnD
+
+
+def _whole_layer(
+    config: GemConfig,
+    event: str,
+    prefix: str,
+    size: EventSizes,
+    sequence: Sequence,
+    x_sum: Tensor,
+    flops: FlopCount,
+    costs: Mapping[str, tuple[Product, ...]],
+) -> Part:
+    """A first layer's sequence parts as one module, compiled as one graph as in a step: norms fuse across its parts."""
+    module = _WholeBlock(EventBlock(config, size, 0, device=x_sum.device))
+    if config.kernels.linears != "bf16":
+        quantise_linears(module, config.kernels)
+    if config.train.compile and config.kernels.compile_scope == "layers":
+        compile_part(module, config.kernels)
+        mark_sizes(sequence)
+        torch._dynamo.maybe_mark_dynamic(x_sum, 0)
+    parts = tuple(f"layer0.{event}.{name}." for name in costs)
+    cost = (1.0 + BWD_FACTOR) * sum(f for key, f in flops.parts.items() if key.startswith(parts))
+    leaves = (sequence.s_TD, x_sum, *module.parameters())
+    products = tuple(product for of_part in costs.values() for product in of_part)
+    return Part(f"{prefix}layer", 0, cost, True, partial(module, sequence, x_sum), leaves, products)
 
 
 def _core(

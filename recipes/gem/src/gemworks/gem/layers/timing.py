@@ -69,20 +69,21 @@ def is_product(kernel: str) -> bool:
 
 
 def call_of(part: Part, dtype: torch.dtype, device: torch.device) -> Callable[[], tuple[Tensor | None, ...]]:
-    """Forward and backward of a part under autocast to `dtype`, with a fixed random gradient of its output.
+    """Forward and backward of a part under autocast to `dtype`, with fixed random gradients of its outputs.
 
-    The call returns the output and the gradients of the leaves that have one.
+    The call returns the outputs and the gradients of the leaves that have one.
     """
     assert part.forward is not None
     forward, leaves = part.forward, [x for x in part.leaves if x.requires_grad]
-    gradient: list[Tensor] = []
+    gradients: list[Tensor] = []
 
     def run() -> tuple[Tensor | None, ...]:
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
             out = forward()
-        if not gradient:
-            gradient.append(torch.randn_like(out))
-        return out, *torch.autograd.grad(out, leaves, gradient[0], allow_unused=True)
+        outs = out if isinstance(out, tuple) else (out,)
+        if not gradients:
+            gradients.extend(torch.randn_like(x) for x in outs)
+        return *outs, *torch.autograd.grad(outs, leaves, gradients, allow_unused=True)
 
     return run
 

@@ -7,7 +7,8 @@ of a tile computes the first scores of the next one, as every step does those of
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
-from gemworks.jagged._triton.hopper_common import fold, pick, tile_of, weigh
+from gemworks.jagged._triton.activations_hopper import fold, weigh
+from gemworks.jagged._triton.hopper_common import pick, store_rows, tile_of
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -15,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 @gluon.jit
 def weights(
-    scores, peak, total_p, scale, scale2, b0, b1, b2, b3, b4,
+    scores, peak, total_p, scale, scale2, folded,
     ACT: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """(weights, factor for what was summed before, peak, sum of the weights); the last three for softmax alone.
@@ -31,15 +32,16 @@ def weights(
         fix = gl.exp2(peak - base)
         return probs, fix, new_peak, total_p * fix + gl.sum(probs, 1)
     else:
-        return weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD), peak, peak, total_p
+        return weigh(scores, scale, folded, ACT, FOLD), peak, peak, total_p
 
 
 @gluon.jit
 def store_tile(
-    o, peak, total_p, out_ptr, lse_ptr, first_row, q_end, head, scale, out_stride_t, out_stride_n, lse_stride_n,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, STORE: gl.constexpr, HV: gl.constexpr, DTYPE: gl.constexpr,
-    ACT: gl.constexpr, FOLD: gl.constexpr,
+    o, peak, total_p, results, first_row, q_end, head, scale,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
+    """The 64 rows of one consumer, and their log-sum-exp (softmax)."""
+    out_ptr, lse_ptr, out_stride_t, out_stride_n, lse_stride_n = results
     if ACT == "softmax":
         safe = gl.where(total_p > 0.0, total_p, 1.0)
         lse = gl.where(total_p > 0.0, peak + gl.log2(safe), float("inf"))
@@ -48,34 +50,30 @@ def store_tile(
         o = o * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, O_LAYOUT))[:, None]
     if FOLD:
         o = o * scale
-    rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
-    cols = gl.arange(0, HV, layout=gl.SliceLayout(0, STORE))
-    pointers = out_ptr + (rows.to(gl.int64) * out_stride_t)[:, None] + head.to(gl.int64) * out_stride_n + cols[None, :]
-    gl.store(pointers, gl.convert_layout(o.to(DTYPE), STORE), mask=(rows < q_end)[:, None])
+    store_rows(out_ptr, o, first_row, q_end, head, out_stride_t, out_stride_n)
 
 
 @gluon.jit
 def chained_consumer(
-    GROUP: gl.constexpr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-    out_stride_t, out_stride_n, lse_stride_n,
-    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+    GROUP: gl.constexpr, scale, results, tiles, smem, barriers,
     ACT: gl.constexpr, HEADS: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
     ONE_RELEASE: gl.constexpr,
 ):  # fmt: skip
-    """The last step of a tile computes the first scores of the next one, as every step does those of the next step."""
+    bounds_q, bounds_k, tile_sample, tile_row, total = tiles
+    q_smem, k_smem, v_smem = smem
+    q_full, q_free, k_full, k_free, v_full, v_free = barriers
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HV, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (HV // 8), HV // 8], [4, 1], [1, 0])
     column = gl.arange(0, BN, layout=gl.SliceLayout(0, S_LAYOUT))
     zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
     zero_o = gl.zeros([64, HV], gl.float32, O_LAYOUT)
     empty = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
     scale2 = scale * 1.4426950408889634
-    b0, b1, b2, b3, b4 = fold(scale, ACT, FOLD)
+    folded = fold(scale)
     fill = 0
     rounds = (total + programs - 1) // programs
     t, tile, head = pick(0, pid, programs, HEADS)
@@ -117,7 +115,7 @@ def chained_consumer(
                     if k_len < BN:
                         scores = gl.where((column < k_len)[None, :], scores, float("-inf"))
                 probs, _fix, peak, total_p = weights(
-                    scores, empty, nothing, scale, scale2, b0, b1, b2, b3, b4, ACT, FOLD, False,
+                    scores, empty, nothing, scale, scale2, folded, ACT, FOLD, False,
                 )  # fmt: skip
                 p = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                 mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
@@ -143,7 +141,7 @@ def chained_consumer(
                         scores = gl.where((column < left)[None, :], scores, float("-inf"))
                 probs, fix, new_peak, new_total = weights(
                     scores, gl.where(final, empty, peak), gl.where(final, nothing, total_p),
-                    scale, scale2, b0, b1, b2, b3, b4, ACT, FOLD, False,
+                    scale, scale2, folded, ACT, FOLD, False,
                 )  # fmt: skip
                 p_next = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                 # The barrier also keeps the assembler from hoisting the wait below over the work that it hides.
@@ -155,10 +153,7 @@ def chained_consumer(
                 else:
                     mbarrier.arrive(v_free.index(fill % STAGES), count=1)
                 if final:
-                    store_tile(
-                        o, peak, total_p, out_ptr, lse_ptr, first_row, q_end, head, scale,
-                        out_stride_t, out_stride_n, lse_stride_n, S_LAYOUT, O_LAYOUT, STORE, HV, DTYPE, ACT, FOLD,
-                    )  # fmt: skip
+                    store_tile(o, peak, total_p, results, first_row, q_end, head, scale, S_LAYOUT, O_LAYOUT, ACT, FOLD)
                     o = zero_o
                 elif ACT == "softmax":
                     o = o * gl.convert_layout(fix, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -179,9 +174,8 @@ def chained_consumer(
             mbarrier.arrive(q_free.index(qs), count=1)
             if first_row < q_end:  # no key
                 store_tile(
-                    zero_o, empty, nothing, out_ptr, lse_ptr, first_row, q_end, head, scale,
-                    out_stride_t, out_stride_n, lse_stride_n, S_LAYOUT, O_LAYOUT, STORE, HV, DTYPE, ACT, FOLD,
-                )  # fmt: skip
+                    zero_o, empty, nothing, results, first_row, q_end, head, scale, S_LAYOUT, O_LAYOUT, ACT, FOLD
+                )
         ready = active & active1
         fill = after
         t = t1

@@ -2,7 +2,7 @@
 
 Letters: M query rows of a tile (2 x 64), n key rows of a tile (BN), H head width.
 
-The producer loads K and V through descriptors that it builds per sequence: rows past a sequence's end arrive as
+Loads go through descriptors that end boxes where their sequence ends (launch_hopper.ragged): rows past it arrive as
 zeros, never as a neighbour's. An element-wise activation has act(0) = 0, so zeros need no mask at all; softmax masks
 the columns of the last tile only. Each consumer owns 64 query rows; while P V of tile j runs on the tensor cores, the
 consumer works on the scores of tile j + 1.
@@ -10,7 +10,15 @@ consumer works on the scores of tile j + 1.
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
-from gemworks.jagged._triton.hopper_common import fold, following, load_rows, pick, tile_of
+from gemworks.jagged._triton.activations_hopper import fold
+from gemworks.jagged._triton.hopper_common import (
+    attention_barriers,
+    following,
+    load_keys,
+    load_query_tile,
+    pick,
+    tile_of,
+)
 from gemworks.jagged.ops.attention_core.kernel_chain_hopper import chained_consumer, store_tile, weights
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -61,33 +69,15 @@ def _admit(
 
 
 @gluon.jit
-def _load_keys(
-    k_desc, v_desc, k_begin, k_len, j, head, fill, k_smem, v_smem, k_full, k_free, v_full, v_free,
-    H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, ONE_RELEASE: gl.constexpr,
-):  # fmt: skip
-    """ONE_RELEASE: the consumers' n-th signal says that K of the n-th tile and V of the one before are done with."""
-    s = fill % STAGES
-    phase = ((fill // STAGES) & 1) ^ 1
-    mbarrier.wait(k_free.index(s), phase)
-    mbarrier.expect(k_full.index(s), BN * H * 2)
-    load_rows(k_desc, k_begin, k_len, j, head, k_full.index(s), k_smem.index(s))
-    if ONE_RELEASE:
-        mbarrier.wait(k_free.index((fill + 1) % STAGES), (((fill + 1) // STAGES) & 1) ^ 1)
-    else:
-        mbarrier.wait(v_free.index(s), phase)
-    mbarrier.expect(v_full.index(s), BN * HV * 2)
-    load_rows(v_desc, k_begin, k_len, j, head, v_full.index(s), v_smem.index(s))
-
-
-@gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
-    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+    q_desc, k_desc, v_desc, left, right, tiles, smem, barriers,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
-    ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr,
-    BOTTOM_RIGHT: gl.constexpr,
+    ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
 ):  # fmt: skip
+    bounds_q, bounds_k, tile_sample, tile_row, total = tiles
+    q_smem, k_smem, v_smem = smem
+    q_full, q_free, k_full, k_free, v_full, v_free = barriers
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     fill = 0
@@ -99,16 +89,12 @@ def _producer(
             row, q_begin, q_end, k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
             _shift, begin, end = _span(row, q_end - q_begin, k_len, left, right, MASKED, BOTTOM_RIGHT, GROUPS * 64, BN)
             q_from = 0 if SHARED else q_begin
-            qs = qi % QSTAGES
-            mbarrier.wait(q_free.index(qs), ((qi // QSTAGES) & 1) ^ 1)
-            mbarrier.expect(q_full.index(qs), GROUPS * 64 * H * 2)
-            for g in gl.static_range(GROUPS):
-                load_rows(
-                    q_desc, q_from, q_end - q_begin, row + g * 64, head, q_full.index(qs), q_smem.index(GROUPS * qs + g)
-                )
+            load_query_tile(
+                q_desc, q_from, q_begin, q_end, row, head, qi, q_smem, q_full, q_free, H, QSTAGES, GROUPS
+            )  # fmt: skip
             qi += 1
             for j in range(begin, end, BN):
-                _load_keys(
+                load_keys(
                     k_desc, v_desc, k_begin, k_len, j, head // GROUP_HEADS, fill, k_smem, v_smem,
                     k_full, k_free, v_full, v_free, H, HV, BN, STAGES, ONE_RELEASE,
                 )  # fmt: skip
@@ -116,35 +102,94 @@ def _producer(
 
 
 @gluon.jit
+def _attend(
+    column, own, zero, scale, scale2, folded, stage, phase, k_len, qs, shift, left, right, begin, trips,
+    first, o, peak, total_p, q, q_free, k_smem, v_smem, k_full, k_free, v_full, v_free,
+    ACT: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
+    ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr, O_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """64 query rows over `trips` tiles of keys, at least one: (o, peak, sum of the weights, stage and phase to go on).
+
+    Signals that q is free before the last product, which does not read q.
+    """
+    OTHERS: gl.constexpr = float("-inf") if ACT == "softmax" else 0.0
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    mbarrier.wait(k_full.index(stage), phase)
+    scores = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, [scores])
+    mbarrier.arrive(k_free.index(stage), count=1)
+    scores = _admit(
+        scores, begin, k_len, first, own, column, shift, left, right, k_len < BN,
+        OTHERS, ACT == "softmax", MASKED, BN,
+    )  # fmt: skip
+    probs, _fix, peak, total_p = weights(
+        scores, peak, total_p, scale, scale2, folded, ACT, FOLD, MASKED,
+    )  # fmt: skip
+    p = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
+    mbarrier.wait(v_full.index(stage), phase)
+    s1, phase1 = following(stage, phase, STAGES)
+    for j in range(1, trips):
+        mbarrier.wait(k_full.index(s1), phase1)
+        upcoming = warpgroup_mma(q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
+        acc = warpgroup_mma(p, v_smem.index(stage), o, is_async=True)
+        scores = warpgroup_mma_wait(1, [upcoming])
+        if not ONE_RELEASE:
+            mbarrier.arrive(k_free.index(s1), count=1)
+        scores = _admit(
+            scores, begin + j * BN, k_len, first, own, column, shift, left, right, j == trips - 1,
+            OTHERS, ACT == "softmax", MASKED, BN,
+        )  # fmt: skip
+        probs, fix, peak, total_p = weights(
+            scores, peak, total_p, scale, scale2, folded, ACT, FOLD, MASKED,
+        )  # fmt: skip
+        p_next = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
+        s2, phase2 = following(s1, phase1, STAGES)
+        # The barrier also keeps the assembler from hoisting the wait below over the work that it hides.
+        mbarrier.wait(v_full.index(s1), phase1)
+        o, p, p_next = warpgroup_mma_wait(0, [acc, p, p_next])
+        if ONE_RELEASE:  # every signal makes the four warps meet
+            mbarrier.arrive(k_free.index(s1), count=1)
+        else:
+            mbarrier.arrive(v_free.index(stage), count=1)
+        if ACT == "softmax":
+            o = o * gl.convert_layout(fix, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        p = p_next
+        stage = s1
+        s1 = s2
+        phase1 = phase2
+    mbarrier.arrive(q_free.index(qs), count=1)
+    acc = warpgroup_mma(p, v_smem.index(stage), o, is_async=True)
+    o = warpgroup_mma_wait(0, [acc])
+    if not ONE_RELEASE:
+        mbarrier.arrive(v_free.index(stage), count=1)
+    return o, peak, total_p, s1, phase1
+
+
+@gluon.jit
 def _consumer(
-    GROUP: gl.constexpr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale, left, right,
-    out_stride_t, out_stride_n, lse_stride_n,
-    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-    ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
-    ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
-    CHAINED: gl.constexpr,
+    GROUP: gl.constexpr, scale, left, right, results, tiles, smem, barriers,
+    ACT: gl.constexpr, HEADS: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    QSTAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
+    ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     if CHAINED:
         chained_consumer(
-            GROUP, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-            out_stride_t, out_stride_n, lse_stride_n,
-            q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+            GROUP, scale, results, tiles, smem, barriers,
             ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
         )  # fmt: skip
         return
+    bounds_q, bounds_k, tile_sample, tile_row, total = tiles
+    q_smem, k_smem, v_smem = smem
+    q_full, q_free, k_full, k_free, v_full, v_free = barriers
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HV, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (HV // 8), HV // 8], [4, 1], [1, 0])
-    OTHERS: gl.constexpr = float("-inf") if ACT == "softmax" else 0.0
     column = gl.arange(0, BN, layout=gl.SliceLayout(0, S_LAYOUT))
     own = gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
     scale2 = scale * 1.4426950408889634
-    b0, b1, b2, b3, b4 = fold(scale, ACT, FOLD)
+    folded = fold(scale)
     stage = 0
     phase = 0
     qi = 0
@@ -174,56 +219,11 @@ def _consumer(
             first_row = q_row + GROUP * 64
             if first_row < q_end and trips > 0:
                 q = q_smem.index(GROUPS * qs + GROUP)
-                mbarrier.wait(k_full.index(stage), phase)
-                scores = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-                scores = warpgroup_mma_wait(0, [scores])
-                mbarrier.arrive(k_free.index(stage), count=1)
-                scores = _admit(
-                    scores, begin, k_len, first, own, column, shift, left, right, k_len < BN,
-                    OTHERS, ACT == "softmax", MASKED, BN,
+                o, peak, total_p, stage, phase = _attend(
+                    column, own, zero, scale, scale2, folded, stage, phase, k_len, qs, shift, left, right,
+                    begin, trips, first, o, peak, total_p, q, q_free, k_smem, v_smem, k_full, k_free, v_full,
+                    v_free, ACT, BN, STAGES, DTYPE, FOLD, ONE_RELEASE, MASKED, O_LAYOUT,
                 )  # fmt: skip
-                probs, _fix, peak, total_p = weights(
-                    scores, peak, total_p, scale, scale2, b0, b1, b2, b3, b4, ACT, FOLD, MASKED,
-                )  # fmt: skip
-                p = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
-                mbarrier.wait(v_full.index(stage), phase)
-                s1, phase1 = following(stage, phase, STAGES)
-                for j in range(1, trips):
-                    mbarrier.wait(k_full.index(s1), phase1)
-                    upcoming = warpgroup_mma(q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
-                    acc = warpgroup_mma(p, v_smem.index(stage), o, is_async=True)
-                    scores = warpgroup_mma_wait(1, [upcoming])
-                    if not ONE_RELEASE:
-                        mbarrier.arrive(k_free.index(s1), count=1)
-                    scores = _admit(
-                        scores, begin + j * BN, k_len, first, own, column, shift, left, right, j == trips - 1,
-                        OTHERS, ACT == "softmax", MASKED, BN,
-                    )  # fmt: skip
-                    probs, fix, peak, total_p = weights(
-                        scores, peak, total_p, scale, scale2, b0, b1, b2, b3, b4, ACT, FOLD, MASKED,
-                    )  # fmt: skip
-                    p_next = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
-                    s2, phase2 = following(s1, phase1, STAGES)
-                    # The barrier also keeps the assembler from hoisting the wait below over the work that it hides.
-                    mbarrier.wait(v_full.index(s1), phase1)
-                    o, p, p_next = warpgroup_mma_wait(0, [acc, p, p_next])
-                    if ONE_RELEASE:  # every signal makes the four warps meet
-                        mbarrier.arrive(k_free.index(s1), count=1)
-                    else:
-                        mbarrier.arrive(v_free.index(stage), count=1)
-                    if ACT == "softmax":
-                        o = o * gl.convert_layout(fix, gl.SliceLayout(1, O_LAYOUT))[:, None]
-                    p = p_next
-                    stage = s1
-                    s1 = s2
-                    phase1 = phase2
-                mbarrier.arrive(q_free.index(qs), count=1)
-                acc = warpgroup_mma(p, v_smem.index(stage), o, is_async=True)
-                o = warpgroup_mma_wait(0, [acc])
-                if not ONE_RELEASE:
-                    mbarrier.arrive(v_free.index(stage), count=1)
-                stage = s1
-                phase = phase1
             else:
                 for _j in range(trips):  # nothing to do in this half: hand the stages on
                     mbarrier.wait(k_full.index(stage), phase)
@@ -234,10 +234,7 @@ def _consumer(
                     stage, phase = following(stage, phase, STAGES)
                 mbarrier.arrive(q_free.index(qs), count=1)
             if first_row < q_end:
-                store_tile(
-                    o, peak, total_p, out_ptr, lse_ptr, first_row, q_end, head, scale,
-                    out_stride_t, out_stride_n, lse_stride_n, S_LAYOUT, O_LAYOUT, STORE, HV, DTYPE, ACT, FOLD,
-                )  # fmt: skip
+                store_tile(o, peak, total_p, results, first_row, q_end, head, scale, S_LAYOUT, O_LAYOUT, ACT, FOLD)
         t = t1
         head = head1
         row = row1
@@ -259,36 +256,22 @@ def forward_hopper_kernel(
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, H], DTYPE)
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, H], DTYPE)
     V_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, HV], DTYPE)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * QSTAGES, 64, H], Q_LAYOUT)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, H], K_LAYOUT)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, HV], V_LAYOUT)
-    q_full = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
-    q_free = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    for s in gl.static_range(QSTAGES):
-        mbarrier.init(q_full.index(s), count=1)
-        mbarrier.init(q_free.index(s), count=GROUPS)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(s), count=1)
-        mbarrier.init(k_free.index(s), count=GROUPS)
-        mbarrier.init(v_full.index(s), count=1)
-        mbarrier.init(v_free.index(s), count=GROUPS)
+    barriers = attention_barriers(STAGES, QSTAGES, GROUPS)
     fence_async_shared()
     total = gl.load(num_tiles) * HEADS
+    results = (out_ptr, lse_ptr, out_stride_t, out_stride_n, lse_stride_n)
+    tiles = (bounds_q, bounds_k, tile_sample, tile_row, total)
+    smem = (q_smem, k_smem, v_smem)
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             left, right, out_stride_t, out_stride_n, lse_stride_n,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
+                (_consumer, (G(0), scale, left, right, results, tiles, smem, barriers,
+                             ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT, CHAINED)),
-                (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                (_producer, (q_desc, k_desc, v_desc, left, right, tiles, smem, barriers,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT)),
             ],
@@ -297,18 +280,13 @@ def forward_hopper_kernel(
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             left, right, out_stride_t, out_stride_n, lse_stride_n,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
+                (_consumer, (G(0), scale, left, right, results, tiles, smem, barriers,
+                             ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT, CHAINED)),
-                (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             left, right, out_stride_t, out_stride_n, lse_stride_n,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
+                (_consumer, (G(1), scale, left, right, results, tiles, smem, barriers,
+                             ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT, CHAINED)),
-                (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                (_producer, (q_desc, k_desc, v_desc, left, right, tiles, smem, barriers,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT)),
             ],
@@ -317,23 +295,16 @@ def forward_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (G(0), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             left, right, out_stride_t, out_stride_n, lse_stride_n,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
+                (_consumer, (G(0), scale, left, right, results, tiles, smem, barriers,
+                             ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT, CHAINED)),
-                (_consumer, (G(1), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             left, right, out_stride_t, out_stride_n, lse_stride_n,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
+                (_consumer, (G(1), scale, left, right, results, tiles, smem, barriers,
+                             ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT, CHAINED)),
-                (_consumer, (G(2), out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                             left, right, out_stride_t, out_stride_n, lse_stride_n,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                             ACT, HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
+                (_consumer, (G(2), scale, left, right, results, tiles, smem, barriers,
+                             ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT, CHAINED)),
-                (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total, left, right,
-                             q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                (_producer, (q_desc, k_desc, v_desc, left, right, tiles, smem, barriers,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT)),
             ],

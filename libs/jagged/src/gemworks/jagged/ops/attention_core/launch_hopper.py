@@ -1,9 +1,7 @@
-"""Starts the Gluon kernels (sm_90): descriptors, one persistent program per multiprocessor, the allocator they need."""
+"""Starts the Gluon kernels (sm_90): descriptors of the host, one persistent program per multiprocessor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -13,14 +11,13 @@ from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core.kernel_backward import zero_queries_without_keys_kernel as _zero
 from gemworks.jagged.ops.attention_core.kernel_backward_fused_hopper import backward_fused_hopper_kernel as _fused
-from gemworks.jagged.ops.attention_core.kernel_backward_hopper import backward_hopper_kernel as _pair
+from gemworks.jagged.ops.attention_core.kernel_backward_pair_hopper import backward_hopper_kernel as _pair
 from gemworks.jagged.ops.attention_core.kernel_forward_hopper import forward_hopper_kernel as _forward
 from gemworks.jagged.ops.attention_core.launch import Problem, limits
 from gemworks.jagged.ops.attention_core.table import FusedConfig, GluonConfig, Step
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import _allocation
 
 # Scales between which every folded coefficient is a normal float32; others are multiplied score by score.
 FOLD_RANGE = (1e-3, 1e3)
@@ -32,17 +29,6 @@ backward_fused_hopper_kernel: Any = quick(_fused)
 zero_queries_without_keys_kernel: Any = quick(_zero)
 Pair = tuple[Tensor, Tensor]
 _GL_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-@contextmanager
-def _device_allocator(device: torch.device) -> Iterator[None]:
-    """Kernels that build descriptors need scratch memory from the host's allocator; the caller's one is put back."""
-    before = _allocation._allocator.get()
-    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
-    try:
-        yield
-    finally:
-        triton.set_allocator(before)
 
 
 @lru_cache(maxsize=16)

@@ -17,7 +17,7 @@ persistent. All loads go through descriptors that the host makes. Rows of k past
 softmax masks them, and v's tiles end in zeros.
 """
 
-from gemworks.jagged._triton.hopper_common import zigzag
+from gemworks.jagged._triton.hopper_common import attention_barriers, pass_over, store_rows, zigzag
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -54,11 +54,13 @@ def _power(byte):
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
-    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+    q_desc, k_desc, v_desc, tiles, smem, barriers,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     QSTAGES: gl.constexpr,
 ):  # fmt: skip
+    bounds_q, bounds_k, tile_sample, tile_row, total = tiles
+    q_smem, k_smem, v_smem = smem
+    q_full, q_free, k_full, k_free, v_full, v_free = barriers
     HEADS_K: gl.constexpr = HEADS // GROUP_HEADS
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -123,20 +125,28 @@ def _unpack(p, BN: gl.constexpr, P_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _factor_and_shift(sq, k_byte, v_byte):
+    """(what a tile's products are multiplied by, e of its v's scale 2^e); NaN of a scale that is NaN."""
+    return sq * _power(k_byte), gl.where(v_byte == 255, float("nan"), (v_byte - 127).to(gl.float32))
+
+
+@gluon.jit
 def _consumer(
-    GROUP: gl.constexpr, sq_ptr, sk_ptr, sv_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row, total,
-    scale, out_stride_t, out_stride_n, lse_stride_n,
-    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+    GROUP: gl.constexpr, scale, scales, results, tiles, smem, barriers,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    QSTAGES: gl.constexpr, DTYPE: gl.constexpr,
+    QSTAGES: gl.constexpr,
 ):  # fmt: skip
+    sq_ptr, sk_ptr, sv_ptr = scales
+    out_ptr, lse_ptr, out_stride_t, out_stride_n, lse_stride_n = results
+    bounds_q, bounds_k, tile_sample, tile_row, total = tiles
+    q_smem, k_smem, v_smem = smem
+    q_full, q_free, k_full, k_free, v_full, v_free = barriers
     HEADS_K: gl.constexpr = HEADS // GROUP_HEADS
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 32])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (H // 8), H // 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     column = gl.arange(0, BN, layout=gl.SliceLayout(0, S_LAYOUT))
@@ -171,8 +181,7 @@ def _consumer(
                 mbarrier.arrive(k_free.index(s0), count=1)
                 if k_len < BN:
                     scores = gl.where((column < k_len)[None, :], scores, float("-inf"))
-                factor = sq * _power(k_byte)
-                shift = gl.where(v_byte == 255, float("nan"), (v_byte - 127).to(gl.float32))
+                factor, shift = _factor_and_shift(sq, k_byte, v_byte)
                 peak = gl.max(scores, 1) * factor + shift
                 base = peak - HEADROOM
                 probs = gl.exp2(scores * factor + (shift - base)[:, None])
@@ -190,8 +199,7 @@ def _consumer(
                     v_now = v_smem.index(fill % STAGES).permute((1, 0))
                     acc = warpgroup_mma(_unpack(p, BN, P_LAYOUT), v_now, o, is_async=True)
                     scores = warpgroup_mma_wait(1, [upcoming])
-                    factor = sq * _power(k_byte)
-                    shift = gl.where(v_byte == 255, float("nan"), (v_byte - 127).to(gl.float32))
+                    factor, shift = _factor_and_shift(sq, k_byte, v_byte)
                     mbarrier.arrive(k_free.index(s1), count=1)
                     if j == trips - 1:
                         scores = gl.where((column < k_len - j * BN)[None, :], scores, float("-inf"))
@@ -215,13 +223,7 @@ def _consumer(
                 mbarrier.arrive(v_free.index(fill % STAGES), count=1)
                 fill += 1
             else:
-                for _j in range(trips):  # nothing to do in this half: hand the stages on
-                    s0 = fill % STAGES
-                    mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
-                    mbarrier.arrive(k_free.index(s0), count=1)
-                    mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
-                    mbarrier.arrive(v_free.index(s0), count=1)
-                    fill += 1
+                fill = pass_over(trips, fill, k_full, k_free, v_full, v_free, STAGES)
                 mbarrier.arrive(q_free.index(qs), count=1)
             if first_row < q_end:
                 lrow = first_row + gl.arange(0, 64, layout=ROWS)
@@ -229,15 +231,7 @@ def _consumer(
                 lse = gl.where(total_p > 0.0, peak - HEADROOM + gl.log2(safe), float("inf"))
                 gl.store(lse_ptr + head.to(gl.int64) * lse_stride_n + lrow, lse, mask=lrow < q_end)
                 o = o * gl.convert_layout(1.0 / safe, O_ROWS)[:, None]
-                rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
-                cols = gl.arange(0, H, layout=gl.SliceLayout(0, STORE))
-                pointers = (
-                    out_ptr
-                    + (rows.to(gl.int64) * out_stride_t)[:, None]
-                    + head.to(gl.int64) * out_stride_n
-                    + cols[None, :]
-                )
-                gl.store(pointers, gl.convert_layout(o.to(DTYPE), STORE), mask=(rows < q_end)[:, None])
+                store_rows(out_ptr, o, first_row, q_end, head, out_stride_t, out_stride_n)
 
 
 @gluon.jit(do_not_specialize=["lse_stride_n"])  # the number of rows, other in every batch
@@ -247,41 +241,24 @@ def fp8_hopper_kernel(
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     QSTAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
-    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     CODE: gl.constexpr = q_desc.dtype
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(CODE, [2 * QSTAGES, 64, H], q_desc.layout)
     k_smem = gl.allocate_shared_memory(CODE, [STAGES, BN, H], k_desc.layout)
     v_smem = gl.allocate_shared_memory(CODE, [STAGES, H, BN], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
-    q_free = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    for s in gl.static_range(QSTAGES):
-        mbarrier.init(q_full.index(s), count=1)
-        mbarrier.init(q_free.index(s), count=2)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(s), count=1)
-        mbarrier.init(k_free.index(s), count=2)
-        mbarrier.init(v_full.index(s), count=1)
-        mbarrier.init(v_free.index(s), count=2)
+    barriers = attention_barriers(STAGES, QSTAGES, 2)
     fence_async_shared()
     total = gl.load(num_tiles) * HEADS
+    scales = (sq_ptr, sk_ptr, sv_ptr)
+    results = (out_ptr, lse_ptr, out_stride_t, out_stride_n, lse_stride_n)
+    tiles = (bounds_q, bounds_k, tile_sample, tile_row, total)
+    smem = (q_smem, k_smem, v_smem)
     gl.warp_specialize(
         [
-            (_consumer, (G(0), sq_ptr, sk_ptr, sv_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row,
-                         total, scale, out_stride_t, out_stride_n, lse_stride_n,
-                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                         HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES, DTYPE)),
-            (_consumer, (G(1), sq_ptr, sk_ptr, sv_ptr, out_ptr, lse_ptr, bounds_q, bounds_k, tile_sample, tile_row,
-                         total, scale, out_stride_t, out_stride_n, lse_stride_n,
-                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                         HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES, DTYPE)),
-            (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
-                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+            (_consumer, (G(0), scale, scales, results, tiles, smem, barriers,
                          HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES)),
+            (_consumer, (G(1), scale, scales, results, tiles, smem, barriers,
+                         HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES)),
+            (_producer, (q_desc, k_desc, v_desc, tiles, smem, barriers, HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES)),
         ],
         [4, 1], [CONSUMER_REGS, 24],
     )  # fmt: skip

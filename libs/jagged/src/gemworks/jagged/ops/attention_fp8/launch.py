@@ -11,8 +11,8 @@ import triton
 from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.ops.attention_core import table
 from gemworks.jagged.ops.attention_core.launch import Problem
-from gemworks.jagged.ops.attention_fp8.kernel_values import rows_kernel as _rows_kernel
-from gemworks.jagged.ops.attention_fp8.kernel_values import tiles_kernel as _tiles_kernel
+from gemworks.jagged.ops.attention_fp8.kernel_dequantize import rows_kernel as _rows_kernel
+from gemworks.jagged.ops.attention_fp8.kernel_dequantize import tiles_kernel as _tiles_kernel
 from gemworks.jagged.ops.attention_fp8.reference import scale_block
 from gemworks.jagged.ops.attention_fp8.tiles import TILE, num_tiles
 from torch import Tensor

@@ -117,11 +117,11 @@ def on_a_gpu(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
     call, architecture = Call(q, k, settings), architecture_of(q.device)
     if not op.kernels_take(q, k, v, call, architecture):
         return _composed(q, k, v, *rest)
-    from gemworks.jagged.ops.gdpa import launch_norm
+    from gemworks.jagged.ops.gdpa import launch_epilogue
 
-    args = launch_norm.NormArgs(e.residual, e.add, e.weight, e.bias, e.eps, e.kind == "layer")
+    args = launch_epilogue.NormArgs(e.residual, e.add, e.weight, e.bias, e.eps, e.kind == "layer")
     with torch.cuda.device(q.device):
-        return launch_norm.forward(op.make_problem(q, k, v, call, architecture), args)
+        return launch_epilogue.forward(op.make_problem(q, k, v, call, architecture), args)
 
 
 @gdpa_norm_op.register_fake

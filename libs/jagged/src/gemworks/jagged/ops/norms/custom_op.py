@@ -1,6 +1,6 @@
-"""The norms as opaque custom ops: one forward, one backward, each with a kernel per device.
+"""The norms as opaque custom ops: one forward, one backward.
 
-On a CPU the kernels are the formulas in PyTorch; on CUDA the dispatch rules choose between Triton and these formulas.
+On a CPU the formulas in PyTorch; on CUDA the dispatch rules choose between Triton and these formulas.
 
 Letters: D normalised width.
 """
@@ -18,7 +18,7 @@ from gemworks.jagged.ops.norms.reference import norm_reference
 from torch import Tensor
 
 
-def _norm_cpu(
+def _norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -28,29 +28,16 @@ def _norm_cpu(
     center: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y, h) as `norm_reference`; h is empty without a residual. Both are contiguous."""
+    if _uses_triton(x, center):
+        from gemworks.jagged.ops.norms.launch import norm_forward
+
+        return norm_forward(x, weight, bias, residual, add, eps=eps, center=center)
     y, h = norm_reference(x, weight, bias, residual, add, eps=eps, center=center)
     h = h.new_empty(0) if residual is None else h.contiguous()
     return y.contiguous(), h
 
 
-norm_op = custom_op("norm", _norm_cpu, device="cpu")
-
-
-@norm_op.register_kernel("cuda")
-def _norm_cuda(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    add: Tensor | None,
-    eps: float,
-    center: bool,
-) -> tuple[Tensor, Tensor]:
-    if _uses_triton(x, center):
-        from gemworks.jagged.ops.norms.launch import norm_forward
-
-        return norm_forward(x, weight, bias, residual, add, eps=eps, center=center)
-    return _norm_cpu(x, weight, bias, residual, add, eps, center)
+norm_op = custom_op("norm", _norm)
 
 
 @norm_op.register_fake
@@ -60,7 +47,7 @@ def _norm_fake(
     return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)
 
 
-def _norm_backward_cpu(
+def _norm_backward(
     dy: Tensor,
     dh: Tensor | None,
     h: Tensor,
@@ -76,6 +63,10 @@ def _norm_backward_cpu(
     dx = s (g - n mean(g n) - mean(g)) + dh (mean(g) for LayerNorm alone), dweight = sum(dy n), dbias = sum(dy).
     With `offsets` rows past the last of them get 0 and add nothing to the sums.
     """
+    if _uses_triton(h, center):
+        from gemworks.jagged.ops.norms.launch import norm_backward
+
+        return norm_backward(dy, dh, h, weight, bias_dtype, eps=eps, center=center, offsets=offsets)
     dtype = compute_dtype(h.dtype)
     if offsets is not None:
         live = (torch.arange(h.shape[0], device=h.device) < offsets[-1])[:, None]
@@ -102,25 +93,7 @@ def _norm_backward_cpu(
     return dx.to(h.dtype).contiguous(), dweight, dbias
 
 
-norm_backward_op = custom_op("norm_backward", _norm_backward_cpu, device="cpu")
-
-
-@norm_backward_op.register_kernel("cuda")
-def _norm_backward_cuda(
-    dy: Tensor,
-    dh: Tensor | None,
-    h: Tensor,
-    weight: Tensor | None,
-    bias_dtype: torch.dtype | None,
-    eps: float,
-    center: bool,
-    offsets: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if _uses_triton(h, center):
-        from gemworks.jagged.ops.norms.launch import norm_backward
-
-        return norm_backward(dy, dh, h, weight, bias_dtype, eps=eps, center=center, offsets=offsets)
-    return _norm_backward_cpu(dy, dh, h, weight, bias_dtype, eps, center, offsets)
+norm_backward_op = custom_op("norm_backward", _norm_backward)
 
 
 @norm_backward_op.register_fake

@@ -1,4 +1,4 @@
-"""GDPA with a norm across heads at its end in plain Triton: the twin of kernel_norm_hopper.py, for the rest.
+"""GDPA with a norm across heads at its end in plain Triton: the twin of kernel_epilogue_hopper.py, for the rest.
 
 Letters: M query rows of a tile, n key rows of a tile, C rows that are normalised at a time, H and V head widths, W all
 heads of a row (BH, BV, BW: the next powers of two).

@@ -8,7 +8,17 @@ to the rows of a tile, normalises them and adds what comes after, while the cons
 norm reads is in the L2 cache, and its waiting costs the tensor cores nothing.
 """
 
-from gemworks.jagged._triton.hopper_common import fold, load_rows, sync_threads, tile_of, weigh, zigzag
+from gemworks.jagged._triton.activations_hopper import fold, weigh
+from gemworks.jagged._triton.hopper_common import (
+    attention_barriers,
+    load_keys,
+    load_query_tile,
+    pass_over,
+    store_rows,
+    sync_threads,
+    tile_of,
+    zigzag,
+)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,10 +34,12 @@ CHUNK = gl.constexpr(8)  # rows that the norm has in flight
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
-    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+    q_desc, k_desc, v_desc, tiles, smem, barriers,
     HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr,
 ):  # fmt: skip
+    bounds_q, bounds_k, tile_sample, tile_row, total = tiles
+    q_smem, k_smem, v_smem = smem
+    q_full, q_free, k_full, k_free, v_full, v_free = barriers
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     fill = 0
@@ -37,40 +49,35 @@ def _producer(
         if tile < total:
             row, q_begin, q_end, k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
             for head in range(HEADS):
-                qs = qi % QSTAGES
-                mbarrier.wait(q_free.index(qs), ((qi // QSTAGES) & 1) ^ 1)
-                mbarrier.expect(q_full.index(qs), 2 * 64 * H * 2)
-                for g in gl.static_range(2):
-                    q = q_smem.index(2 * qs + g)
-                    load_rows(q_desc, q_begin, q_end - q_begin, row + g * 64, head, q_full.index(qs), q)
+                load_query_tile(
+                    q_desc, q_begin, q_begin, q_end, row, head, qi, q_smem, q_full, q_free, H, QSTAGES, 2
+                )  # fmt: skip
                 qi += 1
                 for j in range(0, k_len, BN):
-                    s = fill % STAGES
-                    phase = ((fill // STAGES) & 1) ^ 1
-                    mbarrier.wait(k_free.index(s), phase)
-                    mbarrier.expect(k_full.index(s), BN * H * 2)
-                    load_rows(k_desc, k_begin, k_len, j, head, k_full.index(s), k_smem.index(s))
-                    mbarrier.wait(v_free.index(s), phase)
-                    mbarrier.expect(v_full.index(s), BN * H * 2)
-                    load_rows(v_desc, k_begin, k_len, j, head, v_full.index(s), v_smem.index(s))
+                    load_keys(
+                        k_desc, v_desc, k_begin, k_len, j, head, fill, k_smem, v_smem, k_full, k_free, v_full, v_free,
+                        H, H, BN, STAGES, False,
+                    )  # fmt: skip
                     fill += 1
 
 
 @gluon.jit
 def _consumer(
-    GROUP: gl.constexpr, out_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-    q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done, rows_free,
+    GROUP: gl.constexpr, out_ptr, scale, tiles, smem, barriers, signals,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     QSTAGES: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
+    bounds_q, bounds_k, tile_sample, tile_row, total = tiles
+    q_smem, k_smem, v_smem = smem
+    q_full, q_free, k_full, k_free, v_full, v_free = barriers
+    rows_done, rows_free = signals
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (H // 8), H // 8], [4, 1], [1, 0])
     zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
-    b0, b1, b2, b3, b4 = fold(scale, ACT, FOLD)
+    folded = fold(scale)
     fill = 0
     qi = 0
     done = 0
@@ -93,7 +100,7 @@ def _consumer(
                     scores = warpgroup_mma(q, k_smem.index(s0).permute((1, 0)), zero, use_acc=False, is_async=True)
                     scores = warpgroup_mma_wait(0, [scores])
                     mbarrier.arrive(k_free.index(s0), count=1)
-                    probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
+                    probs = weigh(scores, scale, folded, ACT, FOLD)
                     p = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                     mbarrier.wait(v_full.index(s0), phase0)
                     for _j in range(1, trips):
@@ -106,7 +113,7 @@ def _consumer(
                         acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
                         scores = warpgroup_mma_wait(1, [upcoming])
                         mbarrier.arrive(k_free.index(s1), count=1)
-                        probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
+                        probs = weigh(scores, scale, folded, ACT, FOLD)
                         p_next = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                         # Keeps the assembler from hoisting the wait below over the work that it hides.
                         mbarrier.wait(v_full.index(s1), phase1)
@@ -120,21 +127,12 @@ def _consumer(
                     mbarrier.arrive(v_free.index(fill % STAGES), count=1)
                     fill += 1
                 else:
-                    for _j in range(trips):  # nothing to do in this half: hand the stages on
-                        s0 = fill % STAGES
-                        mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
-                        mbarrier.arrive(k_free.index(s0), count=1)
-                        mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
-                        mbarrier.arrive(v_free.index(s0), count=1)
-                        fill += 1
+                    fill = pass_over(trips, fill, k_full, k_free, v_full, v_free, STAGES)
                     mbarrier.arrive(q_free.index(qs), count=1)
                 if first_row < q_end:
                     if FOLD:
                         o = o * scale
-                    rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
-                    cols = gl.arange(0, H, layout=gl.SliceLayout(0, STORE))
-                    at = (rows.to(gl.int64) * (HEADS * H))[:, None] + head * H + cols[None, :]
-                    gl.store(out_ptr + at, gl.convert_layout(o.to(DTYPE), STORE), mask=(rows < q_end)[:, None])
+                    store_rows(out_ptr, o, first_row, q_end, head, HEADS * H, H)
             mbarrier.wait(rows_free, (done & 1) ^ 1)  # the norm is through with the tile before this one
             sync_threads()
             mbarrier.arrive(rows_done, count=1)
@@ -143,12 +141,14 @@ def _consumer(
 
 @gluon.jit
 def _finisher(
-    h_ptr, y_ptr, residual_ptr, add_ptr, weight_ptr, bias_ptr, end_ptr, eps, residual_stride_t, add_stride_t,
-    bounds_q, bounds_k, tile_sample, tile_row, total, rows_done, rows_free,
+    h_ptr, y_ptr, operands, eps, tiles, signals,
     W: gl.constexpr, CENTER: gl.constexpr, HAS_RESIDUAL: gl.constexpr, HAS_ADD: gl.constexpr,
     HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """h = o + residual, y = norm(h) weight + bias + add, over the rows that both consumers have stored."""
+    residual_ptr, add_ptr, weight_ptr, bias_ptr, end_ptr, residual_stride_t, add_stride_t = operands
+    bounds_q, bounds_k, tile_sample, tile_row, total = tiles
+    rows_done, rows_free = signals
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
@@ -211,40 +211,26 @@ def gdpa_norm_hopper_kernel(
     q_smem = gl.allocate_shared_memory(DTYPE, [2 * QSTAGES, 64, H], Q_LAYOUT)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, H], K_LAYOUT)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, H], K_LAYOUT)
-    q_full = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
-    q_free = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    barriers = attention_barriers(STAGES, QSTAGES, 2)
     rows_done = gl.allocate_shared_memory(gl.int64, [1], BAR)
     rows_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    for s in gl.static_range(QSTAGES):
-        mbarrier.init(q_full.index(s), count=1)
-        mbarrier.init(q_free.index(s), count=2)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(s), count=1)
-        mbarrier.init(k_free.index(s), count=2)
-        mbarrier.init(v_full.index(s), count=1)
-        mbarrier.init(v_free.index(s), count=2)
     mbarrier.init(rows_done, count=2)
     mbarrier.init(rows_free, count=1)
     fence_async_shared()
     total = gl.load(num_tiles)
+    tiles = (bounds_q, bounds_k, tile_sample, tile_row, total)
+    smem = (q_smem, k_smem, v_smem)
+    signals = (rows_done, rows_free)
+    operands = (residual_ptr, add_ptr, weight_ptr, bias_ptr, end_ptr, residual_stride_t, add_stride_t)
     gl.warp_specialize(
         [
-            (_consumer, (G(0), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
-                         rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD)),
-            (_consumer, (G(1), h_ptr, bounds_q, bounds_k, tile_sample, tile_row, total, scale,
-                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, rows_done,
-                         rows_free, ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD)),
-            (_finisher, (h_ptr, y_ptr, residual_ptr, add_ptr, weight_ptr, bias_ptr, end_ptr, eps, residual_stride_t,
-                         add_stride_t, bounds_q, bounds_k, tile_sample, tile_row, total, rows_done, rows_free,
+            (_consumer, (G(0), h_ptr, scale, tiles, smem, barriers, signals,
+                         ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD)),
+            (_consumer, (G(1), h_ptr, scale, tiles, smem, barriers, signals,
+                         ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD)),
+            (_finisher, (h_ptr, y_ptr, operands, eps, tiles, signals,
                          HEADS * H, CENTER, HAS_RESIDUAL, HAS_ADD, HAS_WEIGHT, HAS_BIAS, DTYPE)),
-            (_producer, (q_desc, k_desc, v_desc, bounds_q, bounds_k, tile_sample, tile_row, total,
-                         q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                         HEADS, H, BN, STAGES, QSTAGES)),
+            (_producer, (q_desc, k_desc, v_desc, tiles, smem, barriers, HEADS, H, BN, STAGES, QSTAGES)),
         ],
         [4, 4, 1], [CONSUMER_REGS, FINISHER_REGS, 24],
     )  # fmt: skip

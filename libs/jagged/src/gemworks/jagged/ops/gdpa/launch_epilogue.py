@@ -11,7 +11,7 @@ from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core import launch, table
 from gemworks.jagged.ops.attention_core.launch import Problem
-from gemworks.jagged.ops.gdpa.kernel_norm import gdpa_norm_kernel as _plain
+from gemworks.jagged.ops.gdpa.kernel_epilogue import gdpa_norm_kernel as _plain
 from torch import Tensor
 
 gdpa_norm_kernel: Any = quick(_plain)
@@ -85,7 +85,7 @@ def forward(p: Problem, args: NormArgs, *, config: GluonNormConfig | None = None
 
 @cache
 def _hopper() -> Any:
-    from gemworks.jagged.ops.gdpa.kernel_norm_hopper import gdpa_norm_hopper_kernel
+    from gemworks.jagged.ops.gdpa.kernel_epilogue_hopper import gdpa_norm_hopper_kernel
 
     return quick(gdpa_norm_hopper_kernel)
 

@@ -1,0 +1,84 @@
+"""What a compiled layer keeps for backward: with `kernels.compile_saves=least` no float32 copy of the bf16 stream."""
+
+import pytest
+import torch
+from gemworks.gem.config import GemConfig
+from gemworks.gem.data import open_source
+from gemworks.gem.implement import implement
+from gemworks.gem.ladder.settings import SETTINGS
+from gemworks.gem.ladder.step import read_batches
+from gemworks.gem.model import Gem
+from gemworks.gem.presets import load_config
+from gemworks.gem.schema import Batch
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.reference,
+    # torch's own compiler looks at `grad` of tensors that are no leaves, and imports what it calls deprecated
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning"),
+]
+
+
+def losses(config: GemConfig, batch: Batch) -> tuple[Tensor, list[Tensor | None], dict[torch.dtype, int]]:
+    """Loss, gradients, and rows of the stream's width that layers keep, by dtype."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Gem(open_source(config.data).schema, config)
+    implement(model, config)
+    kept: dict[torch.dtype, int] = {}
+    rows = {e.timestamps_T.shape[0] for e in batch.events.values()}
+
+    def pack(x: Tensor) -> Tensor:
+        if x.dim() == 2 and x.shape[0] in rows and x.shape[1] == config.model.dim:
+            kept[x.dtype] = kept.get(x.dtype, 0) + 1
+        return x
+
+    embeddings, event_rows = model.embeddings(batch)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model.from_embeddings(embeddings, event_rows, batch)
+    loss = out.float().square().mean()
+    return loss.detach(), list(torch.autograd.grad(loss, list(model.dense_parameters()), allow_unused=True)), kept
+
+
+def test_least_keeps_no_float32_copy_of_the_stream(monkeypatch: pytest.MonkeyPatch):
+    """The same loss and gradients, and fewer bytes: the partitioner of the real compiler, without its slow back end."""
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f: compiler(f, backend="aot_eager_decomp_partition"))
+    one = ("data.num_event_types=1", "model.num_event_types=1", "model.attention=full", "model.num_layers=1")
+    base = load_config("tiny", sets=["data.batch_size=8", *one])
+    config = SETTINGS["fast_gelu"](base)
+    (batch,) = read_batches(config, open_source(config.data), 1, pin=False)
+    loss, grads, usual = losses(config, batch)
+    least_loss, least_grads, least = losses(config.with_kernels(compile_saves="least"), batch)
+    assert usual.get(torch.float32, 0) > least.get(torch.float32, 0)
+    assert usual[torch.bfloat16] >= least[torch.bfloat16]
+    torch.testing.assert_close(least_loss, loss, rtol=1e-3, atol=1e-5)
+    for found, wanted in zip(least_grads, grads, strict=True):
+        assert (found is None) == (wanted is None)
+        if found is not None and wanted is not None:
+            torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2 * float(wanted.abs().max()) + 1e-9)
+
+
+def test_a_second_call_compiles_nothing(monkeypatch: pytest.MonkeyPatch):
+    """The partitioner's setting is no part of what a compiled graph is looked up by."""
+    graphs: list[object] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f: compiler(f, backend=counting))
+    base = load_config("tiny", sets=["data.batch_size=8", "model.attention=full", "model.num_layers=1"])
+    config = SETTINGS["fast_gelu"](base).with_kernels(compile_saves="least")
+    (batch,) = read_batches(config, open_source(config.data), 1, pin=False)
+    torch._dynamo.reset()
+    model = Gem(open_source(config.data).schema, config)
+    implement(model, config)
+    embeddings, rows = model.embeddings(batch)
+    first = model.from_embeddings(embeddings, rows, batch)
+    number = len(graphs)
+    assert number > 0
+    assert torch.equal(model.from_embeddings(embeddings, rows, batch), first)
+    assert len(graphs) == number
