@@ -91,8 +91,16 @@ def test_within_the_spread_is_the_same() -> None:
     old = [{"op": "a", "ms": "1.0", "ms_p20": "0.9", "ms_p80": "1.1"}]
     assert compare(old, [{"op": "a", "ms": "1.3", "ms_p20": "1.05", "ms_p80": "1.4"}])[0]["verdict"] == "same"
     assert compare(old, [{"op": "a", "ms": "1.3", "ms_p20": "1.2", "ms_p80": "1.4"}])[0]["verdict"] == "slower"
+    assert compare(old, [{"op": "a", "ms": "0.8", "ms_p20": "0.7", "ms_p80": "0.95"}])[0]["verdict"] == "same"
+    assert compare(old, [{"op": "a", "ms": "0.8", "ms_p20": "0.7", "ms_p80": "0.85"}])[0]["verdict"] == "faster"
     assert [r["verdict"] for r in compare(old, [{"op": "b", "ms": "1"}])] == ["new", "gone"]
     assert compare(old, [{"op": "a", "ms": ""}])[0]["verdict"] == "gone"
+    without = [{"op": "a", "ms": "1.0"}]
+    assert [compare(without, [{"op": "a", "ms": ms}])[0]["verdict"] for ms in ("1.1", "1.0", "0.9")] == [
+        "slower",
+        "same",
+        "faster",
+    ]
 
 
 @pytest.mark.parametrize(

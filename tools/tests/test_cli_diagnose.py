@@ -120,11 +120,12 @@ def test_probe_of_something_else(source: str, message: str, capsys: pytest.Captu
 
 
 def test_mfu_of_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["--preset", "tiny", "--set", "data.length_law=zipf"]
+    """A configuration means the same step on any number of GPUs: `data.batch_size` is over all of them."""
+    settings = ["--preset", "tiny", "--set", "data.length_law=zipf", "train.accumulate=3"]
     assert run(["mfu", *settings, "--step-ms", "100", "--gpus", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     config = load_config("tiny", sets=["data.length_law=zipf"])
-    flops = count_expected_flops(config, open_source(config.data).schema, 2 * config.data.batch_size).training
+    flops = count_expected_flops(config, open_source(config.data).schema, 3 * config.data.batch_size).training
     assert found["training_flops"] == flops == pytest.approx(sum(found["by_kind"].values()))
     assert found["mfu"] == mfu(flops, 0.1, num_gpus=2)
     assert run(["mfu", *settings, "--step-ms", "100"]) == 0

@@ -230,3 +230,12 @@ def test_a_weight_gathered_as_codes_gives_the_bits_of_the_weight(name, monkeypat
     results = [torch.autograd.grad(y, (x, leaf), dy) for y, leaf in ((got, gathered), (expected, w))]
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize(("m", "length"), [(19, 128), (24, 24)])
+def test_exact_weight_gradients_contract_over_multiples_of_8(m, length):
+    plan = exact_plan_of(recipe("mxfp8"), torch.bfloat16, torch.bfloat16, 64, 32)
+    assert plan is not None
+    _, _, codes, scales = plan.cast(torch.ones(m, 64).bfloat16(), short_casts.ALONG_COLUMNS)
+    assert plan.read_columns(codes, scales, m, 64, False).shape == (64, length)
+    assert plan.read_columns(codes, scales, m, 64, True).stride() == (1, length)

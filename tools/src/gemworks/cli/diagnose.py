@@ -112,7 +112,8 @@ def mfu(
     sets: Sets = None,
     gpus: Annotated[int, typer.Option(help="GPUs that take part.", metavar="NUMBER")] = 1,
     samples: Annotated[
-        int | None, typer.Option(help="Samples of a step over all GPUs; data.batch_size x GPUs if not given.")
+        int | None,
+        typer.Option(help="Samples of a step over all GPUs; data.batch_size x train.accumulate if not given."),
     ] = None,
     flops: Annotated[
         float | None, typer.Option(help="FLOPs of a step over all GPUs, instead of a configuration.", metavar="NUMBER")
@@ -145,7 +146,7 @@ def mfu(
             from gemworks.gem.efficiency import BWD_FACTOR, count_expected_flops
             from gemworks.gem.efficiency import mfu as share
 
-            num_samples = samples or resolved.data.batch_size * gpus
+            num_samples = samples or resolved.data.batch_size * resolved.train.accumulate  # over all ranks
             count = count_expected_flops(resolved, open_source(resolved.data).schema, num_samples)
         kinds = {kind: (1.0 + BWD_FACTOR) * value for kind, value in count.by_kind().items()}
         result = {
