@@ -173,10 +173,8 @@ def compile_gluon(
     else:
         kernel = kernel_backward_pair_hopper.backward_hopper_kernel
         described = {"a_desc": 64, "b_desc": 64, "c_desc": config.block, "d_desc": config.block}
-        overlap = True if step == "backward_q" else config.overlap
         constants |= {
             "KV": step == "backward_kv",
-            "OVERLAP": overlap,
             "BC": config.block,
             "RSTAGES": config.resident_stages,
             "GROUPS": config.groups,

@@ -120,7 +120,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "schedule kind": (lambda: flash(schedule=O), r"schedule: got Tensor, expected a TileSchedule"),
     "schedule batch": (
         lambda: flash(schedule=TileSchedule.build(torch.arange(100), total_q=99)),
-        r"schedule: got tiles of another batch, expected those of 2 sequences with 5 rows of q",
+        r"schedule: got tiles of another batch, expected 2 sequences with 5 rows of q",
     ),
     "schedule rows": (
         lambda: flash(schedule=TileSchedule.build(torch.tensor([0, 2, 900]), total_q=900)),

@@ -9,6 +9,8 @@ import torch
 from gemworks.netmem.arena import ALIGNMENT_BYTES, PinnedArena
 from gemworks.netmem.codec import BUILTIN, Fp8Codec, MXFP8Codec
 from gemworks.netmem.errors import PinnedMemoryExhaustedError
+from gemworks.netmem.offload import OffloadEngine
+from gemworks.netmem.overlap import overlap_report
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -145,3 +147,14 @@ def test_codecs_at_the_edges_of_float32(codec):
 def test_bad_block():
     with pytest.raises(ValueError, match="block"):
         Fp8Codec(0)
+
+
+def test_wrong_kinds_of_argument_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"capacity_bytes: expected an int, such as 16 << 30 for 16 GiB, got '1GB'"):
+        PinnedArena("1GB")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="arena: expected a PinnedArena, or None for one of 16 GiB, got int"):
+        OffloadEngine(1 << 20, device="cpu")  # pyright: ignore[reportArgumentType]
+    for name, content in (("a.json.gz", b"no gzip"), ("b.json", b"\xff\xfe\x00"), ("c.json", b"{")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"source: {name} is not JSON"):
+            overlap_report(tmp_path / name)

@@ -295,3 +295,9 @@ def test_measure_writes_a_valid_file_and_keeps_what_it_did_not_measure(tmp_path)
 def test_a_ledger_of_bare_links_has_no_file(tmp_path):
     with pytest.raises(ValueError, match=r"from_toml"):
         make_ledger().to_toml(tmp_path / "x.toml")
+
+
+def test_a_file_that_is_no_toml_is_named(tmp_path):
+    (tmp_path / "cluster.toml").write_text("[[")
+    with pytest.raises(ValueError, match=r"cluster file '.*cluster.toml': not TOML: .*to_toml writes one"):
+        BandwidthLedger.from_toml(tmp_path / "cluster.toml")

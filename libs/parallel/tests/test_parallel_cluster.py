@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+from pathlib import Path
 
 import pytest
 from gemworks.parallel import COLLECTIVES, ClusterSpec, Link, presets
@@ -119,3 +120,9 @@ def test_link_rejects_zero_rate() -> None:
             copy_engines_up=1,
             copy_engines_down=1,
         )
+
+
+def test_a_file_that_is_no_toml_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text("[[")
+    with pytest.raises(ValueError, match=r"cluster file '.*cluster.toml': not TOML: .*to_toml writes one"):
+        ClusterSpec.from_toml(tmp_path / "cluster.toml")

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from gemworks.parallel.describe import describe
 from gemworks.parallel.layout import widest_tier
 from gemworks.parallel.placement import view_cost_us
 from gemworks.parallel.plan import DensePlan, ExpertPlan, SparsePlan
+from gemworks.parallel.planner import search
+from gemworks.parallel.profile import gem_like
 from gemworks.parallel.tables import TableSpec, shard_tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -298,3 +301,17 @@ def test_m7_describe_says_who_holds_what_in_stable_text_and_json() -> None:
     assert "table item rows 501..1000 of 1001 (dim 16)" in d.text()
     with pytest.raises(ValueError, match="without a sparse view"):
         describe(Layout.row_major(ParallelPlan.for_world(8, shard=8)), c, tables=tables)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ParallelPlan.for_world(8, shard="2"), r"dense.shard: got '2', expected an int >= 1"),  # pyright: ignore
+        (lambda: presets.roce_cluster(256, oversubscription=0.0), r"oversubscription: got 0.0, expected >= 1"),
+        (lambda: gem_like(width=-1), r"width: got -1, expected >= 1"),
+        (lambda: search(gem_like(num_layers=1), presets.roce_cluster(8), keep=0), r"keep: got 0, expected >= 1"),
+    ],
+)
+def test_wrong_arguments_are_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -3,7 +3,8 @@
 import csv
 
 import pytest
-from gemworks.precision import bench, bench_checks
+import torch
+from gemworks.precision import bench, bench_checks, bench_host, bench_linear, bench_run, linear, short_casts
 
 pytestmark = pytest.mark.reference
 
@@ -19,7 +20,7 @@ def test_smoke_run_writes_the_agreed_columns(tmp_path, monkeypatch):
     assert bench.main(["--out", str(tmp_path)]) == 0
     with (tmp_path / "precision_cpu_smoke.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == [*bench.LEADING, *bench.COMMON]
+    assert list(rows[0]) == [*bench_run.LEADING, *bench_run.COMMON]
     assert {r["op"] for r in rows} >= {
         "cast_rows",
         "cast_both",
@@ -47,3 +48,19 @@ def test_what_fails_its_check_is_not_timed(tmp_path, monkeypatch, capsys):
     assert "not timed: norms" in text
     assert "op=norm_cast" not in text
     assert "op=cast_rows" in text
+
+
+def test_host_time_without_a_gpu_is_of_the_short_ways_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    """The Python of sm_90's layers on CPU tensors: no reference arithmetic runs, and none is replaced afterwards."""
+    monkeypatch.setattr(bench_run, "commit", lambda: "none")
+    run = bench_run.Bench(torch.device("cpu"), smoke=True)
+    with monkeypatch.context() as inside:
+        inside.setattr(linear._EagerLinear, "apply", None)
+        bench_host.bench_host(run)
+    assert {row["op"] for row in run.rows} == {"linear_host_python"}
+    assert len(run.rows) == 1 + len(bench_linear.variants())
+    assert all(0 < row["ms"] < 50 for row in run.rows)
+    assert not any(key for launcher in short_casts.launchers() for key in launcher.compiled)
+    x, w = torch.randn(8, 128).bfloat16(), torch.randn(128, 128).bfloat16()
+    assert torch.equal(torch.mm(x, w), x @ w)
+    assert linear.mx_linear(x, w, None, "fp8_block128").isfinite().all()

@@ -18,6 +18,7 @@ from gemworks.precision import (
     explain,
     fall_back_where_inexact,
     mx_linear,
+    quantize,
     recipe,
     revert,
     set_step,
@@ -281,3 +282,12 @@ def test_import_is_light_and_needs_no_gpu():
     )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, env=environment, timeout=120)
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match=r"recipe: got changes savee, expected some of .*save"):
+        recipe("mxfp8", savee="both")
+    with pytest.raises(ValueError, match=r"shape: got \(3, 4\), expected \(M, K, N\)"):
+        explain((3, 4), "mxfp8", "sm_90")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="x: got list, expected a Tensor"):
+        quantize([1.0])  # pyright: ignore[reportArgumentType]

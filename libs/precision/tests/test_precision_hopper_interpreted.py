@@ -13,8 +13,9 @@ from gemworks.precision import backends, hopper, linear, short_casts
 from gemworks.precision.backends import DeviceSpec
 from gemworks.precision.casts import CastSpec, cast, cast_both
 from gemworks.precision.exact import ExactPlan, exact_plan_of
+from gemworks.precision.fsdp import GatheredWeight, PlaneMeta
 from gemworks.precision.hopper import HopperLinear, plan_of
-from gemworks.precision.linear import linear_with_counts
+from gemworks.precision.linear import linear_with_counts, mx_linear, specs_of
 from gemworks.precision.recipe import GemmKind, GemmRecipe, recipe
 from gemworks.precision.scaled_mm import SQUARES128
 from gemworks.precision.triton_casts import readable_length
@@ -205,3 +206,36 @@ def test_sizes_are_begun_anew_when_there_are_too_many(monkeypatch):
     for m in range(4):
         assert cache.keep((m,), m) == m
     assert cache == {(3,): 3}
+
+
+@pytest.mark.parametrize("name", ["fp8_block128", "mxfp8_regroup128"])
+def test_a_weight_gathered_as_codes_gives_the_bits_of_the_weight(name, monkeypatch):
+    """P8: the plane that FSDP2 gathers takes the short way too; its kernels are never asked for an address."""
+    monkeypatch.setattr(torch, "_scaled_mm_v2", by_definition)
+    chosen, half = recipe(name), torch.bfloat16
+    generator = torch.Generator().manual_seed(6)
+    m, k, n = 17, 128, 256
+    x = torch.randn(m, k, generator=generator).bfloat16().requires_grad_()
+    w = (torch.randn(n, k, generator=generator) / 8).bfloat16().requires_grad_()
+    dy = torch.randn(m, n, generator=generator).bfloat16()
+    plane, _ = cast(w.detach(), None, specs_of(chosen.text).forward_weight, "reference")
+    meta = PlaneMeta(chosen.text, "square", plane.format, plane.scale_mode, 128)
+    gathered = GatheredWeight(plane.codes.contiguous(), plane.scales.contiguous(), meta, half, requires_grad=True)
+    plan = plan_of(chosen, half, half, k, n)
+    monkeypatch.setattr(linear, "_plan_of", lambda *_: plan)
+    monkeypatch.setattr(linear._EagerLinear, "apply", None)
+    expected = HopperLinear.apply(x, w, None, plan, True, None if name == "fp8_block128" else torch.zeros(2).long())
+    got = mx_linear(x, gathered, None, chosen)
+    assert torch.equal(got, expected)
+    results = [torch.autograd.grad(y, (x, leaf), dy) for y, leaf in ((got, gathered), (expected, w))]
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize(("m", "length"), [(19, 128), (24, 24)])
+def test_exact_weight_gradients_contract_over_multiples_of_8(m, length):
+    plan = exact_plan_of(recipe("mxfp8"), torch.bfloat16, torch.bfloat16, 64, 32)
+    assert plan is not None
+    _, _, codes, scales = plan.cast(torch.ones(m, 64).bfloat16(), short_casts.ALONG_COLUMNS)
+    assert plan.read_columns(codes, scales, m, 64, False).shape == (64, length)
+    assert plan.read_columns(codes, scales, m, 64, True).stride() == (1, length)

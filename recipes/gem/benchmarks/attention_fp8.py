@@ -10,7 +10,6 @@ the FP8 units; `squares`: multiplied out exactly in front of bf16 attention.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from gemworks.jagged import TileSchedule, flash_attention, flash_attention_fp8
 from gemworks.precision.attention import head_plane
 from gemworks.precision.bench import ceilings
-from gemworks.precision.bench_run import COMMON, LEADING, SEED, Bench
+from gemworks.precision.bench_run import SEED, Bench
 from gemworks.precision.head_tiles import HeadTiles, head_tiles
 from gemworks.precision.probe import sqnr_db
 from torch import Tensor
@@ -120,10 +119,9 @@ def main(arguments: list[str] | None = None) -> int:
                 best_peer="gemworks_bf16:bf16",
                 ratio_to_best_peer=round(base / ms, 4),
             )
-    with (chosen.out / "attention_fp8.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=[*LEADING, *COMMON], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(bench.rows)
+            bench.rows[-1]["command"] = " ".join(["python recipes/gem/benchmarks/attention_fp8.py", *sys.argv[1:]])
+    bench.path = chosen.out / "attention_fp8.csv"
+    bench.save()
     return 0
 
 

@@ -8,7 +8,8 @@
 The first recipe is the one that the others are compared with: same seed, same initial weights, same batches. A row per
 seed and recipe: NE of the primary task, its difference in per cent of the first recipe's NE with a paired 95 %
 interval over samples (bootstrap or normal); behind them a row per recipe with the mean over seeds and its 95 % interval
-(Student's t). `mxfp8_floor` is `mxfp8` with scale mode floor, which saturates. `--curve` plots the training losses.
+(Student's t). `mxfp8_floor` is `mxfp8` with scale mode floor, which saturates. `--curve` also writes the training
+losses (`NAME.curves.csv`) and plots the differences to the first recipe (`loss_parity_plot.py`).
 
 A finished model leaves its predictions in `--work`, and is not trained again: a run that was cut off goes on where it
 was, and rows are those of the models that exist. `--jobs` processes train models at a time; on a
@@ -22,7 +23,6 @@ import csv
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,14 +40,13 @@ from gemworks.gem.metrics import normalized_entropy, paired_bootstrap
 from gemworks.gem.presets import load_config
 from gemworks.gem.trainer import Trainer
 from gemworks.precision import recipe
+from loss_parity_plot import plot, read, seeds_interval
 from torch import Tensor
 
 COLUMNS = (
     "recipe", "seed", "ne", "ne_difference_percent", "low_percent", "high_percent", "num_layers", "preset", "source",
     "num_samples", "num_steps", "batch_size", "dtype", "device", "seconds", "command", "commit", "torch",
 )  # fmt: skip
-# Two-sided 97.5 % quantiles of Student's t with n - 1 degrees of freedom, n = 2 .. 10.
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def commit() -> str:
@@ -81,36 +80,6 @@ def train(config: GemConfig, source: Any, device: torch.device) -> tuple[Tensor,
     logits_NK, labels_NK, _ = predictions.tensors()
     converted = sum(isinstance(module, MXLinear) for module in trainer.model.modules())
     return logits_NK[:, 0].cpu(), labels_NK[:, 0].cpu(), losses, converted
-
-
-def seeds_interval(differences: list[float]) -> tuple[float, float, float]:
-    """Mean and 95 % interval over seeds; the interval of one seed is unknown (NaN)."""
-    mean = statistics.fmean(differences)
-    if len(differences) < 2:
-        return mean, math.nan, math.nan
-    half = STUDENT[min(len(differences) - 2, len(STUDENT) - 1)] * statistics.stdev(differences)
-    half /= math.sqrt(len(differences))
-    return mean, mean - half, mean + half
-
-
-def draw(path: Path, curves: dict[str, list[float]]) -> None:
-    """Training losses of the first seed, averaged over 20 steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(8, 4.5))
-    for name, losses in curves.items():
-        width = min(20, len(losses))
-        smooth = torch.tensor(losses).unfold(0, width, 1).mean(1).tolist()
-        axis.plot(range(width, len(losses) + 1), smooth, label=name, linewidth=0.9)
-    axis.set_xlabel("step")
-    axis.set_ylabel("training loss, mean of 20 steps")
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 class Remembering:
@@ -210,11 +179,11 @@ def samples_interval(logits: Tensor, first: Tensor, labels: Tensor, num_resample
     return (mean - half) / entropy, (mean + half) / entropy
 
 
-def collect(chosen: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, list[float]], dict[str, list[float]]]:
-    """Rows, differences by recipe, and curves of the first seed, of the models that exist."""
+def collect(chosen: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, list[float]], list[dict[str, Any]]]:
+    """Rows, differences by recipe, and the losses of all steps, of the models that exist."""
     rows: list[dict[str, Any]] = []
     differences: dict[str, list[float]] = {}
-    curves: dict[str, list[float]] = {}
+    curves: list[dict[str, Any]] = []
     for seed in chosen.seeds:
         first: Tensor | None = None
         base = math.nan
@@ -226,7 +195,8 @@ def collect(chosen: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
             logits, labels = result["logits"], result["labels"].float()
             ne = normalized_entropy(logits, labels)
             row: dict[str, Any] = {"recipe": name, "seed": seed, "ne": ne, **result["facts"]}
-            curves.setdefault(name, result["losses"])
+            losses = enumerate(result["losses"], 1)
+            curves += [{"recipe": name, "seed": seed, "step": step, "loss": f"{loss:.6g}"} for step, loss in losses]
             if name == chosen.recipes[0]:
                 first, base = logits, ne
             elif first is not None:
@@ -254,7 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--train-only", action="store_true", help="write no rows")
     parser.add_argument("--collect-only", action="store_true", help="train nothing")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--curve", type=Path, help="a PNG of the training losses of the first seed")
+    parser.add_argument("--curve", action="store_true", help="also write the training losses, and plot differences")
     arguments = sys.argv[1:] if arguments is None else arguments
     chosen = parser.parse_args(arguments)
     if min(chosen.jobs, chosen.models_per_job) < 1:
@@ -268,8 +238,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     rows, differences, curves = collect(chosen)
     write(chosen.out, rows, differences)
-    if chosen.curve is not None and curves:
-        draw(chosen.curve, curves)
+    if chosen.curve:
+        beside = chosen.out.with_suffix(".curves.csv")
+        with beside.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=["recipe", "seed", "step", "loss"], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(curves)
+        plot(read(chosen.out), read(beside), chosen.out.with_suffix(".png"))
     for name, values in differences.items():
         mean, low, high = seeds_interval(values)
         print(f"{name}: mean NE difference {mean:+.4f} % [{low:.4f}, {high:.4f}] over {len(values)} seeds", flush=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from gemworks.gem.config import ConfigError, GemConfig
 from gemworks.gem.data import open_source
-from gemworks.gem.implement import quantise_linears
+from gemworks.gem.implement import implement, quantise_linears
 from gemworks.gem.ladder.__main__ import main
 from gemworks.gem.ladder.page import in_order, write_page
 from gemworks.gem.ladder.rows import COLUMNS, NE_TOLERANCE, Case, wrong_answer
@@ -107,6 +107,22 @@ def test_rows_train_to_the_same_loss(attention: str):
         assert loss == pytest.approx(losses["norms"], rel=2e-5), (name, losses)
 
 
+@pytest.mark.filterwarnings("ignore::gemworks.precision.PrecisionCostWarning")
+def test_probed_linears_are_those_that_fit():
+    """On a CPU, where speed says nothing, every layer that is exact enough and whose sizes fit; the loss is near."""
+    base = tiny(model__dim="128", kernels__linears_min_features="128")
+    source = open_source(base.data)
+    batches = read_batches(base, source, 3, pin=False)
+    config = base.with_kernels(linears="probe")
+    row = TrainingRow(config, source, batches, CPU, warmup=1)
+    cost = row.measure()
+    assert fp8_flops(row.trainer.model, config, batches[0]) > 0
+    assert cost.loss == pytest.approx(run_steps(base, source, batches, CPU, warmup=1).loss, rel=2e-2)
+    model = Gem(source.schema, config)
+    with pytest.raises(ValueError, match="without a batch to probe on"):
+        implement(model, config)
+
+
 def test_other_batches_have_another_ne(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """A row that deals samples otherwise is neither held to the others' NE nor the measure of theirs."""
     rows = [part for name in ("bbs", "padded_eager") for part in ("--rows", name)]
@@ -130,8 +146,9 @@ def test_every_row_trains_on_a_cpu(attention: str, monkeypatch: pytest.MonkeyPat
     from its batches. Compiled rows are traced and not generated: that takes minutes on a CPU."""
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: compiler(f, **{"backend": "eager", **options}))
-    base = tiny(model__attention=attention, kernels__linears_min_features="32")
+    base = tiny(model__attention=attention, model__dim="128", kernels__linears_min_features="128")
     source, configs = open_source(base.data), build(base)
+    assert "qkv" in quantise_linears(Gem(source.schema, base), configs["fp8_linears"].kernels)
     wanted: float | None = None
     for rung in RUNGS:
         config = configs[rung.name]

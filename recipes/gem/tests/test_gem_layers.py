@@ -131,7 +131,7 @@ def test_a_layer_whose_answer_is_not_finite_gets_no_number(
 ):
     def broken(*args: object) -> list[Part]:
         part = next(p for p in make_parts(*args) if p.name == "experts")  # pyright: ignore[reportArgumentType]
-        return [part, replace(part, name="broken", forward=lambda: part.forward() * math.nan)]  # pyright: ignore[reportOptionalCall]
+        return [part, replace(part, name="broken", forward=lambda: part.forward() * math.nan)]  # pyright: ignore[reportOptionalCall, reportOperatorIssue]
 
     monkeypatch.setattr("gemworks.gem.layers.__main__.make_parts", broken)
     assert main(["--smoke", "--attention", "block", "--setting", "norms", "--out", str(tmp_path)]) == 1

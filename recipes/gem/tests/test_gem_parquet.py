@@ -235,6 +235,10 @@ def test_the_schema_file_says_the_same_as_the_object(tmp_path: Path):
         ("tasks = ['a']\nlabel = 'b'", "unknown key 'label', expected some of"),
         ("tasks = ['a']\n[[ids]]\nname = 'user'", r"ids\[0\]: key 'num_ids' is missing"),
         ("tasks = ['a']\n[[ids]]\nname = 'user'\nnum_ids = 0", r"ids\[0\]: num_ids is 0, expected a positive integer"),
+        ("tasks = 'click'", r"schema.toml: tasks is 'click', expected a list of names"),  # not its letters
+        ("tasks = 3", r"schema.toml: tasks is 3, expected a list of names"),
+        ("tasks = ['a']\nids = ['user']", r"ids is \['user'\], expected tables, each under \[\[ids\]\]"),
+        ("tasks = ['a']\nevents = 1", r"events is 1, expected tables"),
         ("tasks = ['a']\ndense = ['a']", "column 'a' is declared twice"),
         ("tasks = ['a']\n[columns]\nb = 'c'", "'b' is no column of this schema"),
     ],

@@ -99,8 +99,8 @@ class TileSchedule:
         expected += [num_places(totals[h[0]], num_sequences, int(h[1:])) for h in self.heights.split()]
         if [x.shape[1] for x in self.tensors] != expected:
             raise ValueError(
-                f"{name}: got tiles of another batch, expected those of {num_sequences} sequences with {total_q} "
-                f"rows of q and {total_k} of k; build it with TileSchedule.build from the same offsets and totals"
+                f"{name}: got tiles of another batch, expected {num_sequences} sequences with {total_q} rows of "
+                f"q and {total_k} of k; build it with TileSchedule.build from the same offsets and totals"
             )
         if device is not None and self.bounds.device != device:
             raise ValueError(

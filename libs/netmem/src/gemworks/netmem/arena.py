@@ -8,6 +8,7 @@ back, and a piece that a copy may still touch is handed out again only together 
 from __future__ import annotations
 
 import bisect
+import operator
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -118,6 +119,11 @@ class PinnedArena:
     """
 
     def __init__(self, capacity_bytes: int, *, pin: bool | None = None) -> None:
+        try:
+            capacity_bytes = operator.index(capacity_bytes)
+        except TypeError:
+            message = f"capacity_bytes: expected an int, such as 16 << 30 for 16 GiB, got {capacity_bytes!r}"
+            raise ValueError(message) from None
         if capacity_bytes <= 0:
             raise ValueError(f"capacity_bytes: expected above 0, got {capacity_bytes}")
         available = available_memory_bytes()

@@ -152,7 +152,13 @@ def source_of(data: Mapping[str, Any], path: str) -> str | None:
 def read(path: str | Path) -> dict[str, Any]:
     """Read and check a cluster file."""
     with open(path, "rb") as file:
-        return check(tomllib.load(file))
+        try:
+            raw = tomllib.load(file)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(
+                f"cluster file {str(path)!r}: not TOML: {error}; BandwidthLedger.to_toml writes one"
+            ) from None
+    return check(raw)
 
 
 def _key(key: str) -> str:

@@ -117,6 +117,8 @@ class OffloadEngine:
         chunk_bytes: int = CHUNK_BYTES,
         mover: Mover | None = None,
     ) -> None:
+        if arena is not None and not isinstance(arena, PinnedArena):
+            raise ValueError(f"arena: expected a PinnedArena, or None for one of 16 GiB, got {type(arena).__name__}")
         if window_bytes < 0 or min_bytes < 0 or chunk_bytes < 1:
             raise ValueError(
                 f"window_bytes, min_bytes, chunk_bytes: expected >= 0, >= 0, >= 1, got {window_bytes}, {min_bytes}, "

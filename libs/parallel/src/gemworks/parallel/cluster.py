@@ -288,7 +288,11 @@ class ClusterSpec:
     @classmethod
     def from_toml(cls, path: str | Path) -> ClusterSpec:
         """Read a cluster file; see `from_dict` for the errors."""
-        return cls.from_dict(tomllib.loads(Path(path).read_text()))
+        try:
+            raw = tomllib.loads(Path(path).read_text())
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"cluster file {str(path)!r}: not TOML: {error}; ClusterSpec.to_toml writes one") from None
+        return cls.from_dict(raw)
 
 
 def _table(value: Any, path: str, keys: set[str], optional: frozenset[str] = frozenset()) -> Mapping[str, Any]:

@@ -135,6 +135,9 @@ class ParallelPlan:
         """
 
         def rest(view: View, **axes: int) -> int:
+            for axis, size in axes.items():
+                if isinstance(size, bool) or not isinstance(size, int):
+                    raise ValueError(f"{view}.{axis}: got {size!r}, expected an int >= 1")
             product = math.prod(axes.values())
             if product < 1 or world_size % product:
                 text = " x ".join(f"{a} {n}" for a, n in axes.items())

@@ -110,6 +110,8 @@ def search(
     Raises:
         ValueError: no plan fits; names the one that needs least.
     """
+    if keep < 1:
+        raise ValueError(f"keep: got {keep}, expected >= 1, how many of each view are combined")
     start = time.perf_counter()
     s = _Search(model, cluster, config or SimulationConfig())
     world = cluster.num_gpus

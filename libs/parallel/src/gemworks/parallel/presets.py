@@ -97,6 +97,8 @@ def roce_cluster(num_gpus: int = 4096, *, gpus_per_zone: int = 2048, oversubscri
     above (The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.1, where a zone has 3,072 GPUs). The size of GEM's
     zones is not published: 2,048 is our choice, the nearest to 3,072 that divides 4,096 ... 16,384.
     """
+    if not oversubscription >= 1:
+        raise ValueError(f"oversubscription: got {oversubscription}, expected >= 1, zone bandwidth over its uplink's")
     line = 50e9
     nic = line * _NIC_EFFICIENCY
     zone: dict[Collective, Rate] = {c: Rate(bytes_per_s=nic, latency_us=14.0) for c in COLLECTIVES}

@@ -195,6 +195,9 @@ def gem_like(
     sample. Efficiencies are estimates (0.45 of the peak for a sequence layer, 0.5 for experts); replace them by
     measured times. The sizes of the published model are not public; these are ours.
     """
+    counts = {"num_layers": num_layers, "width": width, "samples_per_rank": samples_per_rank, "max_len": max_len}
+    if wrong := [f"{name}: got {count}" for name, count in counts.items() if count < 1]:
+        raise ValueError(f"{', '.join(wrong)}, expected >= 1")
     the_law = law or LengthLaw.named("uniform", max_len)
     tokens = samples_per_rank * the_law.mean
     sequence = tokens * (8 * width**2 + 4 * 256 * width + 4 * 64 * width + 4 * 256 * width + 4 * width**2)

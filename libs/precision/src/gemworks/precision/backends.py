@@ -147,7 +147,8 @@ def _te_rule(op: str, kind: GemmKind, shape: Shape, device: DeviceSpec) -> str |
 
 
 def _te_kernel(op: str, kind: GemmKind, device: DeviceSpec) -> str:
-    return f"Transformer Engine's Linear, {te_backend.RECIPES[kind]} (its own casts; not run on our machines)"
+    seen = "not run on our machines" if kind is GemmKind.MXFP8 else "the same bits as ours on an H200"
+    return f"Transformer Engine's Linear, {te_backend.RECIPES[kind]} (its own casts; {seen})"
 
 
 REGISTRY: dict[str, Backend] = {
@@ -271,6 +272,8 @@ def explain(
       forward  gemm fp8_block128     scaled_mm: cuBLAS FP8 1x128 x 128x128 (forward, dgrad), 1x128 x 1x128 (wgrad)
     ...
     """
+    if len(shape) != 3 or min(shape) < 1:
+        raise ValueError(f"shape: got {shape}, expected (M, K, N): rows, in_features and out_features, each >= 1")
     chosen, spec = recipe(recipe_or_name), device_spec(device)
     reason = shape_rule(shape[1], shape[2], chosen)
     notes = []

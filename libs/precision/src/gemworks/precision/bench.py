@@ -9,7 +9,6 @@ sizes of the casts instead and writes `tune.json`. Random normal data, seed prin
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from collections.abc import Callable
@@ -25,9 +24,7 @@ from gemworks.precision.bench_host import bench_host
 from gemworks.precision.bench_linear import bench_linear, bench_norm_linear, bench_parts
 from gemworks.precision.bench_plot import plot
 from gemworks.precision.bench_run import (
-    COMMON,
     KINDS,
-    LEADING,
     SEED,
     Bench,
     attempt,
@@ -210,20 +207,16 @@ def tune(bench: Bench, out: Path, which: str, warm: bool) -> None:
     (out / "tune.json").write_text(json.dumps(results, indent=1))
 
 
-def write(bench: Bench, out: Path) -> None:
+def write(bench: Bench, path: Path) -> None:
     """The CSV, and a plot where matplotlib is installed."""
-    name = "precision_cpu_smoke" if bench.smoke else "precision_h200"
-    with (out / f"{name}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=[*LEADING, *COMMON], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(bench.rows)
-    print(f"wrote {out / name}.csv: {len(bench.rows)} rows", flush=True)
+    bench.save()
+    print(f"wrote {path}: {len(bench.rows)} rows", flush=True)
     try:
-        drawn = plot([{k: str(v) for k, v in row.items()} for row in bench.rows], out / f"{name}.png")
+        drawn = plot([{k: str(v) for k, v in row.items()} for row in bench.rows], path.with_suffix(".png"))
     except ImportError:
         print("no plot: matplotlib is not installed", flush=True)
     else:
-        print(f"wrote {out / name}.png" if drawn else "no plot: neither casts nor layers were timed", flush=True)
+        print(f"wrote {path.with_suffix('.png')}" if drawn else "no plot: nothing to draw was timed", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -244,6 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bench = Bench(device, chosen.smoke or device.type == "cpu")
+    path = bench.path = chosen.out / ("precision_cpu_smoke.csv" if bench.smoke else "precision_h200.csv")
     parts = set(filter(None, chosen.only.split(","))) or set(PARTS)
     if not parts <= set(PARTS):
         parser.error(f"--only: unknown parts {sorted(parts - set(PARTS))}, expected some of {PARTS}")
@@ -278,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"not timed: {part}, as {broken} failed", flush=True)
             continue
         job(bench)
-        write(bench, chosen.out)
+        write(bench, path)
     return 1 if failures else 0
 
 

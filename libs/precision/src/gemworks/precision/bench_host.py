@@ -24,10 +24,13 @@ from torch import Tensor, nn
 @contextmanager
 def nothing_started() -> Iterator[None]:
     """Layers on CPU tensors take the way that they take on sm_90, up to the calls that start kernels and products."""
+    pretended: list[tuple[Launcher, Any]] = []
 
     def look_up(self: Launcher, _grid: Any, tensors: Any, _numbers: Any, setup: Any, key: Any) -> None:
         start = lambda *_: None  # noqa: E731
-        self.compiled[tensors[0].get_device(), key] = start, (None,) * 9, tuple(setup.constants.values())
+        entry = tensors[0].get_device(), key
+        self.compiled[entry] = start, (None,) * 9, tuple(setup.constants.values())
+        pretended.append((self, entry))
 
     def scaled(left: Tensor, right: Tensor, *rest: Any, out: Tensor | None = None) -> Tensor:
         return torch.empty(left.shape[0], right.shape[1], dtype=rest[-1]) if out is None else out
@@ -51,6 +54,8 @@ def nothing_started() -> Iterator[None]:
             yield
         finally:
             linear._plan_of.cache_clear()
+            for launcher, entry in pretended:
+                del launcher.compiled[entry]
 
 
 class _Nothing(torch.autograd.Function):

@@ -92,7 +92,7 @@ class LayerBench:
             print(f"  kernel {format} {self.shape}: {ms:8.4f} ms x{event.count} {event.key[:70]}", flush=True)
 
     def publish(self) -> None:
-        """Add the rows with their ratios to bf16 and to the best peer of the same op and direction."""
+        """Add and save the rows with their ratios to bf16 and to the best peer of the same op and direction."""
         for row in self.rows:
             same = [r for r in self.rows if (r["op"], r["direction"]) == (row["op"], row["direction"])]
             plain = next(r for r in same if r["format"] == "bf16")
@@ -105,6 +105,7 @@ class LayerBench:
                 ratio_to_best_peer=round(best["ms"] / row["ms"], 4),
                 roofline_fraction=round(row["tflops"] / self.bench.bf16_tflops, 4),
             )
+        self.bench.save()
 
 
 def variants() -> list[tuple[str, str, Recipe]]:

@@ -24,12 +24,19 @@ LAYERS = {
     ("fp8_block128", "gemworks_wgrad_bf16"): ("weight gradient in bf16", "#b83280"),
     ("mxfp8_regroup128", "gemworks"): ("mxfp8_regroup128", "#dd6b20"),
     ("mxfp8", "gemworks_save_both"): ("mxfp8, exact in bf16", "#a0aec0"),
+    ("block_scaling", "transformer_engine"): ("Transformer Engine, block scaling", "#e53e3e"),
+    ("current_scaling", "transformer_engine"): ("Transformer Engine, current scaling", "#feb2b2"),
+}
+ATTENTION = {
+    ("tiles", "gemworks"): ("FP8 products, tiles of 128 rows", "#1a365d"),
+    ("tiles", "gemworks_with_casts"): ("the same with the casts of q, k, v", "#3182ce"),
+    ("squares", "gemworks"): ("squares of 32, exact in bf16", "#a0aec0"),
 }
 BAR_INCHES, GAP_INCHES = 0.15, 0.12
 
 
 def plot(rows: Sequence[Row], path: Path) -> bool:
-    """Casts as shares of the copy bandwidth, layers as speed over bf16; False if there is nothing to draw.
+    """Casts as shares of the copy bandwidth, layers and attention as speed over bf16; False: nothing to draw.
 
     Args:
         rows: of the benchmark's CSV.
@@ -40,11 +47,15 @@ def plot(rows: Sequence[Row], path: Path) -> bool:
     layers = [(r["shape"], LAYERS[r["format"], r["impl"]], float(r["ratio_to_bf16"]), r["commit"])
               for r in rows if r["op"] == "linear" and r["direction"] == "fwd_bwd" and r["ratio_to_bf16"]
               and (r["format"], r["impl"]) in LAYERS]  # fmt: skip
+    attention = [(f"{r['shape']} {r['direction']}", ATTENTION[r["format"], r["impl"]], float(r["ratio_to_bf16"]),
+                  r["commit"]) for r in rows if r["op"] == "attention_fp8" and (r["format"], r["impl"])
+                 in ATTENTION]  # fmt: skip
     panels = [
         (bars, text)
         for bars, text in (
             (casts, "casts: share of the copy bandwidth of the same run"),
             (layers, "linear M x K x N, forward + backward: speed over bf16 of the same run"),
+            (attention, "attention on FP8 planes: speed over bf16 attention of the same run"),
         )
         if bars
     ]
@@ -81,7 +92,7 @@ def _panel(axis: Any, bars: Sequence[tuple[str, tuple[str, str], float, str]]) -
         cases.setdefault(case, []).append((kind, value))
     places: dict[tuple[str, str], list[tuple[float, float]]] = {}
     ticks, at = [], GAP_INCHES
-    order = [*CASTS.values(), *LAYERS.values()]
+    order = [*CASTS.values(), *LAYERS.values(), *ATTENTION.values()]
     for found in cases.values():
         ticks.append(at + BAR_INCHES * len(found) / 2)
         for kind, value in sorted(found, key=lambda bar: order.index(bar[0])):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import statistics
 import subprocess
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ class Bench:
     bf16_tflops: float = 0.0
     only: str = ""
     peers: bool = False
+    path: Path | None = None
 
     def time(self, run: Callable[[], object]) -> tuple[float, float, float]:
         """Median, 20 % and 80 % quantile in milliseconds."""
@@ -128,6 +131,14 @@ class Bench:
         """Normal data of the run's seed."""
         generator = torch.Generator(self.device).manual_seed(SEED + sum(shape))
         return torch.randn(*shape, generator=generator, device=self.device, dtype=dtype)
+
+    def save(self) -> None:
+        """Write the rows so far to `path`, if there is one: a run that is cut off leaves what it had."""
+        if self.path is not None:
+            with self.path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, fieldnames=[*LEADING, *COMMON], lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(self.rows)
 
     def add(self, **row: Any) -> None:
         """Append a row with the columns that all rows share, and show it."""

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from gemworks.precision.backends import warn_once
-from gemworks.precision.casts import CastSpec, cast, cast_backend
+from gemworks.precision.casts import cast, cast_backend
 from gemworks.precision.convert import MXLinear
 from gemworks.precision.formats import Format
-from gemworks.precision.linear import PlaneWeight, backward_op, forward_op, recipe_of
+from gemworks.precision.linear import backward_op, forward_op, recipe_of, specs_of
 from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.plane_weight import PlaneWeight
 from gemworks.precision.recipe import GemmKind, Recipe
 from gemworks.precision.scales import ScaleMode
 from torch import Tensor, nn
@@ -76,7 +77,8 @@ class PlaneMeta:
     def plane(self, codes: Tensor, scales: Tensor) -> MXTensor:
         """The gathered weight."""
         dim = None if self.form == "square" else 1
-        return MXTensor(codes, scales, tuple(codes.shape), dim, self.block, self.format, self.scale_mode)
+        shape = (codes.shape[0], codes.shape[1])
+        return MXTensor.unchecked(codes, scales, None, shape, dim, self.block, self.format, self.scale_mode)
 
 
 class _Wrapper(torch.Tensor):
@@ -169,7 +171,7 @@ class FP8GatherWeight(_Wrapper):
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Quantise the local shard: what FSDP2 sends, as uint8 codes and scales."""
         chosen = recipe_of(self._meta.recipe_text)
-        spec = CastSpec(chosen.forward.kind, chosen.forward.right, chosen.scale_mode)
+        spec = specs_of(self._meta.recipe_text).forward_weight
         plane, _ = cast(self._tensor, None if self._meta.form == "square" else 1, spec, cast_backend(chosen))
         return (plane.codes.contiguous(), plane.scales.contiguous()), self._meta
 
@@ -203,6 +205,7 @@ class GatheredWeight(PlaneWeight):
         self, codes: Tensor, scales: Tensor, meta: PlaneMeta, dtype: torch.dtype, requires_grad: bool = False
     ) -> None:
         self._codes, self._scales, self._meta = codes, scales, meta
+        self.is_square = meta.form == "square"
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"GatheredWeight({tuple(self.shape)}, {self._meta.form}, {self._meta.format.value})"

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from gemworks.precision.casts import CastSpec
 from gemworks.precision.formats import Format
+from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.plane_weight import PlaneWeight
 from gemworks.precision.recipe import GemmKind, Recipe, Save
 from gemworks.precision.scaled_mm import (
     PLAIN,
@@ -26,10 +28,12 @@ from gemworks.precision.scaled_mm import (
     multiply_pieces,
     num_pieces,
     num_processors,
+    square_scales,
 )
 from gemworks.precision.short_casts import (
     BF16,
     BOTH,
+    F8,
     Cache,
     Four,
     RegroupedWeight,
@@ -101,6 +105,15 @@ class Plan:
         return codes, square, codes, square
 
 
+def gathered(plane: MXTensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """A square plane of a weight `[N, K]` as forward's right operand `[K, N]`, or transposed as dgrad's `[N, K]`, and
+    its scales; all codes and no more, as FSDP2 gathers them."""
+    codes = plane.codes
+    if transposed:
+        codes, plane = codes.t().contiguous(), plane.t()
+    return codes.view(F8).t(), square_scales(plane, codes.shape[1] // 128)
+
+
 def plan_of(chosen: Recipe, dtype: torch.dtype, weight_dtype: torch.dtype, k: int, n: int) -> Plan | None:
     """The plan of a layer, None where the general way is the only one."""
     forward, dgrad, wgrad = chosen.forward, chosen.dgrad, chosen.wgrad
@@ -140,8 +153,10 @@ def multiply(left: Tensor, right: Tensor, scale_a: Tensor, scale_b: Tensor, squa
 
 
 class HopperLinear(torch.autograd.Function):
-    """y `[M, N]` of x `[M, K]`, weight `[N, K]` and bias, by a plan. `counts`: int64 `[2]` of zeros, to which inexact
-    codes of input and weight are added; None where none are lost."""
+    """y `[M, N]` of x `[M, K]`, weight `[N, K]` (or its square plane) and bias, by a plan.
+
+    `counts`: int64 `[2]` of zeros, to which inexact codes of input and weight are added; None where none are lost.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias, plan: Plan, save: bool, counts: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -159,7 +174,11 @@ class HopperLinear(torch.autograd.Function):
             codes, scales, _, _ = plan.tiles(x, ALONG_ROWS, False, count_x)
         # Regrouped weights are cast by a kernel for each direction: nothing is saved by doing it early.
         keep_weight = need_dx and not plan.spec.regroups and (n * k <= KEPT_WEIGHT_BYTES or 8 * n <= m)
-        right, square, right_t, square_t = plan.weight(weight, BOTH if keep_weight else ALONG_ROWS, count_w)
+        if isinstance(weight, PlaneWeight):
+            keep_weight, right_t, square_t = False, None, None  # FSDP2 frees it and gathers it again
+            right, square = gathered(weight.plane(), transposed=False)
+        else:
+            right, square, right_t, square_t = plan.weight(weight, BOTH if keep_weight else ALONG_ROWS, count_w)
         y = multiply(codes, right, scales, square, True, BF16)
         if y.shape[0] != m:
             y.resize_(m, n)  # no view: autograd and FSDP2 mind views
@@ -190,7 +209,9 @@ class HopperLinear(torch.autograd.Function):
         if need_dx:
             assert codes is not None
             assert scales is not None
-            if right_t is None:
+            if right_t is None and isinstance(weight, PlaneWeight):
+                right_t, square_t = gathered(weight.plane(), transposed=True)
+            elif right_t is None:
                 _, _, right_t, square_t = plan.weight(weight, ALONG_COLUMNS)
             dx = multiply(codes, right_t, scales, square_t, True, BF16)
             if dx.shape[0] != m:

@@ -24,6 +24,7 @@ from gemworks.precision.gemms import gemm
 from gemworks.precision.hopper import HopperLinear, Plan, plan_of
 from gemworks.precision.mxtensor import MXTensor, padded_rows
 from gemworks.precision.op import define_op, differentiate
+from gemworks.precision.plane_weight import PlaneWeight
 from gemworks.precision.recipe import GemmKind, GemmRecipe, Recipe, Save, recipe
 from gemworks.precision.rng import Stochastic
 from gemworks.precision.short_casts import fits
@@ -332,14 +333,6 @@ define_op("linear_backward", _linear_backward, _fake_linear_backward)
 differentiate("linear", _backward, _setup_context)
 
 
-class PlaneWeight(Tensor):
-    """A weight that exists only as a plane, for autograd and FSDP2 a tensor all the same."""
-
-    def plane(self) -> MXTensor:
-        """The weight."""
-        raise NotImplementedError
-
-
 def _source(weight: Tensor) -> Tensor | MXTensor:
     return weight.plane() if isinstance(weight, PlaneWeight) else weight
 
@@ -475,11 +468,14 @@ def linear_with_counts(
                 x_MK, weight, bias, chosen.text, step, save, out_dtype
             )
         elif (
-            type(weight) in _PLAIN  # a gathered plane has no memory of its own
-            and (plan := _plan_of(chosen.text, x.device, out_dtype, weight.dtype, k, n)) is not None
+            (plan := _plan_of(chosen.text, x.device, out_dtype, weight.dtype, k, n)) is not None
             and fits(x_MK)
-            and weight.is_contiguous()
-            and weight.data_ptr() % 16 == 0
+            and (
+                # A weight gathered as codes has no memory of its own.
+                (type(plan) is Plan and weight.is_square)
+                if isinstance(weight, PlaneWeight)
+                else (weight.is_contiguous() and weight.data_ptr() % 16 == 0)
+            )
         ):
             counts = torch.zeros(2, dtype=torch.int64, device=x.device) if plan.spec.regroups else None
             y = (HopperLinear if type(plan) is Plan else ExactLinear).apply(x_MK, weight, bias, plan, save, counts)

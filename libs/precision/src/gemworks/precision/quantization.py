@@ -26,6 +26,8 @@ def min_scale_byte(block: int) -> int:
 
 def check_input(x: Tensor, dim: int | None, block: int, allowed: tuple[int, ...]) -> int | None:
     """Validate a quantiser's arguments; returns `dim` counted from the front."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x: got {type(x).__name__}, expected a Tensor")
     if x.dtype not in SUPPORTED_DTYPES:
         raise ValueError(
             f"x: got dtype {x.dtype}, expected one of {', '.join(map(str, SUPPORTED_DTYPES))}; "

@@ -278,4 +278,9 @@ def recipe(source: str | Path | Recipe, **changes: Any) -> Recipe:
         found = Recipe.from_toml(path.read_text())
     else:
         raise ValueError(f"recipe: got {source!r}, expected one of {sorted(PRESETS)} or the path of a .toml file")
-    return replace(found, **changes) if changes else found
+    if not changes:  # on every call of a layer, also while it is being compiled
+        return found
+    known = {part.name for part in fields(Recipe)}
+    if unknown := sorted(set(changes) - known):
+        raise ValueError(f"recipe: got changes {', '.join(unknown)}, expected some of {', '.join(sorted(known))}")
+    return replace(found, **changes)

@@ -4,9 +4,10 @@ and what is kept for backward. Names of parameters stay as they are, so checkpoi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from gemworks.gem.config import GemConfig
@@ -15,18 +16,34 @@ from gemworks.gem.model.events import Sequence
 from torch import nn
 from torch._functorch import config as functorch_config
 
+if TYPE_CHECKING:
+    from gemworks.precision import Recipe
+
+ProbedLoss = Callable[[nn.Module], torch.Tensor]
+PROBE = "probe"
+PROBED = ("fp8_block128", "fp8_wgrad_bf16")  # what a probe chooses from, besides staying as it is
 ARENA_BYTES = 8 << 30  # of pinned memory, for what activations move to the host
 CPU_ARENA_BYTES = 64 << 20
 
 
-def implement(model: nn.Module, config: GemConfig) -> None:
+def implement(model: nn.Module, config: GemConfig, probed: ProbedLoss | None = None) -> None:
     """Converts the linears and compiles, in place.
 
     Args:
         model: a `Gem`.
         config: of the run.
+        probed: a loss of the model on a batch; what `kernels.linears="probe"` measures linears on.
+
+    Raises:
+        ValueError: linears are to be probed, and nothing says on what.
     """
-    if config.kernels.linears != "bf16":
+    if config.kernels.linears == PROBE:
+        if probed is None:
+            raise ValueError(
+                "kernels.linears: got 'probe' without a batch to probe on, expected a recipe such as 'fp8_block128'"
+            )
+        probe_linears(model, config.kernels, probed)
+    elif config.kernels.linears != "bf16":
         quantise_linears(model, config.kernels)
     if config.kernels.activations != "keep":
         treat_activations(model, config)
@@ -41,20 +58,41 @@ def quantise_linears(model: nn.Module, kernels: KernelConfig) -> str:
 
     The head stays as it is: its logits are what the loss sees. So do batched experts, whose weights one product takes.
     """
-    from gemworks.precision import convert, recipe
+    from gemworks.precision import convert
 
-    chosen = replace(
-        recipe(kernels.linears),
+    return str(convert(model, _recipe(kernels.linears, kernels), filter=_takes(kernels)))
+
+
+def probe_linears(model: nn.Module, kernels: KernelConfig, loss_of: ProbedLoss) -> str:
+    """Each linear layer computes by that of `PROBED` which is exact enough and fastest on the loss's batch, or stays as
+    it is; returns the conversion's report."""
+    from gemworks.precision import convert, probe
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # candidates that a device is slow at say so, which is what is measured here
+        candidates = tuple(_recipe(name, kernels) for name in PROBED)
+        report = probe(model, [None], lambda of, _: loss_of(of), candidates=candidates)
+    return str(convert(model, report.recipe, filter=_takes(kernels)))
+
+
+def _recipe(name: str, kernels: KernelConfig) -> Recipe:
+    from gemworks.precision import recipe
+
+    return replace(
+        recipe(name),
         min_features=kernels.linears_min_features,
         hadamard_size=32 if kernels.linears_hadamard else 0,
         stochastic_gradients=kernels.linears_stochastic,
     )
+
+
+def _takes(kernels: KernelConfig) -> Callable[[str, nn.Module], bool]:
     batched = kernels.experts == "batched"
 
     def takes(name: str, layer: nn.Module) -> bool:
         return not name.startswith("head.") and not (batched and ".experts." in f".{name}")
 
-    return str(convert(model, chosen, filter=takes))
+    return takes
 
 
 def compile_dense(model: nn.Module, kernels: KernelConfig, *, with_layers: bool = True) -> None:

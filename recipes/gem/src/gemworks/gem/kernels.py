@@ -42,7 +42,8 @@ class KernelConfig:
         stream: dtype of the tokens between the layers: autocast's own, or float32, as norms under autocast leave it.
         rope_tables: dtype of the rotations' cosines and sines; float16 errs by 2^-11 of 1, less than a bf16 query does.
         share_schedule: tile schedules are built once per batch; otherwise every op builds its own.
-        linears: "bf16" (plain `nn.Linear`), or a recipe of gemworks.precision such as "fp8_block128".
+        linears: "bf16" (plain `nn.Linear`), a recipe of gemworks.precision such as "fp8_block128", or "probe": what
+            is exact enough and fastest for each layer on the first batch, measured before training.
         linears_min_features: narrower linears stay as they are.
         linears_hadamard: random Hadamard transform along the contraction of their weight gradients.
         linears_stochastic: stochastic rounding of their output gradients.

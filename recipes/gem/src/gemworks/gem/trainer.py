@@ -24,7 +24,7 @@ from gemworks.gem.data.hashing import hash_u64
 from gemworks.gem.device import autocast, peak_flops_per_second
 from gemworks.gem.efficiency import count_batch_flops, mfu
 from gemworks.gem.graphs import GraphedStep
-from gemworks.gem.implement import implement
+from gemworks.gem.implement import PROBE, ProbedLoss, implement
 from gemworks.gem.metrics import BinaryMetrics
 from gemworks.gem.model.gem import Gem
 from gemworks.gem.numerics import NonFiniteError, SpikeWatch, describe_ids, first_non_finite, is_finite
@@ -33,7 +33,7 @@ from gemworks.gem.ranks import Ranks
 from gemworks.gem.reporting import StepRow
 from gemworks.gem.schema import Batch
 from gemworks.gem.timing import PhaseTimer, StepClock
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 
@@ -115,7 +115,8 @@ class Trainer:
         self.schema = source.schema
         torch.manual_seed(config.train.seed)
         self.model = Gem(source.schema, config, device=device)
-        implement(self.model, config)
+        probed = self._probed_loss(source) if config.kernels.linears == PROBE else None
+        implement(self.model, config, probed)
         if config.train.cuda_graphs and not self.ranks.alone:
             raise ValueError(
                 f"train.cuda_graphs: got True in {self.ranks.world_size} processes, expected one: a graph would hold "
@@ -162,6 +163,23 @@ class Trainer:
         self._window_skipped = 0
         self._grad_norm = 0.0
         self._num_step_samples = 0
+
+    def _probed_loss(self, source: Source) -> ProbedLoss:
+        """The loss of a model on the first batch, which the training's own loader gives once more."""
+        if not self.ranks.alone:
+            raise ValueError(
+                f"kernels.linears: got 'probe' in {self.ranks.world_size} processes, expected one: ranks would choose "
+                "differently; name a recipe such as 'fp8_block128'"
+            )
+        batch = next(iter(open_loader(source, self.config.data, "train"))).to(self.device)
+        weights_K = _task_weights(self.config, len(source.schema.tasks)).to(self.device)
+
+        def loss_of(model: nn.Module) -> Tensor:
+            with autocast(self.config, self.device):
+                logits_BK = model(batch)
+            return task_loss(logits_BK, batch.labels_BK, weights_K)
+
+        return loss_of
 
     def steps(self) -> Iterator[int]:
         """Trains to the end of the run, one step per iteration; yields the number of steps done.

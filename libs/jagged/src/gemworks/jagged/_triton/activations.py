@@ -22,6 +22,7 @@ TANH_SLOPE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi): (1 + tanh(y)) /
 TANH_CUBIC = tl.constexpr(0.044715)
 THREE_CUBIC = tl.constexpr(0.134145)
 INVERSE_SQRT_TWO_PI = tl.constexpr(0.3989422804014327)
+LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x LOG2_E), for every softmax
 
 
 @triton.jit

@@ -178,11 +178,12 @@ def fold(scale):
 
 
 @gluon.jit
-def weigh(s, scale, b0, b1, b2, b3, b4, ACT: gl.constexpr, FOLD: gl.constexpr):
-    """act(scale s); with FOLD act(scale s) / scale, one product less."""
+def weigh(s, scale, folded, ACT: gl.constexpr, FOLD: gl.constexpr):
+    """act(scale s); with FOLD act(scale s) / scale, one product less. `folded`: of `fold`."""
     if FOLD:
         gl.static_assert(ACT == "fast_gelu")
         t = s * s
+        b0, b1, b2, b3, b4 = folded
         gate = gl.inline_asm_elementwise(
             FOLDED_GATE_PTX, "=f,f,f,f,f,f,f,f", [s, t, b0, b1, b2, b3, b4], dtype=gl.float32, is_pure=True, pack=1
         )

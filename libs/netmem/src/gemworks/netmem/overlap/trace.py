@@ -133,7 +133,7 @@ def read_trace(source: str | Path | Mapping[str, Any]) -> Trace:
         with opener(path, "rt", encoding="utf-8") as file:
             try:
                 data = json.load(file)
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
                 raise ValueError(
                     f"source: {path.name} is not JSON ({error}); export it with export_chrome_trace()"
                 ) from None

@@ -101,20 +101,35 @@ def read_schema(path: str | Path) -> ParquetSchema:
         raise ValueError(f"{path}: not valid TOML: {error}") from error
     _check_keys(raw, {"tasks"}, {"dense", "ids", "events", "columns"}, f"{path}")
     events = []
-    for number, event in enumerate(raw.get("events", [])):
+    for number, event in enumerate(_tables(raw, "events", f"{path}")):
         where = f"{path}, events[{number}]"
         _check_keys(event, {"name"}, {"ids", "floats"}, where)
-        ids = tuple(_feature(f, f"{where}.ids[{i}]") for i, f in enumerate(event.get("ids", [])))
-        events.append(EventType(name=event["name"], ids=ids, float_names=tuple(event.get("floats", []))))
+        ids = tuple(_feature(f, f"{where}.ids[{i}]") for i, f in enumerate(_tables(event, "ids", where)))
+        events.append(EventType(name=event["name"], ids=ids, float_names=_names(event, "floats", where)))
     return ParquetSchema(
         Schema(
-            ids=tuple(_feature(f, f"{path}, ids[{i}]") for i, f in enumerate(raw.get("ids", []))),
-            dense_names=tuple(raw.get("dense", [])),
+            ids=tuple(_feature(f, f"{path}, ids[{i}]") for i, f in enumerate(_tables(raw, "ids", f"{path}"))),
+            dense_names=_names(raw, "dense", f"{path}"),
             events=tuple(events),
-            tasks=tuple(raw["tasks"]),
+            tasks=_names(raw, "tasks", f"{path}"),
         ),
         raw.get("columns", {}),
     )
+
+
+def _names(raw: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
+    """A list of names; a lone string would be taken apart into its letters."""
+    found = raw.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise ValueError(f"{where}: {key} is {found!r}, expected a list of names such as ['a', 'b']")
+    return tuple(found)
+
+
+def _tables(raw: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
+    found = raw.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(entry, Mapping) for entry in found):
+        raise ValueError(f"{where}: {key} is {found!r}, expected tables, each under [[{key}]] or in braces")
+    return found
 
 
 def _feature(raw: Mapping[str, Any], where: str) -> IdFeature:

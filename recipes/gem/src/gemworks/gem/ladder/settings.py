@@ -119,6 +119,7 @@ RUNGS: tuple[Rung, ...] = (
         chain(train(cuda_graphs=True), kernels(compile_saves="least", fused_pffn_norm=True)), side=True,
     ),
     Rung("fp8_linears", "FP8 linears, 1x128 and 128x128 scales", FP8, side=True),
+    Rung("fp8_probed", "FP8 linears where a probe finds them exact and faster", kernels(linears="probe"), side=True),
     Rung(
         "fp8_hadamard", "FP8 linears, Hadamard transform before weight gradients",
         chain(FP8, kernels(linears_hadamard=True)), side=True,
@@ -130,6 +131,13 @@ RUNGS: tuple[Rung, ...] = (
     Rung(
         "fp8_attention", "FP8 attention: q, k and v in tiles of 128 rows",
         lambda config: config if no_fp8_attention(config) else config.with_kernels(attention_format="fp8"),
+        side=True, refusal=lambda config: no_fp8_attention(config),
+    ),
+    Rung(
+        "graphs_fp8_attention", "CUDA graphs, no float32 copies, and FP8 attention",
+        lambda config: config if no_fp8_attention(config) else chain(
+            train(cuda_graphs=True), kernels(compile_saves="least", attention_format="fp8")
+        )(config),
         side=True, refusal=lambda config: no_fp8_attention(config),
     ),
     Rung(

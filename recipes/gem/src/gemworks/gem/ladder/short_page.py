@@ -21,8 +21,8 @@ TECHNIQUES = """\
 | norms in one pass, bf16 stream | `norms`, `stream`, `half_tables`, `less_kept` |
 | compiler | `compiled`, `compiled_norms`, `compiled_qk` |
 | CUDA graphs | `cuda_graphs`, `graphs_less_kept`, `graphs_epilogue`, `graphs_batch_x2` |
-| FP8 linears; Hadamard, stochastic rounding | `fp8_linears`, `fp8_hadamard`, `fp8_stochastic`, `batch_x2` |
-| linears chosen by probe, late layers in bf16 | none yet; the parity of losses is measured for whole recipes |
+| FP8 linears; by probe; Hadamard, stochastic rounding | `fp8_linears`, `fp8_probed`, `fp8_hadamard`, `fp8_stochastic` |
+| late layers in bf16 | none: what a probe decides per layer |
 | FP8 attention | `fp8_attention` (full attention; block attention is bound by memory, not by products) |
 | activations quantised, offloaded, recomputed | `activations_quantised`, `activations_offloaded`, `recompute` |
 | a budget per region | `region_budgets` |

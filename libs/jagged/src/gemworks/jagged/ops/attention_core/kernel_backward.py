@@ -8,7 +8,7 @@ Letters: M query rows of a tile, n key rows of a tile, H and V head widths (BH a
 
 import triton
 import triton.language as tl
-from gemworks.jagged._triton.activations import activate_with_grad
+from gemworks.jagged._triton.activations import LOG2_E, activate_with_grad
 from gemworks.jagged.ops.attention_core.kernel_bias import (
     add_buckets,
     add_diagonals,
@@ -74,7 +74,7 @@ def backward_kv_kernel(
             if ACT == "softmax":
                 lse_M = tl.load(lse + head * lse_sn + q0 + r, mask=inside, other=float("inf"))
                 delta_M = tl.load(delta + head * lse_sn + q0 + r, mask=inside, other=0.0)
-                s_nM = s_nM * (scale * 1.4426950408889634)
+                s_nM = s_nM * (scale * LOG2_E)
                 if BY_POSITION or BUCKETS > 0:
                     t_M = load_times(times_q, q_rows, inside, BUCKETS)
                     s_nM += bias_tile(
@@ -126,7 +126,7 @@ def score_gradient(
     if MASKED:
         admitted = admitted & (away <= right) & (away >= -left)
     if ACT == "softmax":
-        s_Mn = s_Mn * (scale * 1.4426950408889634)
+        s_Mn = s_Mn * (scale * LOG2_E)
         if BY_POSITION or BUCKETS > 0:
             s_Mn += bias_tile(
                 away, t_n[None, :] - t_M[:, None], position, time, radius, unit, head, BY_POSITION, BUCKETS

@@ -22,6 +22,7 @@ all, and the order is that of its own loop.
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
+from gemworks.jagged._triton.activations import LOG2_E
 from gemworks.jagged._triton.activations_hopper import activate_with_grad
 from gemworks.jagged._triton.hopper_common import load_rows, sync_threads
 from gemworks.jagged.ops.attention_core.kernel_turns_hopper import (
@@ -55,13 +56,15 @@ shfl.sync.idx.b32 $0, $0, 0, 0x1f, 0xffffffff; }""")
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row, total,
-    tiles_per_unit, num_sequences, left, right, lse_stride_n,
-    q_smem, do_smem, k_smem, v_smem, row_smem, q_full, q_free, k_full, k_free, counter_ptr, ticket_smem,
+    q_desc, k_desc, v_desc, do_desc, statistics, units, tile_row, counter_ptr, left, right, smem, barriers,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
     SHARED: gl.constexpr, MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Draws work and loads it. With SHARED a unit is a sequence and head, all key tiles of which come one by one."""
+    lse_ptr, delta_ptr, lse_stride_n = statistics
+    bounds_k, bounds_q, tile_sample, total, tiles_per_unit, num_sequences = units
+    q_smem, do_smem, k_smem, v_smem, row_smem, _ds_smem, ticket_smem = smem
+    q_full, q_free, k_full, k_free, _ds_full, _gate, _done = barriers
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     column = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
     fill = 0
@@ -117,14 +120,14 @@ def _producer(
 
 @gluon.jit
 def _tile(
-    GROUP: gl.constexpr, s, dk, dv, m, step, ks, row, k_len, q_begin, q_len, shift, left, right, dq_base, piece,
-    q_rows, q_cols, own, dq_stride_t, scale,
-    q_smem, do_smem, k_smem, v_smem, k_halves, row_smem, ds_smem, q_full, q_free, ds_full, gate, done,
+    GROUP: gl.constexpr, s, dk, dv, m, step, ks, row, k_len, q_begin, q_len, shift, left, right, piece, own, scale,
+    target, smem, k_halves, barriers, zero, zero_q,
     ACT: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
-    zero, zero_q, EARLY: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, MASKED: gl.constexpr,
-    MORE: gl.constexpr,
+    EARLY: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, MASKED: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
     """The query tile at row m: (scores of the next one with MORE, dK, dV); with AHEAD, `s` holds those of this one."""
+    q_smem, do_smem, k_smem, v_smem, row_smem, ds_smem, _ticket_smem = smem
+    q_full, q_free, _k_full, _k_free, ds_full, gate, done = barriers
     sq = step % STAGES
     phase = (step // STAGES) & 1
     ds_slot = (step & 1) * 2
@@ -142,7 +145,7 @@ def _tile(
             s, dp = warpgroup_mma_wait(0, [s_acc, dp_acc])
     if ACT == "softmax":
         lse = row_smem.index(2 * sq).load(gl.SliceLayout(0, S_LAYOUT))
-        p32 = gl.exp2(s * (scale * 1.4426950408889634) - lse[None, :])
+        p32 = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
         if row + 128 > k_len:  # a surplus key has logit 0, far above a row of very negative ones
             p32 = gl.where((row + own < k_len)[:, None], p32, 0.0)
         slope = p32
@@ -178,10 +181,10 @@ def _tile(
         dv_acc = warpgroup_mma(p, do_smem.index(sq), dv, is_async=True)
     dk_acc = warpgroup_mma(ds, q_smem.index(sq), dk, is_async=True)
     mbarrier.wait(ds_full, step & 1)
-    dq = zero_q
+    share = zero_q
     for w in gl.static_range(2):
-        dq = warpgroup_mma(
-            ds_smem.index(ds_slot + w).permute((1, 0)), k_halves.index(4 * kn + 2 * w + GROUP), dq,
+        share = warpgroup_mma(
+            ds_smem.index(ds_slot + w).permute((1, 0)), k_halves.index(4 * kn + 2 * w + GROUP), share,
             use_acc=w > 0, is_async=True,
         )  # fmt: skip
     dv, dk, p, ds = warpgroup_mma_wait(2, [dv_acc, dk_acc, p, ds])
@@ -190,13 +193,13 @@ def _tile(
         s1 = (step + 1) % STAGES
         mbarrier.wait(q_full.index(s1), ((step + 1) // STAGES) & 1)
         s_acc = warpgroup_mma(k, q_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
-        dq = warpgroup_mma_wait(1, [dq])
+        share = warpgroup_mma_wait(1, [share])
     else:
-        dq = warpgroup_mma_wait(0, [dq])
+        share = warpgroup_mma_wait(0, [share])
     is_first, is_last = ends(row, k_len, m, shift, left, right, MASKED)
     hand_over(
-        dq, piece.to(gl.int64, bitcast=True), is_first, is_last, q_rows, q_cols, dq_base, dq_stride_t, q_begin, q_len,
-        m, scale, gate, done, step, SHARED,
+        share, piece.to(gl.int64, bitcast=True), is_first, is_last, target, q_begin, q_len, m, scale, gate, done, step,
+        SHARED,
     )  # fmt: skip
     if MORE:
         s = warpgroup_mma_wait(0, [s_acc])
@@ -204,16 +207,46 @@ def _tile(
 
 
 @gluon.jit
+def _tile_without_keys(
+    GROUP: gl.constexpr, begin, i, step, ks, row, k_len, q_begin, q_len, shift, left, right, piece, place, scale,
+    target, ds_smem, k_halves, barriers, zero, zero_q,
+    HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, SHARED: gl.constexpr,
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """A consumer that has no key of its own in a tile: zeros for its half of dS, and its half of dQ."""
+    q_full, q_free, _k_full, _k_free, ds_full, gate, done = barriers
+    sq = step % STAGES
+    ds_slot = (step & 1) * 2
+    mbarrier.wait(q_full.index(sq), (step // STAGES) & 1)
+    mbarrier.arrive(q_free.index(sq), count=1)
+    ds_smem.index(ds_slot + GROUP).store(zero.to(DTYPE))
+    fence_async_shared()
+    sync_threads()
+    mbarrier.arrive(ds_full, count=1)
+    mbarrier.wait(ds_full, step & 1)
+    share = warpgroup_mma(
+        ds_smem.index(ds_slot).permute((1, 0)), k_halves.index(4 * ks + GROUP), zero_q, use_acc=False, is_async=True
+    )
+    share = warpgroup_mma_wait(0, [share])
+    at_piece = (piece + i * (HEADS * 64 * H) + place).to(gl.int64, bitcast=True)
+    m = begin + i * 64
+    is_first, is_last = ends(row, k_len, m, shift, left, right, MASKED)
+    hand_over(
+        share, at_piece, is_first, is_last, target, q_begin, q_len, m, scale, gate, done, step, SHARED
+    )  # fmt: skip
+
+
+@gluon.jit
 def _consumer(
-    GROUP: gl.constexpr, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
-    tile_sample, total, tiles_per_unit, num_sequences, scale, left, right,
-    dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, q_smem, do_smem, k_smem,
-    v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free,
-    ds_full, gate, done, ticket_smem,
+    GROUP: gl.constexpr, scratch_ptr, results, units, scale, left, right, smem, barriers,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
     DTYPE: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr,
     MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
 ):  # fmt: skip
+    dq_ptr, dk_ptr, dv_ptr, dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n = results
+    bounds_k, bounds_q, tile_sample, total, tiles_per_unit, num_sequences = units
+    q_smem, _do_smem, k_smem, v_smem, _row_smem, ds_smem, ticket_smem = smem
+    q_full, _q_free, k_full, k_free, _ds_full, _gate, _done = barriers
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -239,7 +272,7 @@ def _consumer(
             t, tile_sample, bounds_k, bounds_q, tiles_per_unit, num_sequences, HEADS, SHARED
         )
         head64 = head.to(gl.int64)
-        dq_base = dq_ptr + head64 * dq_stride_n + GROUP * (H // 2)
+        target = (dq_ptr + head64 * dq_stride_n + GROUP * (H // 2), dq_stride_t, q_rows, q_cols)
         piece = scratch_ptr + ((q_begin // 64 + sample).to(gl.int64) * HEADS + head) * (64 * H) + GROUP * (32 * H)
         shift, begin, end = walk(row, k_len, q_len, left, right, MASKED, BOTTOM_RIGHT)
         trips = (end - begin + 63) // 64
@@ -260,42 +293,24 @@ def _consumer(
                     s = warpgroup_mma_wait(0, [s])
             for i in range(more):
                 s, dk, dv = _tile(
-                    GROUP, s, dk, dv, begin + i * 64, step, ks, row, k_len, q_begin, q_len, shift, left, right, dq_base,
-                    piece + i * (HEADS * 64 * H) + place, q_rows, q_cols, own, dq_stride_t, scale,
-                    q_smem, do_smem, k_smem, v_smem, k_halves, row_smem, ds_smem, q_full, q_free, ds_full, gate, done,
-                    ACT, STAGES, DTYPE, S_LAYOUT, P_LAYOUT, zero, zero_q, EARLY, AHEAD, SHARED, MASKED, AHEAD,
+                    GROUP, s, dk, dv, begin + i * 64, step, ks, row, k_len, q_begin, q_len, shift, left, right,
+                    piece + i * (HEADS * 64 * H) + place, own, scale, target, smem, k_halves, barriers, zero, zero_q,
+                    ACT, STAGES, DTYPE, S_LAYOUT, P_LAYOUT, EARLY, AHEAD, SHARED, MASKED, AHEAD,
                 )  # fmt: skip
                 step += 1
             if AHEAD:
                 if trips > 0:
                     s, dk, dv = _tile(
                         GROUP, s, dk, dv, begin + more * 64, step, ks, row, k_len, q_begin, q_len, shift, left, right,
-                        dq_base, piece + more * (HEADS * 64 * H) + place, q_rows, q_cols, own, dq_stride_t, scale,
-                        q_smem, do_smem, k_smem, v_smem, k_halves, row_smem, ds_smem, q_full, q_free, ds_full, gate,
-                        done, ACT, STAGES, DTYPE, S_LAYOUT, P_LAYOUT, zero, zero_q, EARLY, AHEAD, SHARED, MASKED, False,
+                        piece + more * (HEADS * 64 * H) + place, own, scale, target, smem, k_halves, barriers, zero,
+                        zero_q, ACT, STAGES, DTYPE, S_LAYOUT, P_LAYOUT, EARLY, AHEAD, SHARED, MASKED, False,
                     )  # fmt: skip
                     step += 1
         else:  # no key in this half of the tile: only its half of dQ
             for i in range(trips):
-                sq = step % STAGES
-                ds_slot = (step & 1) * 2
-                mbarrier.wait(q_full.index(sq), (step // STAGES) & 1)
-                mbarrier.arrive(q_free.index(sq), count=1)
-                ds_smem.index(ds_slot + GROUP).store(zero.to(DTYPE))
-                fence_async_shared()
-                sync_threads()
-                mbarrier.arrive(ds_full, count=1)
-                mbarrier.wait(ds_full, step & 1)
-                dq = warpgroup_mma(
-                    ds_smem.index(ds_slot).permute((1, 0)), k_halves.index(4 * ks + GROUP), zero_q,
-                    use_acc=False, is_async=True,
-                )  # fmt: skip
-                dq = warpgroup_mma_wait(0, [dq])
-                at_piece = (piece + i * (HEADS * 64 * H) + place).to(gl.int64, bitcast=True)
-                is_first, is_last = ends(row, k_len, begin + i * 64, shift, left, right, MASKED)
-                hand_over(
-                    dq, at_piece, is_first, is_last, q_rows, q_cols, dq_base, dq_stride_t, q_begin, q_len,
-                    begin + i * 64, scale, gate, done, step, SHARED,
+                _tile_without_keys(
+                    GROUP, begin, i, step, ks, row, k_len, q_begin, q_len, shift, left, right, piece, place, scale,
+                    target, ds_smem, k_halves, barriers, zero, zero_q, HEADS, H, STAGES, DTYPE, SHARED, MASKED,
                 )  # fmt: skip
                 step += 1
         # The rows of V that this consumer alone has read are free now: results go through them into rows of 16 bytes.
@@ -358,27 +373,21 @@ def backward_fused_hopper_kernel(
     mbarrier.init(done, count=2)
     fence_async_shared()
     total = (num_sequences + 1) * HEADS if SHARED else gl.load(num_tiles) * HEADS
+    statistics = (lse_ptr, delta_ptr, lse_stride_n)
+    results = (dq_ptr, dk_ptr, dv_ptr, dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n)
+    units = (bounds_k, bounds_q, tile_sample, total, tiles_per_unit, num_sequences)
+    smem = (q_smem, do_smem, k_smem, v_smem, row_smem, ds_smem, ticket_smem)
+    barriers = (q_full, q_free, k_full, k_free, ds_full, gate, done)
     gl.warp_specialize(
         [
-            (_consumer, (G(0), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
-                         tile_sample, total, tiles_per_unit, num_sequences, scale, left, right,
-                         dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, q_smem, do_smem,
-                         k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free, ds_full, gate, done,
-                         ticket_smem, ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED, MASKED,
-                         BOTTOM_RIGHT)),
-            (_consumer, (G(1), dq_ptr, dk_ptr, dv_ptr, scratch_ptr, bounds_k, bounds_q,
-                         tile_sample, total, tiles_per_unit, num_sequences, scale, left, right,
-                         dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, q_smem, do_smem,
-                         k_smem, v_smem, row_smem, ds_smem, q_full, q_free, k_full, k_free, ds_full, gate, done,
-                         ticket_smem, ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED, MASKED,
-                         BOTTOM_RIGHT)),
-            (_producer, (q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, bounds_k, bounds_q, tile_sample, tile_row,
-                         total, tiles_per_unit, num_sequences, left, right, lse_stride_n, q_smem, do_smem, k_smem,
-                         v_smem, row_smem, q_full, q_free, k_full, k_free, counter_ptr, ticket_smem,
-                         ACT, HEADS, H, STAGES, KSTAGES, SHARED, MASKED, BOTTOM_RIGHT)),
-            (gatekeeper, (turn_ptr, bounds_k, bounds_q, tile_sample, total, gate, done, k_full, k_free,
-                           ticket_smem, tiles_per_unit, num_sequences, left, right, HEADS, KSTAGES, SHARED, MASKED,
-                           BOTTOM_RIGHT)),
+            (_consumer, (G(0), scratch_ptr, results, units, scale, left, right, smem, barriers,
+                         ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED, MASKED, BOTTOM_RIGHT)),
+            (_consumer, (G(1), scratch_ptr, results, units, scale, left, right, smem, barriers,
+                         ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED, MASKED, BOTTOM_RIGHT)),
+            (_producer, (q_desc, k_desc, v_desc, do_desc, statistics, units, tile_row, counter_ptr, left, right, smem,
+                         barriers, ACT, HEADS, H, STAGES, KSTAGES, SHARED, MASKED, BOTTOM_RIGHT)),
+            (gatekeeper, (turn_ptr, units, left, right, ticket_smem, barriers,
+                          HEADS, KSTAGES, SHARED, MASKED, BOTTOM_RIGHT)),
         ],
         [4, 1, 1], [CONSUMER_REGS, 24, 24],
     )  # fmt: skip

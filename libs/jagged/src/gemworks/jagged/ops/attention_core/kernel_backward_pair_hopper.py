@@ -9,6 +9,7 @@ warpgroup and summed in a fixed order, so repeats are bit-equal.
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
+from gemworks.jagged._triton.activations import LOG2_E
 from gemworks.jagged._triton.activations_hopper import activate_with_grad, slope_only
 from gemworks.jagged._triton.hopper_common import load_rows, pick, store_rows, tile_of
 from triton.experimental import gluon
@@ -66,7 +67,7 @@ def _producer(
 def _p_and_slope(s, lse, scale, ACT: gl.constexpr):
     """(P, what dP is multiplied by to give dS); lse broadcasts against s."""
     if ACT == "softmax":
-        p = gl.exp2(s * (scale * 1.4426950408889634) - lse)
+        p = gl.exp2(s * (scale * LOG2_E) - lse)
         return p, p
     else:
         return activate_with_grad(s * scale, ACT)
@@ -76,7 +77,7 @@ def _p_and_slope(s, lse, scale, ACT: gl.constexpr):
 def _slope(s, lse, scale, ACT: gl.constexpr):
     """What dP is multiplied by to give dS."""
     if ACT == "softmax":
-        return gl.exp2(s * (scale * 1.4426950408889634) - lse)
+        return gl.exp2(s * (scale * LOG2_E) - lse)
     else:
         return slope_only(s * scale, ACT)
 
@@ -92,7 +93,7 @@ def _ds(slope, dp, delta, ACT: gl.constexpr):
 def _key_tile(
     a, b, x, y, trips, fill, statistics, head, c_begin, c_len, scale, column, zero, c_smem, d_smem,
     c_full, c_free,
-    ACT: gl.constexpr, OVERLAP: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
+    ACT: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
     P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """dV and dK (x, y) of keys `a`, values `b` over `trips` tiles of queries; scores are transposed: rows are keys."""
@@ -109,19 +110,11 @@ def _key_tile(
             inside = column < c_len - j * BC
             lse = gl.load(lse_ptr + at, mask=inside, other=float("inf"))[None, :]
             delta = gl.load(delta_ptr + at, mask=inside, other=0.0)[None, :]
-        if OVERLAP:
-            s = warpgroup_mma_wait(1, [s_acc])
-            p32, slope = _p_and_slope(s, lse, scale, ACT)
-            p = gl.convert_layout(p32.to(DTYPE), P_LAYOUT)
-            x_acc = warpgroup_mma(p, d_smem.index(sv), x, is_async=True)
-            dp = warpgroup_mma_wait(1, [dp_acc])
-            ds = gl.convert_layout(_ds(slope, dp, delta, ACT).to(DTYPE), P_LAYOUT)
-        else:
-            s, dp = warpgroup_mma_wait(0, [s_acc, dp_acc])
-            p32, slope = _p_and_slope(s, lse, scale, ACT)
-            p = gl.convert_layout(p32.to(DTYPE), P_LAYOUT)
-            ds = gl.convert_layout(_ds(slope, dp, delta, ACT).to(DTYPE), P_LAYOUT)
-            x_acc = warpgroup_mma(p, d_smem.index(sv), x, is_async=True)
+        s, dp = warpgroup_mma_wait(0, [s_acc, dp_acc])
+        p32, slope = _p_and_slope(s, lse, scale, ACT)
+        p = gl.convert_layout(p32.to(DTYPE), P_LAYOUT)
+        ds = gl.convert_layout(_ds(slope, dp, delta, ACT).to(DTYPE), P_LAYOUT)
+        x_acc = warpgroup_mma(p, d_smem.index(sv), x, is_async=True)
         y_acc = warpgroup_mma(ds, c_smem.index(sv), y, is_async=True)
         x, y, p, ds = warpgroup_mma_wait(0, [x_acc, y_acc, p, ds])
         mbarrier.arrive(c_free.index(sv), count=1)
@@ -184,7 +177,7 @@ def _row_values(ptr, head, stride_n, own, end, OTHER: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    GROUP: gl.constexpr, KV: gl.constexpr, OVERLAP: gl.constexpr, statistics, results, scale, tiles, smem, barriers,
+    GROUP: gl.constexpr, KV: gl.constexpr, statistics, results, scale, tiles, smem, barriers,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr,
     DTYPE: gl.constexpr, RSTAGES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
@@ -222,7 +215,7 @@ def _consumer(
             if first < end and trips > 0 and KV:
                 x, y, fill = _key_tile(
                     a, b, x, y, trips, fill, statistics, head, c_begin, c_len, scale, column, zero, c_smem, d_smem,
-                    c_full, c_free, ACT, OVERLAP, BC, STAGES, DTYPE, P_LAYOUT,
+                    c_full, c_free, ACT, BC, STAGES, DTYPE, P_LAYOUT,
                 )  # fmt: skip
                 mbarrier.arrive(r_free.index(rs), count=1)
             elif first < end and trips > 0:
@@ -257,7 +250,7 @@ def _consumer(
 def backward_hopper_kernel(
     a_desc, b_desc, c_desc, d_desc, x_ptr, y_ptr, lse_ptr, delta_ptr, bounds_r, bounds_c, tile_sample, tile_row,
     num_tiles, scale, x_stride_t, x_stride_n, y_stride_t, y_stride_n, lse_stride_n,
-    KV: gl.constexpr, OVERLAP: gl.constexpr, ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr,
+    KV: gl.constexpr, ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BC: gl.constexpr,
     STAGES: gl.constexpr, SHARED: gl.constexpr, RSTAGES: gl.constexpr, GROUPS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
@@ -289,7 +282,7 @@ def backward_hopper_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_consumer, (G(0), KV, OVERLAP, statistics, results, scale, tiles, smem, barriers,
+                (_consumer, (G(0), KV, statistics, results, scale, tiles, smem, barriers,
                              ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, GROUPS)),
                 (_producer, (a_desc, b_desc, c_desc, d_desc, tiles, smem, barriers,
                              HEADS, H, BC, STAGES, KV, SHARED, RSTAGES, GROUPS)),
@@ -299,9 +292,9 @@ def backward_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (G(0), KV, OVERLAP, statistics, results, scale, tiles, smem, barriers,
+                (_consumer, (G(0), KV, statistics, results, scale, tiles, smem, barriers,
                              ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, GROUPS)),
-                (_consumer, (G(1), KV, OVERLAP, statistics, results, scale, tiles, smem, barriers,
+                (_consumer, (G(1), KV, statistics, results, scale, tiles, smem, barriers,
                              ACT, HEADS, H, BC, STAGES, DTYPE, RSTAGES, GROUPS)),
                 (_producer, (a_desc, b_desc, c_desc, d_desc, tiles, smem, barriers,
                              HEADS, H, BC, STAGES, KV, SHARED, RSTAGES, GROUPS)),

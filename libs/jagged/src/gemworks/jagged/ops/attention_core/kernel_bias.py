@@ -12,6 +12,7 @@ Letters: M query rows of a tile, n key rows of a tile, H and V head widths, W di
 
 import triton
 import triton.language as tl
+from gemworks.jagged._triton.activations import LOG2_E
 
 
 @triton.jit
@@ -49,7 +50,7 @@ def bias_tile(
         bias += tl.load(position + head * (2 * radius + 1) + bucket)
     if BUCKETS > 0:
         bias += tl.load(time + head * BUCKETS + time_bucket(elapsed, unit, BUCKETS))
-    return bias * 1.4426950408889634
+    return bias * LOG2_E
 
 
 @triton.jit

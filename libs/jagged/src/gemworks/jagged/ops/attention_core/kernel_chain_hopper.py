@@ -7,6 +7,7 @@ of a tile computes the first scores of the next one, as every step does those of
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
+from gemworks.jagged._triton.activations import LOG2_E
 from gemworks.jagged._triton.activations_hopper import fold, weigh
 from gemworks.jagged._triton.hopper_common import pick, store_rows, tile_of
 from triton.experimental import gluon
@@ -16,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 @gluon.jit
 def weights(
-    scores, peak, total_p, scale, scale2, b0, b1, b2, b3, b4,
+    scores, peak, total_p, scale, scale2, folded,
     ACT: gl.constexpr, FOLD: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """(weights, factor for what was summed before, peak, sum of the weights); the last three for softmax alone.
@@ -32,7 +33,7 @@ def weights(
         fix = gl.exp2(peak - base)
         return probs, fix, new_peak, total_p * fix + gl.sum(probs, 1)
     else:
-        return weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD), peak, peak, total_p
+        return weigh(scores, scale, folded, ACT, FOLD), peak, peak, total_p
 
 
 @gluon.jit
@@ -72,8 +73,8 @@ def chained_consumer(
     zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
     zero_o = gl.zeros([64, HV], gl.float32, O_LAYOUT)
     empty = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    scale2 = scale * 1.4426950408889634
-    b0, b1, b2, b3, b4 = fold(scale)
+    scale2 = scale * LOG2_E
+    folded = fold(scale)
     fill = 0
     rounds = (total + programs - 1) // programs
     t, tile, head = pick(0, pid, programs, HEADS)
@@ -115,7 +116,7 @@ def chained_consumer(
                     if k_len < BN:
                         scores = gl.where((column < k_len)[None, :], scores, float("-inf"))
                 probs, _fix, peak, total_p = weights(
-                    scores, empty, nothing, scale, scale2, b0, b1, b2, b3, b4, ACT, FOLD, False,
+                    scores, empty, nothing, scale, scale2, folded, ACT, FOLD, False,
                 )  # fmt: skip
                 p = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                 mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
@@ -141,7 +142,7 @@ def chained_consumer(
                         scores = gl.where((column < left)[None, :], scores, float("-inf"))
                 probs, fix, new_peak, new_total = weights(
                     scores, gl.where(final, empty, peak), gl.where(final, nothing, total_p),
-                    scale, scale2, b0, b1, b2, b3, b4, ACT, FOLD, False,
+                    scale, scale2, folded, ACT, FOLD, False,
                 )  # fmt: skip
                 p_next = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                 # The barrier also keeps the assembler from hoisting the wait below over the work that it hides.

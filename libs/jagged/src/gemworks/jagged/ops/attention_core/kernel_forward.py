@@ -7,7 +7,7 @@ Letters: M query rows of a tile, n key rows of a tile, H and V head widths (BH a
 
 import triton
 import triton.language as tl
-from gemworks.jagged._triton.activations import activate
+from gemworks.jagged._triton.activations import LOG2_E, activate
 from gemworks.jagged.ops.attention_core.kernel_bias import bias_tile, load_times
 
 
@@ -92,7 +92,7 @@ def forward_kernel(
         if MASKED:
             admitted = admitted & (away <= right) & (away >= -left)
         if ACT == "softmax":
-            s_Mn = s_Mn * (scale * 1.4426950408889634)
+            s_Mn = s_Mn * (scale * LOG2_E)
             if BY_POSITION or BUCKETS > 0:
                 t_n = load_times(times_k, k0 + c, inside, BUCKETS)
                 s_Mn += bias_tile(

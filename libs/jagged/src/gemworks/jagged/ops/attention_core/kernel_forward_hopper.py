@@ -10,6 +10,7 @@ consumer works on the scores of tile j + 1.
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
 
+from gemworks.jagged._triton.activations import LOG2_E
 from gemworks.jagged._triton.activations_hopper import fold
 from gemworks.jagged._triton.hopper_common import (
     attention_barriers,
@@ -103,7 +104,7 @@ def _producer(
 
 @gluon.jit
 def _attend(
-    column, own, zero, scale, scale2, b0, b1, b2, b3, b4, stage, phase, k_len, qs, shift, left, right, begin, trips,
+    column, own, zero, scale, scale2, folded, stage, phase, k_len, qs, shift, left, right, begin, trips,
     first, o, peak, total_p, q, q_free, k_smem, v_smem, k_full, k_free, v_full, v_free,
     ACT: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
     ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr, O_LAYOUT: gl.constexpr,
@@ -123,7 +124,7 @@ def _attend(
         OTHERS, ACT == "softmax", MASKED, BN,
     )  # fmt: skip
     probs, _fix, peak, total_p = weights(
-        scores, peak, total_p, scale, scale2, b0, b1, b2, b3, b4, ACT, FOLD, MASKED,
+        scores, peak, total_p, scale, scale2, folded, ACT, FOLD, MASKED,
     )  # fmt: skip
     p = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
     mbarrier.wait(v_full.index(stage), phase)
@@ -140,7 +141,7 @@ def _attend(
             OTHERS, ACT == "softmax", MASKED, BN,
         )  # fmt: skip
         probs, fix, peak, total_p = weights(
-            scores, peak, total_p, scale, scale2, b0, b1, b2, b3, b4, ACT, FOLD, MASKED,
+            scores, peak, total_p, scale, scale2, folded, ACT, FOLD, MASKED,
         )  # fmt: skip
         p_next = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
         s2, phase2 = following(s1, phase1, STAGES)
@@ -188,8 +189,8 @@ def _consumer(
     column = gl.arange(0, BN, layout=gl.SliceLayout(0, S_LAYOUT))
     own = gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
-    scale2 = scale * 1.4426950408889634
-    b0, b1, b2, b3, b4 = fold(scale)
+    scale2 = scale * LOG2_E
+    folded = fold(scale)
     stage = 0
     phase = 0
     qi = 0
@@ -220,7 +221,7 @@ def _consumer(
             if first_row < q_end and trips > 0:
                 q = q_smem.index(GROUPS * qs + GROUP)
                 o, peak, total_p, stage, phase = _attend(
-                    column, own, zero, scale, scale2, b0, b1, b2, b3, b4, stage, phase, k_len, qs, shift, left, right,
+                    column, own, zero, scale, scale2, folded, stage, phase, k_len, qs, shift, left, right,
                     begin, trips, first, o, peak, total_p, q, q_free, k_smem, v_smem, k_full, k_free, v_full,
                     v_free, ACT, BN, STAGES, DTYPE, FOLD, ONE_RELEASE, MASKED, O_LAYOUT,
                 )  # fmt: skip

@@ -88,13 +88,14 @@ def read_ticket(ticket_smem, ks):
 
 @gluon.jit
 def gatekeeper(
-    turn_ptr, bounds_k, bounds_q, tile_sample, total, gate, done, k_full, k_free, ticket_smem,
-    tiles_per_unit, num_sequences, left, right, HEADS: gl.constexpr, KSTAGES: gl.constexpr, SHARED: gl.constexpr,
-    MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    turn_ptr, units, left, right, ticket_smem, barriers,
+    HEADS: gl.constexpr, KSTAGES: gl.constexpr, SHARED: gl.constexpr, MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Lets the consumers at a query tile's scratch when it is their key tile's turn, and says when they are through."""
     if SHARED:  # one program adds all shares, in order
         return
+    bounds_k, bounds_q, tile_sample, total, tiles_per_unit, num_sequences = units
+    _q_full, _q_free, k_full, k_free, _ds_full, gate, done = barriers
     step = 0
     ki = 0
     mbarrier.wait(k_full.index(0), 0)
@@ -127,10 +128,14 @@ def gatekeeper(
 
 @gluon.jit
 def hand_over(
-    dq, piece, first, last, rows, cols, dq_ptr, dq_stride_t, q_begin, q_len, m, scale, gate, done, step,
+    dq, piece, first, last, target, q_begin, q_len, m, scale, gate, done, step,
     SHARED: gl.constexpr,
 ):  # fmt: skip
-    """Adds this key tile's share of dQ (half the columns of one query tile) when its turn comes."""
+    """Adds this key tile's share of dQ (half the columns of one query tile) when its turn comes.
+
+    target: dQ's first row and column of those of this head, stride of its rows, rows and columns of the tile.
+    """
+    dq_ptr, dq_stride_t, rows, cols = target
     if not SHARED:
         mbarrier.wait(gate, step & 1)
     if last:

@@ -117,7 +117,7 @@ def _precision(x: Tensor) -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" or x.dtype != torch.float32 else "tf32"
 
 
-def _constants(p: Problem, config: table.TritonConfig) -> dict[str, Any]:
+def constants_of(p: Problem, config: table.TritonConfig) -> dict[str, Any]:
     h, v = p.q.shape[2], p.v.shape[2]
     return {
         "ACT": p.rule.activation,
@@ -139,7 +139,7 @@ def _constants(p: Problem, config: table.TritonConfig) -> dict[str, Any]:
     }
 
 
-def _strides(*tensors: Tensor) -> list[int]:
+def strides_of(*tensors: Tensor) -> list[int]:
     return [s for x in tensors for s in (x.stride(0), x.stride(1))]
 
 
@@ -159,7 +159,7 @@ def triton_forward(p: Problem, out: Tensor, lse: Tensor, config: table.TritonCon
     forward_kernel[(sample.shape[0] * heads,)](
         p.q, p.k, p.v, out, lse, bounds[0], bounds[3], sample, row, count, *limits(p.rule),
         *_bias_arguments(p),
-        *_strides(p.q, p.k, p.v, out), lse.stride(0), HEADS=heads, **_constants(p, config),
+        *strides_of(p.q, p.k, p.v, out), lse.stride(0), HEADS=heads, **constants_of(p, config),
     )  # fmt: skip
 
 
@@ -171,7 +171,7 @@ def triton_backward_kv(
     backward_kv_kernel[(sample.shape[0] * heads,)](
         p.q, p.k, p.v, d_out, lse, delta, dk, dv, bounds[1], bounds[2], sample, row, count, *limits(p.rule),
         *_bias_arguments(p),
-        *_strides(p.q, p.k, p.v, d_out, dk, dv), lse.stride(0), HEADS_K=heads, **_constants(p, config),
+        *strides_of(p.q, p.k, p.v, d_out, dk, dv), lse.stride(0), HEADS_K=heads, **constants_of(p, config),
     )  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def triton_backward_q(
     backward_q_kernel[(sample.shape[0] * heads,)](
         p.q, p.k, p.v, d_out, lse, delta, dq, bounds[0], bounds[3], sample, row, count, *limits(p.rule),
         *_bias_arguments(p),
-        *_strides(p.q, p.k, p.v, d_out, dq), lse.stride(0), HEADS=heads, **_constants(p, config),
+        *strides_of(p.q, p.k, p.v, d_out, dq), lse.stride(0), HEADS=heads, **constants_of(p, config),
     )  # fmt: skip
 
 
@@ -197,11 +197,11 @@ def triton_backward_bias(p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor) 
         torch.zeros(BIAS_WORKERS, heads, 0 if x is None else x.shape[1], dtype=torch.float32, device=p.q.device)
         for x in (b.position, b.time)
     )
-    constants = _constants(p, config)
+    constants = constants_of(p, config)
     del constants["ACT"]
     backward_bias_kernel[(BIAS_WORKERS * heads,)](
         p.q, p.k, p.v, d_out, lse, delta, by_position, by_time, p.schedule.bounds[0], p.schedule.bounds[3],
-        sample, row, count, *limits(p.rule), *_bias_arguments(p), *_strides(p.q, p.k, p.v, d_out), lse.stride(0),
+        sample, row, count, *limits(p.rule), *_bias_arguments(p), *strides_of(p.q, p.k, p.v, d_out), lse.stride(0),
         HEADS=heads, BB=next_power_of_two(max(b.buckets, 1)),
         W=next_power_of_two(config.block_m + config.block_n), WORKERS=BIAS_WORKERS, **constants,
     )  # fmt: skip
@@ -213,7 +213,7 @@ def compute_delta(out: Tensor, d_out: Tensor) -> Tensor:
     total, heads, width = out.shape
     delta = torch.empty(heads, total, dtype=torch.float32, device=out.device)
     delta_kernel[(triton.cdiv(total, DELTA_ROWS), heads)](
-        out, d_out, delta, total, *_strides(out, d_out), delta.stride(0),
+        out, d_out, delta, total, *strides_of(out, d_out), delta.stride(0),
         V=width, BV=_width(width), BT=DELTA_ROWS, num_warps=4,
     )  # fmt: skip
     return delta

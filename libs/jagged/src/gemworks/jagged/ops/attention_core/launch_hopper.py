@@ -111,7 +111,7 @@ def _backward(
     backward_hopper_kernel[_grid(a, config)](
         ragged(a, 64), ragged(b, 64), ragged(c, config.block), ragged(d, config.block), *results, lse, delta, *bounds,
         sample, row, count, p.rule.scale, *(s for x in results for s in (x.stride(0), x.stride(1))), lse.stride(0),
-        KV=is_kv, OVERLAP=config.overlap or not is_kv, ACT=p.rule.activation, HEADS=a.shape[1], H=a.shape[2],
+        KV=is_kv, ACT=p.rule.activation, HEADS=a.shape[1], H=a.shape[2],
         BC=config.block, STAGES=config.stages, SHARED=p.rule.shared_query, RSTAGES=config.resident_stages,
         GROUPS=config.groups, CONSUMER_REGS=config.registers,
         num_warps=4, maxnreg=config.max_registers,

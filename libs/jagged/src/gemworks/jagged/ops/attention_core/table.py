@@ -49,7 +49,6 @@ class GluonConfig:
         stages: streamed tiles in flight, at least 2.
         resident_stages: resident tiles in flight.
         registers: per thread of a consumer.
-        overlap: start P^T dO before dP is there (backward_kv only).
         one_release: one signal for K of a tile and V of the one before (forward).
         chained: the last step of a tile computes the first scores of the next one (forward; resident_stages 2).
     """
@@ -59,7 +58,6 @@ class GluonConfig:
     groups: int = 2
     registers: int = 232
     resident_stages: int = 1
-    overlap: bool = False
     one_release: bool = False
     chained: bool = False
 
@@ -111,16 +109,16 @@ GLUON: dict[tuple[Step, str, str], GluonConfig] = {
     ("backward_kv", "softmax", "short"): GluonConfig(64, 3, registers=240),
     ("backward_kv", "activation", "long"): GluonConfig(64, 3, registers=240),
     ("backward_kv", "activation", "short"): GluonConfig(64, 3, registers=240),
-    ("backward_q", "softmax", "long"): GluonConfig(64, 4, registers=240, overlap=True),
-    ("backward_q", "softmax", "short"): GluonConfig(64, 3, registers=240, overlap=True),
-    ("backward_q", "activation", "long"): GluonConfig(64, 4, registers=240, overlap=True),
-    ("backward_q", "activation", "short"): GluonConfig(64, 4, registers=240, overlap=True),
+    ("backward_q", "softmax", "long"): GluonConfig(64, 4, registers=240),
+    ("backward_q", "softmax", "short"): GluonConfig(64, 3, registers=240),
+    ("backward_q", "activation", "long"): GluonConfig(64, 4, registers=240),
+    ("backward_q", "activation", "short"): GluonConfig(64, 4, registers=240),
     ("forward", "softmax", "few"): GluonConfig(128, 2),
     ("forward", "activation", "few"): GluonConfig(64, 4, resident_stages=2),
     ("backward_kv", "softmax", "few"): GluonConfig(64, 3, registers=240),
     ("backward_kv", "activation", "few"): GluonConfig(64, 3, registers=240),
-    ("backward_q", "softmax", "few"): GluonConfig(64, 4, registers=240, overlap=True),
-    ("backward_q", "activation", "few"): GluonConfig(64, 4, registers=240, overlap=True),
+    ("backward_q", "softmax", "few"): GluonConfig(64, 4, registers=240),
+    ("backward_q", "activation", "few"): GluonConfig(64, 4, registers=240),
 }
 
 # The forward with a causal or window mask: small tiles, most of which lie wholly inside it.

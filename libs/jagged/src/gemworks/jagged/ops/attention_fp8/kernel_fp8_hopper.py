@@ -17,6 +17,7 @@ persistent. All loads go through descriptors that the host makes. Rows of k past
 softmax masks them, and v's tiles end in zeros.
 """
 
+from gemworks.jagged._triton.activations import LOG2_E
 from gemworks.jagged._triton.hopper_common import attention_barriers, pass_over, store_rows, zigzag
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -164,7 +165,7 @@ def _consumer(
             first_row = q_begin + row + GROUP * 64
             trips = (k_len + BN - 1) // BN
             qs = qi % QSTAGES
-            sq = _power(gl.load(sq_ptr + qt * HEADS + head).to(gl.int32)) * (scale * 1.4426950408889634)
+            sq = _power(gl.load(sq_ptr + qt * HEADS + head).to(gl.int32)) * (scale * LOG2_E)
             mbarrier.wait(q_full.index(qs), (qi // QSTAGES) & 1)
             qi += 1
             o = gl.zeros([64, H], gl.float32, O_LAYOUT)

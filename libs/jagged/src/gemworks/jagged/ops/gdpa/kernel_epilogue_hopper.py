@@ -77,7 +77,7 @@ def _consumer(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
-    b0, b1, b2, b3, b4 = fold(scale)
+    folded = fold(scale)
     fill = 0
     qi = 0
     done = 0
@@ -100,7 +100,7 @@ def _consumer(
                     scores = warpgroup_mma(q, k_smem.index(s0).permute((1, 0)), zero, use_acc=False, is_async=True)
                     scores = warpgroup_mma_wait(0, [scores])
                     mbarrier.arrive(k_free.index(s0), count=1)
-                    probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
+                    probs = weigh(scores, scale, folded, ACT, FOLD)
                     p = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                     mbarrier.wait(v_full.index(s0), phase0)
                     for _j in range(1, trips):
@@ -113,7 +113,7 @@ def _consumer(
                         acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
                         scores = warpgroup_mma_wait(1, [upcoming])
                         mbarrier.arrive(k_free.index(s1), count=1)
-                        probs = weigh(scores, scale, b0, b1, b2, b3, b4, ACT, FOLD)
+                        probs = weigh(scores, scale, folded, ACT, FOLD)
                         p_next = gl.convert_layout(probs.to(DTYPE), P_LAYOUT)
                         # Keeps the assembler from hoisting the wait below over the work that it hides.
                         mbarrier.wait(v_full.index(s1), phase1)

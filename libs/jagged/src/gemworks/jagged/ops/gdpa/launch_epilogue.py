@@ -57,7 +57,7 @@ class GluonNormConfig:
     norm_registers: int = 96
 
 
-def gluon_refusal(p: Problem, config: GluonNormConfig) -> str | None:
+def gluon_refusal(p: Problem) -> str | None:
     """Why plain Triton has to do it, or None."""
     shape, width = p.shape, p.q.shape[1] * p.v.shape[2]
     refusal = table.gluon_refusal("forward", shape, p.architecture)
@@ -76,7 +76,7 @@ def forward(p: Problem, args: NormArgs, *, config: GluonNormConfig | None = None
     y, h = (torch.empty(p.rows_q, p.q.shape[1], p.v.shape[2], dtype=p.q.dtype, device=p.q.device) for _ in range(2))
     if p.rows_q == 0:
         return y, h
-    if gluon_refusal(p, config) is None:
+    if gluon_refusal(p) is None:
         gluon_forward(p, args, y, h, config)
     else:
         triton_forward(p, args, y, h, table.triton_config("forward", p.shape))
@@ -110,11 +110,11 @@ def triton_forward(p: Problem, args: NormArgs, y: Tensor, h: Tensor, config: tab
     sample, row, count = p.tiles(config.height("forward"))
     others, strides = args.tensors(p.q)
     wanted = ("ACT", "GROUP", "H", "V", "BH", "BV", "BM", "BN", "PRECISION", "num_warps", "num_stages")
-    constants = {name: value for name, value in launch._constants(p, config).items() if name in wanted}
+    constants = {name: value for name, value in launch.constants_of(p, config).items() if name in wanted}
     width = next_power_of_two(p.q.shape[1] * p.v.shape[2])
     gdpa_norm_kernel[(sample.shape[0],)](
         p.q, p.k, p.v, h, y, *others, p.schedule.bounds[1, -1:], p.schedule.bounds[0], p.schedule.bounds[3],
-        sample, row, count, p.rule.scale, args.eps, *launch._strides(p.q, p.k, p.v), *strides,
+        sample, row, count, p.rule.scale, args.eps, *launch.strides_of(p.q, p.k, p.v), *strides,
         HEADS=p.q.shape[1], BW=width, C=max(1, min(config.block_m, NORM_VALUES // width)),
         **constants, **args.constants,
     )  # fmt: skip

@@ -35,31 +35,11 @@ def _statistics(h_RD, inside_D, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, CEN
 
 @triton.jit(do_not_specialize=["num_rows"])  # or every other batch would be compiled anew
 def norm_fwd_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    add_ptr,
-    y_ptr,
-    h_ptr,
-    num_rows,
-    eps,
-    x_outer,
-    x_inner,
-    residual_outer,
-    residual_inner,
-    add_outer,
-    add_inner,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    INNER: tl.constexpr,
-    CENTER: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ADD: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, add_ptr, y_ptr, h_ptr, num_rows, eps,
+    x_outer, x_inner, residual_outer, residual_inner, add_outer, add_inner,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, CENTER: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr,
+):  # fmt: skip
     """One tile of rows: y and, with a residual, h. y and h are contiguous."""
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col_D = tl.arange(0, BLOCK_D)[None, :]
@@ -90,35 +70,12 @@ def norm_fwd_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "end_at"])
 def norm_bwd_kernel(
-    dy_ptr,
-    dh_ptr,
-    h_ptr,
-    weight_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    end_ptr,
-    end_at,
-    num_rows,
-    eps,
-    dy_outer,
-    dy_inner,
-    dh_outer,
-    dh_inner,
-    h_outer,
-    h_inner,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    INNER: tl.constexpr,
-    CENTER: tl.constexpr,
-    HAS_DH: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_DWEIGHT: tl.constexpr,
-    HAS_DBIAS: tl.constexpr,
-    HAS_END: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dy_ptr, dh_ptr, h_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, end_ptr, end_at, num_rows, eps,
+    dy_outer, dy_inner, dh_outer, dh_inner, h_outer, h_inner,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, CENTER: tl.constexpr,
+    HAS_DH: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_DWEIGHT: tl.constexpr, HAS_DBIAS: tl.constexpr,
+    HAS_END: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """dx of every P-th tile, and this program's share of dweight and dbias in row `program_id` of [P, D].
 
     With g = dy * weight and n the normalised row: dx = scale * (g - n mean(g n) - mean(g)) + dh, the last mean for

@@ -33,30 +33,11 @@ def _turn(a_RJ, b_RJ, cos_RJ, sin_RJ):
 
 @triton.jit(do_not_specialize=["num_rows"])  # or every other batch would be compiled anew
 def norm_rope_kernel(
-    x_ptr,
-    dy_ptr,
-    cos_ptr,
-    sin_ptr,
-    end_ptr,
-    out_ptr,
-    num_rows,
-    eps,
-    x_st,
-    x_sn,
-    dy_st,
-    dy_sn,
-    out_st,
-    out_sn,
-    N: tl.constexpr,
-    J: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
-    NORM: tl.constexpr,
-    TURN: tl.constexpr,
-    HAS_END: tl.constexpr,
-    BACKWARD: tl.constexpr,
-):
+    x_ptr, dy_ptr, cos_ptr, sin_ptr, end_ptr, out_ptr, num_rows, eps,
+    x_st, x_sn, dy_st, dy_sn, out_st, out_sn,
+    N: tl.constexpr, J: tl.constexpr, BLOCK_J: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+    NORM: tl.constexpr, TURN: tl.constexpr, HAS_END: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
     """One tile of rows and HEADS of their heads; 0 past the end of the last sequence.
 
     Forward: out = turn(n), with the normalised row n = scale x. BACKWARD: g = dy turned back, and
