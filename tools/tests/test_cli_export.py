@@ -9,8 +9,7 @@ import pytest
 import torch
 from gemworks.cli.app import run
 from gemworks.gem import checkpoint_files as files
-from gemworks.gem.checkpoint import read_metadata
-from gemworks.gem.export_checkpoint import _load
+from gemworks.gem.checkpoint import read_into, read_metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -36,7 +35,7 @@ def stored_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
         for name, item in read_metadata(checkpoint).state_dict_metadata.items()
         if isinstance(item, TensorStorageMetadata)
     }
-    _load(state, checkpoint)
+    read_into(state, checkpoint)
     return state
 
 

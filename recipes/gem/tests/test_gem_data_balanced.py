@@ -96,7 +96,7 @@ def test_joined_batches_are_the_batch_of_the_joined_rows() -> None:
         other = parts.events[name]
         for field in ("floats_TC", "timestamps_T", "offsets_S"):
             assert torch.equal(getattr(e, field), getattr(other, field))
-        assert other.max_length <= e.max_length
+        assert other.max_length == e.max_length
 
 
 def test_the_configuration_chooses_it_for_training_alone() -> None:

@@ -69,6 +69,9 @@ def test_shuffling_differs_between_epochs_and_seeds_and_repeats_with_the_same():
     assert first != list(range(203))
     assert sample_ids(loader(shuffle_window=50)) == first
     assert sample_ids(loader(shuffle_window=50, seed=1)) != first
+    windows = [[i - start for i in first[start : start + 50]] for start in (0, 50, 100, 150)]
+    assert all(sorted(window) == list(range(50)) for window in windows)
+    assert len({tuple(window) for window in windows}) == 4, "each window has an order of its own"
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])

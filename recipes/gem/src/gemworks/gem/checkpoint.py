@@ -346,6 +346,20 @@ def _read(state: dict[str, Any], path: Path, ranks: Ranks) -> None:
         ) from error
 
 
+def read_into(state: dict[str, Any], path: Path) -> None:
+    """Fill a state, of some or all entries of a checkpoint, in this process alone.
+
+    Raises:
+        DamagedCheckpointError: it cannot be read.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            load_state(state, checkpoint_id=str(path), no_dist=True)
+        except CheckpointException as error:
+            raise DamagedCheckpointError(f"{str(path)!r}: cannot be read; use another checkpoint of the run") from error
+
+
 def _without_missing_generators(state: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
     """The state to ask DCP for: generators of a rank or a device that the checkpoint has none of are left out."""
     kept = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gemworks.gem import checkpoint_files as files
-from gemworks.gem.checkpoint import read_metadata
+from gemworks.gem.checkpoint import read_into, read_metadata
 from gemworks.gem.run_dir import RunDir
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
@@ -68,7 +66,7 @@ def export_dense(path: str | Path, out: str | Path, *, which: str = "best") -> d
     for name, item in stored.items():
         if name.startswith(MODEL) and not name.startswith(TABLES) and isinstance(item, TensorStorageMetadata):
             state[name] = torch.empty(item.size, dtype=item.properties.dtype)
-    _load(state, source)
+    read_into(state, source)
     step = int(json.loads(state.pop("host"))["step"])
     tensors = {name.removeprefix(MODEL): tensor for name, tensor in state.items()}
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -162,12 +160,3 @@ def _write_part(rank: int, num_parts: int, source: str, target: str, store: str)
         save_state(state, checkpoint_id=target)
     finally:
         dist.destroy_process_group()
-
-
-def _load(state: dict[str, Any], path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        try:
-            load_state(state, checkpoint_id=str(path), no_dist=True)
-        except CheckpointException as error:
-            raise ValueError(f"{str(path)!r}: cannot be read; use another checkpoint of the run") from error

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
 from gemworks.gem import checkpoint_files as files
-from gemworks.gem.checkpoint import differences, read_metadata, tensor_shapes
+from gemworks.gem.checkpoint import differences, read_into, read_metadata, tensor_shapes
 from gemworks.gem.checkpoint_files import DamagedCheckpointError
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 NO_RUN = "expected the folder of a run with checkpoints, or one checkpoint"
 
@@ -84,12 +81,7 @@ def _one(path: Path, *, is_last: list[int], is_best: int | None) -> dict[str, An
 
 def _host(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = {"host": ""}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        try:
-            load_state(state, checkpoint_id=str(path), no_dist=True)
-        except CheckpointException as error:
-            raise DamagedCheckpointError(f"{str(path)!r}: cannot be read; use another checkpoint of the run") from error
+    read_into(state, path)
     return json.loads(state["host"])
 
 
