@@ -223,6 +223,12 @@ def _death_entry(rank: int, world: int) -> tuple[str, tuple[int, ...], float]:
     return result
 
 
+def test_who_looks_for_silent_ranks_does_not_count_itself() -> None:
+    """It is alive, whether its own beats arrive in time or not."""
+    store = dist.HashStore()
+    assert Heartbeat(store, 0, 2, interval_s=0.001).silent_ranks() == (1,)  # neither of them beats
+
+
 @pytest.mark.dist
 def test_a_rank_that_dies_is_named_by_the_others_and_nobody_hangs() -> None:
     results = spawn(_death_entry, 3, expect_dead=(2,))
