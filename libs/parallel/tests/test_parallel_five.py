@@ -225,7 +225,7 @@ def _death_entry(rank: int, world: int) -> tuple[str, tuple[int, ...], float]:
 
 def test_who_looks_for_silent_ranks_does_not_count_itself() -> None:
     """It is alive, whether its own beats arrive in time or not."""
-    store = dist.HashStore()
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     assert Heartbeat(store, 0, 2, interval_s=0.001).silent_ranks() == (1,)  # neither of them beats
 
 
