@@ -155,9 +155,9 @@ def test_a_transformer_sized_stack_is_solved_exactly_and_quickly():
         down_bytes_per_s=1.2e5,
         window_bytes=1600,
     )
-    start = time.process_time()  # a busy machine takes nothing away
+    start = time.thread_time()  # a busy machine takes nothing away
     plans = curve(profile, [3000, 5000, 8000, 12000, 20000])
-    assert time.process_time() - start < 60
+    assert time.thread_time() - start < 60
     times = [p.step_s for p in plans if p is not None]
     assert len(times) == 5
     assert times == sorted(times, reverse=True)

@@ -66,10 +66,10 @@ def test_16384_ranks_on_the_fake_process_group(fake_world, rank: int) -> None:
     """M8: five dimensions at 16,384 ranks need eight communicators, made in seconds."""
     fake_world(16384, rank)
     plan = ParallelPlan.for_world(16384, shard=256, expert=2, expert_shard=16, table_group=256, replica_shard=8)
-    start = time.process_time()  # a busy machine takes nothing away
+    start = time.thread_time()  # a busy machine takes nothing away
     meshes = build_meshes(plan, presets.roce_cluster(16384))
     found = {v: meshes.mesh(v) for v in plan.views()}
-    assert time.process_time() - start < 5
+    assert time.thread_time() - start < 5
     assert meshes.num_communicators <= len(meshes.layout.used_axes())
     for view in plan.views():
         mesh = found[view]

@@ -206,11 +206,11 @@ def test_placement_of_the_published_plan_reports_tiers() -> None:
 def test_16384_ranks_in_seconds() -> None:
     c = presets.roce_cluster(16384)
     plan = ParallelPlan.for_world(16384, shard=256, expert=2, expert_shard=16, table_group=256, replica_shard=8)
-    start = time.process_time()  # a busy machine takes nothing away
+    start = time.thread_time()  # a busy machine takes nothing away
     layout = place(plan, c).layout
     for view, axis in layout.used_axes():
         layout.groups(view, axis)
-    assert time.process_time() - start < 5
+    assert time.thread_time() - start < 5
 
 
 def test_impossible_constraint_is_an_error() -> None:

@@ -60,9 +60,10 @@ class _Traffic:
         self._source, self._target = (there, host) if way == "up" else (host, there)
         self._stream = torch.cuda.Stream(device)
 
-    def start(self, seconds: float) -> list[torch.cuda.Event]:
-        """Queue that much at the link's rate; an event ends each piece."""
+    def start(self, seconds: float, after: torch.cuda.Event) -> list[torch.cuda.Event]:
+        """Queue that much at the link's rate, to begin after an event; an event ends each piece."""
         ends = []
+        self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
             for _ in range(int(seconds * self._bytes_per_s / PIECE_BYTES) + 1):
                 self._target.copy_(self._source, non_blocking=True)
@@ -99,9 +100,9 @@ def measure_contention(
         found: list[float] = []
 
         def beside(traffic: _Traffic = traffic) -> tuple[list[torch.cuda.Event], torch.cuda.Event, torch.cuda.Event]:
-            pieces = traffic.start(2 * alone_s)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
+            begin.record()  # the clock's device sleeps first; copies meanwhile would be over before a short forward is
+            pieces = traffic.start(2 * alone_s, begin)
             run()
             end.record()
             return pieces, begin, end
