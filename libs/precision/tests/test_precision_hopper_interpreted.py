@@ -12,9 +12,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from gemworks.precision import backends, hopper, linear, short_casts
 from gemworks.precision.backends import DeviceSpec, explain
 from gemworks.precision.casts import CastSpec, cast, cast_both
-from gemworks.precision.exact import ExactPlan, exact_plan_of
+from gemworks.precision.exact import ExactLinear, ExactPlan, exact_plan_of
 from gemworks.precision.fsdp import GatheredWeight, PlaneMeta
-from gemworks.precision.hopper import HopperLinear, plan_of
+from gemworks.precision.hopper import HopperLinear, Plan, plan_of
 from gemworks.precision.linear import linear_with_counts, mx_linear, specs_of
 from gemworks.precision.recipe import GemmKind, GemmRecipe, recipe
 from gemworks.precision.scaled_mm import SQUARES128
@@ -87,6 +87,40 @@ def test_gives_what_the_general_way_gives(name, settings, kept, monkeypatch):
     for ours, expected in zip(*results, strict=True):
         assert ours.dtype is expected.dtype
         torch.testing.assert_close(ours, expected, rtol=2**-7, atol=2e-3)
+
+
+def test_hooks_that_keep_the_shape_of_saved_tensors_alone_change_nothing(monkeypatch):
+    """`torch.autograd.graph.save_on_cpu(pin_memory=True)` brings them back without their strides."""
+    plan = exact_plan_of(recipe("mxfp8", save="both"), torch.bfloat16, torch.bfloat16, 128, 64)
+    x, w = torch.randn(40, 128).bfloat16(), torch.randn(64, 128).bfloat16()
+    dy = torch.randn(40, 64).bfloat16()
+    gradients = []
+    for pack in (lambda t: t, lambda t: t.contiguous()):
+        w = w.detach().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            ExactLinear.apply(x, w, None, plan, True, None).backward(dy)
+        gradients.append(w.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block128"])
+def test_gradients_off_16_bytes_are_copied(name, monkeypatch):
+    """The kernels are compiled for pointers on 16 bytes; `contiguous()` gives back what is contiguous anyway."""
+    monkeypatch.setattr(torch, "_scaled_mm_v2", by_definition)
+    exact = name == "mxfp8"
+    plan = (exact_plan_of if exact else plan_of)(recipe(name), torch.bfloat16, torch.bfloat16, 128, 128)
+    seen = []
+    kind = ExactPlan if exact else Plan
+    method = "cast" if exact else "tiles"
+    original = getattr(kind, method)
+    monkeypatch.setattr(kind, method, lambda self, t, *rest: seen.append(t) or original(self, t, *rest))
+    w = torch.randn(128, 128).bfloat16()
+    x = torch.randn(16, 128).bfloat16().requires_grad_()
+    y = (ExactLinear if exact else HopperLinear).apply(x, w, None, plan, True, None)
+    seen.clear()
+    y.backward(torch.randn(16 * 128 + 3).bfloat16()[3:].view(16, 128))
+    assert seen
+    assert all(short_casts.fits(t) for t in seen)
 
 
 def test_inputs_that_need_no_gradient(monkeypatch):

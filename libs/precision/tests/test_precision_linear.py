@@ -280,6 +280,13 @@ def test_compiles_as_one_graph_over_two_sizes():
     assert len(graphs) == 1
 
 
+def test_a_recipe_that_no_eager_layer_has_read_compiles():
+    x, w, b, _ = data()
+    chosen = recipe("mxfp8", seed=77)
+    compiled = torch.compile(lambda t: mx_linear(t, w, b, chosen), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), mx_linear(x, w, b, chosen))
+
+
 def test_compiled_gradients_equal_eager():
     x, w, b, dy = data()
     eager = run(x, w, b, dy, "mxfp8")

@@ -125,8 +125,10 @@ class ExactLinear(torch.autograd.Function):
         plan: ExactPlan = ctx.plan
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         weight, x, x_scales = ctx.saved_tensors
+        if x_scales is not None and x_scales.stride(1) != x_scales.shape[0]:  # a hook kept the shapes alone
+            x, x_scales = x.contiguous(), x_scales.t().contiguous().t()
         if dy.dtype is not BF16 or not fits(dy):
-            dy = dy.to(BF16).contiguous()
+            dy = dy.to(BF16, copy=True, memory_format=torch.contiguous_format)  # new memory lies on 16 bytes
         (m, n), k = dy.shape, weight.shape[1]
         dx = dw = db = None
         quantise_columns = need_dw and not plan.dense_dw

@@ -196,7 +196,7 @@ class HopperLinear(torch.autograd.Function):
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         weight, right_t, square_t, x, x_scales = ctx.saved_tensors
         if dy.dtype is not BF16 or not fits(dy):
-            dy = dy.to(BF16).contiguous()
+            dy = dy.to(BF16, copy=True, memory_format=torch.contiguous_format)  # new memory lies on 16 bytes
         (m, n), k = dy.shape, weight.shape[1]
         quantise_columns = need_dw and not plan.dense_dw
         dx = dw = db = None

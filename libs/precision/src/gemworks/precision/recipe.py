@@ -158,6 +158,8 @@ class Recipe:
         if unknown:
             raise ValueError(f"layers: unknown presets {unknown}, expected {sorted(PRESETS)}")
         object.__setattr__(self, "text", self.to_toml())
+        # a compiler reads what is there, but cannot follow how a cached property gets there
+        _ = self.is_bf16, self.feature_multiple
 
     @property
     def kinds(self) -> tuple[GemmKind, GemmKind, GemmKind]:

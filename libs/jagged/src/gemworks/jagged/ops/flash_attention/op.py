@@ -90,10 +90,10 @@ def flash_attention(
         q, k, v, offsets_q, offsets_k, max_length_q=max_length_q, max_length_k=max_length_k, shared_query=shared_query
     )
     if bias is not None:
-        if shared_query and bias.time_table is not None:
-            raise ValueError("bias.time_table: a shared query has no timestamps; use position_table alone")
         if not isinstance(bias, AttentionBias):
             raise ValueError(f"bias: got {type(bias).__name__}, expected an AttentionBias of tables")
+        if shared_query and bias.time_table is not None:
+            raise ValueError("bias.time_table: a shared query has no timestamps; use position_table alone")
         bias.check(num_heads=q.shape[1], total_q=args.q.shape[0], total_k=args.k.shape[0], device=q.device)
     if rope is None and rope_k is not None:
         raise ValueError("rope_k: got tables while rope is None; pass rope for q too")
