@@ -144,8 +144,7 @@ def test_other_batches_have_another_ne(tmp_path: Path, capsys: pytest.CaptureFix
 def test_every_row_trains_on_a_cpu(attention: str, monkeypatch: pytest.MonkeyPatch):
     """All of them but torch's `varlen_attn`, which has no CPU kernel: finite, and the first row's NE where a row learns
     from its batches. Compiled rows are traced and not generated: that takes minutes on a CPU."""
-    compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compiler(f, **{"backend": "eager", **options}))
+    monkeypatch.setattr("gemworks.gem.implement.INNER", "eager")
     base = tiny(model__attention=attention, model__dim="128", kernels__linears_min_features="128")
     source, configs = open_source(base.data), build(base)
     assert "qkv" in quantise_linears(Gem(source.schema, base), configs["fp8_linears"].kernels)

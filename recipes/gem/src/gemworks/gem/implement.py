@@ -4,6 +4,7 @@ and what is kept for backward. Names of parameters stay as they are, so checkpoi
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,8 @@ from torch._functorch import config as functorch_config
 if TYPE_CHECKING:
     from gemworks.precision import Recipe
 
+Backend = str | Callable[..., Any]
+INNER: Backend = "inductor"  # the compiler; tests that only look at graphs set another one
 ProbedLoss = Callable[[nn.Module], torch.Tensor]
 PROBE = "probe"
 PROBED = ("fp8_block128", "fp8_wgrad_bf16")  # what a probe chooses from, besides staying as it is
@@ -127,24 +130,28 @@ def compile_layers(model: nn.Module, kernels: KernelConfig, *, with_forward: boo
 
 def compile_part(module: nn.Module, kernels: KernelConfig) -> None:
     """Compiles a module's forward, in place; its hooks stay outside of the graph, unlike with `module.compile()`."""
-    compiled = torch.compile(module.forward)
-    module.forward = _saving_least(compiled) if kernels.compile_saves == "least" else compiled
+    module.forward = torch.compile(module.forward, backend=_backend(kernels))
 
 
-def _saving_least(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled forward whose partitioner computes chains of elementwise work again, however long they are.
+def _backend(kernels: KernelConfig) -> Backend:
+    return _least_backend(INNER) if kernels.compile_saves == "least" else INNER
+
+
+@functools.cache
+def _least_backend(inner: Backend) -> Backend:
+    """A compiler whose partitioner computes chains of elementwise work again, however long they are.
 
     Its rule of thumb against long chains cuts a layer after the cast of a bf16 stream to the float32 that a norm works
-    in: it then writes and keeps the float32 copy although the bf16 rows are written too. The setting is read when a
-    graph is compiled, which is during a call.
+    in: it then writes and keeps the float32 copy although the bf16 rows are written too. The setting is no part of what
+    a compiled graph is looked up by, and the backend is: so it has a backend of its own, always the same one. A graph
+    is cut into forward and backward while its backend is called, also where backward is compiled later.
     """
-    setting = functorch_config.patch(ban_recompute_long_fusible_chains=False)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with setting:
-            return forward(*args, **kwargs)
+    def compile_saving_least(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        with functorch_config.patch(ban_recompute_long_fusible_chains=False):
+            return torch._dynamo.lookup_backend(inner)(graph, inputs)
 
-    return call
+    return compile_saving_least
 
 
 def compile_rows(module: nn.Module, kernels: KernelConfig) -> None:
@@ -198,5 +205,5 @@ def treat_activations(model: nn.Module, config: GemConfig) -> None:
         {f"layers.{i}": choice for i in range(config.model.num_layers)},
         engine=engine,
         codec="mxfp8" if choice in ("quantise", "quantise_offload") else None,
-        compile_kwargs={"fullgraph": False} if compiled else None,
+        compile_kwargs={"fullgraph": False, "backend": _backend(config.kernels)} if compiled else None,
     )
