@@ -122,7 +122,7 @@ def test_probed_linears_are_those_that_fit():
     assert fp8_flops(row.trainer.model, config, batches[0]) > 0
     assert cost.loss == pytest.approx(run_steps(base, source, batches, CPU, warmup=1).loss, rel=2e-2)
     model = Gem(source.schema, config)
-    with pytest.raises(ValueError, match="without a batch to probe on"):
+    with pytest.raises(ValueError, match="without what a probe chose"):
         implement(model, config)
 
 
