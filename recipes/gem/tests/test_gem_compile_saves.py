@@ -22,7 +22,9 @@ pytestmark = [
 ]
 
 
-def losses(config: GemConfig, batch: Batch, *, reset: bool = True) -> tuple[Tensor, list[Tensor | None], dict[torch.dtype, int]]:
+def losses(
+    config: GemConfig, batch: Batch, *, reset: bool = True
+) -> tuple[Tensor, list[Tensor | None], dict[torch.dtype, int]]:
     """Loss, gradients, and rows of the stream's width that layers keep, by dtype."""
     if reset:
         torch._dynamo.reset()
@@ -70,11 +72,11 @@ def test_each_setting_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch):
     """In one process, as rows of a ladder are measured: the compiler's cache gives no row the graphs of another."""
     monkeypatch.setattr(implement_module, "INNER", "aot_eager_decomp_partition")
     config, batch = one_layer()
-    kept = [losses(config, batch)[2]]
-    for saves in ("least", "usual"):
-        kept.append(losses(config.with_kernels(compile_saves=saves), batch, reset=False)[2])
-    assert kept[0][torch.float32] > kept[1].get(torch.float32, 0)
-    assert kept[2] == kept[0]
+    _, _, usual = losses(config, batch)
+    _, _, least = losses(config.with_kernels(compile_saves="least"), batch, reset=False)
+    _, _, again = losses(config, batch, reset=False)
+    assert usual[torch.float32] > least.get(torch.float32, 0)
+    assert again == usual
 
 
 @pytest.mark.parametrize("activations", ["keep", "offload", "recompute@0.5"])

@@ -274,15 +274,15 @@ def test_reading_a_configuration_does_not_import_torch():
     [
         (
             ["kernels.compile_saves=least"],
-            "kernels.compile_saves: got 'least', expected 'usual', as train.compile is false and .* set train.compile=true",
+            "kernels.compile_saves: got 'least', expected 'usual', as train.compile is false.*train.compile=true",
         ),
         (
             ["kernels.activations=recompute@0.5", "kernels.compile_scope=layers"],
-            "kernels.activations: got 'recompute@0.5', expected .*, as train.compile is false and .* set train.compile=true",
+            "kernels.activations: got 'recompute@0.5', expected .*, as train.compile is false.*train.compile=true",
         ),
         (
             ["train.graph_memory=shared"],
-            "train.graph_memory: got 'shared', expected 'own', as train.cuda_graphs is false .* set train.cuda_graphs=true",
+            "train.graph_memory: got 'shared', expected 'own', as train.cuda_graphs is false.*cuda_graphs=true",
         ),
         (
             ["optimizer.state_place=host", "train.cuda_graphs=true"],

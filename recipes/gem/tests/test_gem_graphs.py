@@ -194,7 +194,7 @@ def test_no_memory_for_inputs_says_what_to_change(monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patch:
             patch.setattr(f"gemworks.gem.graphs.{name}", full)
             step = GraphedStep(Gem(SCHEMA, config), config, loss_of, CPU)
-            with pytest.raises(torch.OutOfMemoryError, match="train.graph_memory=shared"):
+            with pytest.raises(torch.OutOfMemoryError, match=r"train\.graph_memory=shared"):
                 step.prepare(batch)
 
 

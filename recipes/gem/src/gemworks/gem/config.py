@@ -117,8 +117,8 @@ class GemConfig:
             self.kernels.activations != "recompute@0.5" or self.train.compile,
             "kernels.activations",
             self.kernels.activations,
-            "another policy such as 'recompute', as train.compile is false and it is the compiler that a layer's budget "
-            "is for; or set train.compile=true",
+            "another policy such as 'recompute', as train.compile is false and it is the compiler that a layer's "
+            "budget is for; or set train.compile=true",
         )
 
     def _check_cuda_graphs(self) -> None:

@@ -24,8 +24,8 @@ from gemworks.gem.device import device_name
 from gemworks.gem.efficiency import mfu
 from gemworks.gem.errors import Preempted
 from gemworks.gem.evaluate import evaluate, task_table
-from gemworks.gem.instruments import Traces, memory_snapshot
 from gemworks.gem.implement import explain_linears
+from gemworks.gem.instruments import Traces, memory_snapshot
 from gemworks.gem.metrics import Predictions
 from gemworks.gem.numerics import NonFiniteError
 from gemworks.gem.reporting import Display

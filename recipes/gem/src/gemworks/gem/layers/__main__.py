@@ -163,8 +163,8 @@ def cases_of(args: argparse.Namespace, device: torch.device) -> list[Case]:
                 config.kernels.linears != PROBE,
                 "kernels.linears",
                 config.kernels.linears,
-                f"'bf16' or a recipe such as 'fp8_block128' in setting {setting!r}: a probe measures a whole model, and "
-                "here each layer is alone",
+                f"'bf16' or a recipe such as 'fp8_block128' in setting {setting!r}: a probe measures a whole model, "
+                "and here each layer is alone",
             )
             if device.type == "cpu":
                 config = replace(config, train=replace(config.train, dtype="float32"))
