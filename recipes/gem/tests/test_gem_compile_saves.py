@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gemworks.gem import implement as implement_module
 from gemworks.gem.config import GemConfig
 from gemworks.gem.data import open_source
 from gemworks.gem.implement import implement
@@ -11,6 +12,7 @@ from gemworks.gem.model import Gem
 from gemworks.gem.presets import load_config
 from gemworks.gem.schema import Batch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 pytestmark = [
     pytest.mark.reference,
@@ -20,9 +22,12 @@ pytestmark = [
 ]
 
 
-def losses(config: GemConfig, batch: Batch) -> tuple[Tensor, list[Tensor | None], dict[torch.dtype, int]]:
+def losses(
+    config: GemConfig, batch: Batch, *, reset: bool = True
+) -> tuple[Tensor, list[Tensor | None], dict[torch.dtype, int]]:
     """Loss, gradients, and rows of the stream's width that layers keep, by dtype."""
-    torch._dynamo.reset()
+    if reset:
+        torch._dynamo.reset()
     torch.manual_seed(0)
     model = Gem(open_source(config.data).schema, config)
     implement(model, config)
@@ -41,14 +46,17 @@ def losses(config: GemConfig, batch: Batch) -> tuple[Tensor, list[Tensor | None]
     return loss.detach(), list(torch.autograd.grad(loss, list(model.dense_parameters()), allow_unused=True)), kept
 
 
+def one_layer() -> tuple[GemConfig, Batch]:
+    one = ("data.num_event_types=1", "model.num_event_types=1", "model.attention=full", "model.num_layers=1")
+    config = SETTINGS["fast_gelu"](load_config("tiny", sets=["data.batch_size=8", *one]))
+    (batch,) = read_batches(config, open_source(config.data), 1, pin=False)
+    return config, batch
+
+
 def test_least_keeps_no_float32_copy_of_the_stream(monkeypatch: pytest.MonkeyPatch):
     """The same loss and gradients, and fewer bytes: the partitioner of the real compiler, without its slow back end."""
-    compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f: compiler(f, backend="aot_eager_decomp_partition"))
-    one = ("data.num_event_types=1", "model.num_event_types=1", "model.attention=full", "model.num_layers=1")
-    base = load_config("tiny", sets=["data.batch_size=8", *one])
-    config = SETTINGS["fast_gelu"](base)
-    (batch,) = read_batches(config, open_source(config.data), 1, pin=False)
+    monkeypatch.setattr(implement_module, "INNER", "aot_eager_decomp_partition")
+    config, batch = one_layer()
     loss, grads, usual = losses(config, batch)
     least_loss, least_grads, least = losses(config.with_kernels(compile_saves="least"), batch)
     assert usual.get(torch.float32, 0) > least.get(torch.float32, 0)
@@ -60,6 +68,35 @@ def test_least_keeps_no_float32_copy_of_the_stream(monkeypatch: pytest.MonkeyPat
             torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2 * float(wanted.abs().max()) + 1e-9)
 
 
+def test_each_setting_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    """In one process, as rows of a ladder are measured: the compiler's cache gives no row the graphs of another."""
+    monkeypatch.setattr(implement_module, "INNER", "aot_eager_decomp_partition")
+    config, batch = one_layer()
+    _, _, usual = losses(config, batch)
+    _, _, least = losses(config.with_kernels(compile_saves="least"), batch, reset=False)
+    _, _, again = losses(config, batch, reset=False)
+    assert usual[torch.float32] > least.get(torch.float32, 0)
+    assert again == usual
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute@0.5"])
+def test_an_activation_policy_compiles_by_the_same_setting(activations: str, monkeypatch: pytest.MonkeyPatch):
+    """Layers whose forward gemworks.netmem compiles are cut with the setting too."""
+    seen: list[bool] = []
+
+    def looking(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        seen.append(functorch_config.ban_recompute_long_fusible_chains)
+        return graph.forward
+
+    monkeypatch.setattr(implement_module, "INNER", looking)
+    config, batch = one_layer()
+    config = config.with_kernels(activations=activations, compile_scope="layers")
+    for saves in ("usual", "least"):
+        seen.clear()
+        losses(config.with_kernels(compile_saves=saves), batch)
+        assert set(seen) == {saves == "usual"}
+
+
 def test_a_second_call_compiles_nothing(monkeypatch: pytest.MonkeyPatch):
     """The partitioner's setting is no part of what a compiled graph is looked up by."""
     graphs: list[object] = []
@@ -68,8 +105,7 @@ def test_a_second_call_compiles_nothing(monkeypatch: pytest.MonkeyPatch):
         graphs.append(graph)
         return graph.forward
 
-    compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f: compiler(f, backend=counting))
+    monkeypatch.setattr(implement_module, "INNER", counting)
     base = load_config("tiny", sets=["data.batch_size=8", "model.attention=full", "model.num_layers=1"])
     config = SETTINGS["fast_gelu"](base).with_kernels(compile_saves="least")
     (batch,) = read_batches(config, open_source(config.data), 1, pin=False)

@@ -267,3 +267,36 @@ def test_configs_are_frozen_and_checked_again_on_replace():
 def test_reading_a_configuration_does_not_import_torch():
     code = "import sys, gemworks.gem.presets as p; p.load_config('small'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (
+            ["kernels.compile_saves=least"],
+            "kernels.compile_saves: got 'least', expected 'usual', as train.compile is false.*train.compile=true",
+        ),
+        (
+            ["kernels.activations=recompute@0.5", "kernels.compile_scope=layers"],
+            "kernels.activations: got 'recompute@0.5', expected .*, as train.compile is false.*train.compile=true",
+        ),
+        (
+            ["train.graph_memory=shared"],
+            "train.graph_memory: got 'shared', expected 'own', as train.cuda_graphs is false.*cuda_graphs=true",
+        ),
+        (
+            ["optimizer.state_place=host", "train.cuda_graphs=true"],
+            "optimizer.state_place: got 'host', expected 'device', as train.cuda_graphs is true: .*; or set "
+            "train.cuda_graphs=false",
+        ),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(sets: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("tiny", sets=sets)
+
+
+def test_what_has_an_effect_is_taken() -> None:
+    load_config("tiny", sets=["kernels.compile_saves=least", "train.compile=true"])
+    load_config("tiny", sets=["train.graph_memory=shared", "train.cuda_graphs=true"])
+    load_config("tiny", sets=["optimizer.state_place=host"])

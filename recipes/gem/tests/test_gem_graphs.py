@@ -153,6 +153,51 @@ def test_shared_memory_that_is_too_short_is_made_anew():
         assert step.num_graphs == graphs
 
 
+def test_shared_memory_is_made_for_all_that_came():
+    """Two kinds of batches of which neither fits the other's rows: from the second round on every graph stays."""
+    config = small("block")
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, graph_memory="shared"))
+    step = GraphedStep(Gem(SCHEMA, config), config, loss_of, CPU)
+    batches = [random_batch(SCHEMA, {"click": [n] * 8, "view": [m] * 8}) for n, m in ((1, 40), (60, 1))]
+    for batch in batches:
+        step.prepare(batch)
+    rounds = []
+    for _ in range(3):
+        for batch in batches:
+            step.prepare(batch)
+        rounds.append(list(step._buckets.values()))
+    assert step.num_graphs == 2
+    assert all(a is b for later in rounds[1:] for a, b in zip(rounds[0], later, strict=True))
+
+
+def test_a_graph_of_its_own_has_rows_of_its_own():
+    config = small("block")
+    step = GraphedStep(Gem(SCHEMA, config), config, loss_of, CPU)
+    for n, m in ((1, 40), (60, 1)):
+        batch = random_batch(SCHEMA, {"click": [n] * 8, "view": [m] * 8})
+        step.prepare(batch)
+        events = step._bucket(batch).inputs.batch.events
+        for event, total in zip(SCHEMA.events, step._key(batch), strict=True):
+            stored = events[event.name].timestamps_T
+            assert stored.untyped_storage().nbytes() == total * stored.element_size()
+
+
+def test_no_memory_for_inputs_says_what_to_change(monkeypatch: pytest.MonkeyPatch):
+    """Inputs may be what a GPU is too full for, not only the capture."""
+
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    config = small("block")
+    batch = random_batch(SCHEMA, {"click": [1] * 8, "view": [1] * 8})
+    for name in ("_fill", "_Room.make"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"gemworks.gem.graphs.{name}", full)
+            step = GraphedStep(Gem(SCHEMA, config), config, loss_of, CPU)
+            with pytest.raises(torch.OutOfMemoryError, match=r"train\.graph_memory=shared"):
+                step.prepare(batch)
+
+
 def test_a_borrowed_place_is_the_tensors():
     x = torch.arange(24.0).view(4, 6)[:, 1::2]
     place = _Place(x).__cuda_array_interface__

@@ -10,11 +10,13 @@ import pytest
 import torch
 from gemworks.gem.config import ConfigError, GemConfig
 from gemworks.gem.data import open_source
+from gemworks.gem.efficiency import count_expected_flops
 from gemworks.gem.implement import implement, quantise_linears
 from gemworks.gem.ladder.__main__ import main
 from gemworks.gem.ladder.page import in_order, write_page
-from gemworks.gem.ladder.rows import COLUMNS, NE_TOLERANCE, Case, wrong_answer
+from gemworks.gem.ladder.rows import COLUMNS, NE_TOLERANCE, Case, make_row, wrong_answer
 from gemworks.gem.ladder.settings import FULL_STACK, OTHER_BATCHES, RUNGS, SETTINGS, WITHOUT, build
+from gemworks.gem.ladder.short_page import in_short
 from gemworks.gem.ladder.step import (
     StepCost,
     TrainingRow,
@@ -24,6 +26,7 @@ from gemworks.gem.ladder.step import (
     recompute_share,
     run_steps,
 )
+from gemworks.gem.layers.__main__ import arguments, cases_of
 from gemworks.gem.model import Gem
 from gemworks.gem.presets import get_preset, load_config
 
@@ -119,8 +122,23 @@ def test_probed_linears_are_those_that_fit():
     assert fp8_flops(row.trainer.model, config, batches[0]) > 0
     assert cost.loss == pytest.approx(run_steps(base, source, batches, CPU, warmup=1).loss, rel=2e-2)
     model = Gem(source.schema, config)
-    with pytest.raises(ValueError, match="without a batch to probe on"):
+    with pytest.raises(ValueError, match="without what a probe chose"):
         implement(model, config)
+
+
+@pytest.mark.filterwarnings("ignore::gemworks.precision.PrecisionCostWarning")
+def test_a_probed_row_has_no_local_mfu_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The layers alone are no model to probe; `layers` refuses what would be."""
+    eager = {"fp8_probed": tiny(model__dim="128", kernels__linears_min_features="128", kernels__linears="probe")}
+    monkeypatch.setattr("gemworks.gem.ladder.__main__.build", lambda base: dict.fromkeys(build(base), tiny()) | eager)
+    command = ["--smoke", "--attention", "block", "--rows", "fp8_probed", "--out", str(tmp_path)]
+    assert main(command) == 0
+    with (tmp_path / "ladder_h200.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert row["samples_per_s"]
+    assert row["note"] == "no Local MFU: what a probe chose is of a whole model"
+    with pytest.raises(ConfigError, match=r"kernels.linears: got 'probe', expected .* in setting 'fp8_probed'"):
+        cases_of(arguments(["--smoke", "--setting", "fp8_probed"]), CPU)
 
 
 def test_other_batches_have_another_ne(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -128,7 +146,10 @@ def test_other_batches_have_another_ne(tmp_path: Path, capsys: pytest.CaptureFix
     rows = [part for name in ("bbs", "padded_eager") for part in ("--rows", name)]
     sets = ["--set", "train.max_steps=3"]
     command = ["--smoke", "--attention", "block", "--no-local", *sets, "--out", str(tmp_path), *rows]
-    eager = {name: replace(c, train=replace(c.train, compile=False)) for name, c in build(tiny()).items()}
+    eager = {
+        name: replace(c, train=replace(c.train, compile=c.train.compile and name not in ("bbs", "padded_eager")))
+        for name, c in build(tiny()).items()
+    }
     assert {n for n, c in eager.items() if c.data.balance_window} == OTHER_BATCHES
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gemworks.gem.ladder.__main__.build", lambda base: eager)
@@ -144,8 +165,7 @@ def test_other_batches_have_another_ne(tmp_path: Path, capsys: pytest.CaptureFix
 def test_every_row_trains_on_a_cpu(attention: str, monkeypatch: pytest.MonkeyPatch):
     """All of them but torch's `varlen_attn`, which has no CPU kernel: finite, and the first row's NE where a row learns
     from its batches. Compiled rows are traced and not generated: that takes minutes on a CPU."""
-    compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compiler(f, **{"backend": "eager", **options}))
+    monkeypatch.setattr("gemworks.gem.implement.INNER", "eager")
     base = tiny(model__attention=attention, model__dim="128", kernels__linears_min_features="128")
     source, configs = open_source(base.data), build(base)
     assert "qkv" in quantise_linears(Gem(source.schema, base), configs["fp8_linears"].kernels)
@@ -175,13 +195,34 @@ def test_the_padded_row_knows_its_padding():
 
 
 def test_recompute_counts_the_layers_once_more():
-    from gemworks.gem.efficiency import count_expected_flops
-
     config = tiny(kernels__activations="recompute")
     count = count_expected_flops(config, open_source(config.data).schema)
     share = recompute_share(config, count)
+    assert share is not None
     assert 0.3 < share < 1 / 3  # a third of forward + backward, without what lies outside the layers
     assert recompute_share(tiny(), count) == 0.0
+
+
+def test_what_a_budget_computes_again_is_not_stated():
+    """The compiler decides it, so the cell is empty, and not 0."""
+    base = tiny()
+    source = open_source(base.data)
+    cost = run_steps(base, source, read_batches(base, source, 2, pin=False), CPU, warmup=1)
+    case = Case("block", 8, "uniform", 64)
+    for share, cell in ((cost.recompute, "0.0000"), (None, "")):
+        row = make_row("norms", "", case, base, replace(cost, recompute=share), None, {}, steps=1)
+        assert row["recompute"] == cell
+    with_budget = replace(base.train, compile=True)
+    config = replace(base, train=with_budget).with_kernels(compile_scope="layers", activations="recompute@0.5")
+    assert recompute_share(config, count_expected_flops(config, source.schema)) is None
+
+
+def test_the_page_states_no_ne_where_no_row_has_one():
+    row = {"row": "norms", "batch": "8", "samples_per_s": "2", "ne": ""}
+    text = in_short({"block": [row]}, [])
+    assert "2 samples/s in `norms`" in text
+    assert "NE" not in text
+    assert "NE of these 1 rows: 0.9000 to 0.9000." in in_short({"block": [row, row | {"ne": "0.9"}]}, [])
 
 
 def test_fp8_flops_are_those_of_the_converted_linears():

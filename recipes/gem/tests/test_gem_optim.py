@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -221,3 +222,43 @@ def test_parked_state_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen["host"][0] == seen["device"][0]
     for name, moment in seen["device"][1].items():
         assert torch.equal(seen["host"][1][name], moment), name
+
+
+def test_parked_state_stays_parked_after_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saving and loading bring the moments back; the next step begins without them, and learns the same."""
+    monkeypatch.setattr("gemworks.gem.optim.MIN_PARKED_BYTES", 256)
+    seen = {}
+    for place in ("device", "host"):
+        settings = (f"optimizer.state_place={place}", "train.max_steps=6")
+        first = make(*settings)
+        for step in first.steps():
+            if step == 3:
+                break
+        path = first.save(tmp_path / place)
+        trainer = make(*settings)
+        trainer.load(path)
+        sizes: list[int] = []
+
+        def look(*args: object, of: Trainer = trainer, into: list[int] = sizes) -> None:
+            moments = [entry["exp_avg"] for entry in of.optimizers.dense.state.values()]
+            into.append(max(x.untyped_storage().nbytes() for x in moments))
+
+        trainer.model.register_forward_pre_hook(look)
+        losses = []
+        for step in trainer.steps():
+            losses.append(trainer.take_row().loss)
+            if step == 4:
+                trainer.save(tmp_path / f"{place}_again")
+        assert len(sizes) == 3
+        assert {size >= 256 for size in sizes} == {place == "device"}
+        state = trainer.optimizers.state_dict()["state"]
+        seen[place] = losses, {name: entry["exp_avg"].clone() for name, entry in state.items() if "exp_avg" in entry}
+    assert seen["host"][0] == seen["device"][0]
+    for name, moment in seen["device"][1].items():
+        assert torch.equal(seen["host"][1][name], moment), name
+
+
+def test_no_memory_to_park_in_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemworks.netmem.arena.available_memory_bytes", lambda: 1000)
+    with pytest.raises(ValueError, match=r"optimizer.state_place: 'host': capacity_bytes: .*or set it to 'device'"):
+        make("optimizer.state_place=host")

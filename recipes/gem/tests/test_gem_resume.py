@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from gemworks.gem import checkpoint
 from gemworks.gem import checkpoint_files as files
 from gemworks.gem.data import open_source
 from gemworks.gem.errors import REQUEUE, Preempted
+from gemworks.gem.implement import probe_linears
 from gemworks.gem.lock import RunLock
 from gemworks.gem.presets import load_config
 from gemworks.gem.run_dir import RunDir
@@ -185,6 +187,39 @@ def test_l4_killed_twenty_times_equals_unbroken(tmp_path: Path) -> None:
     path, steps = killed_run(tmp_path, 20, *longer)
     check_trace(steps, path, 20)
     assert_equal_runs(tmp_path / "unbroken", path)
+
+
+@pytest.mark.filterwarnings("ignore::gemworks.precision.PrecisionCostWarning")
+def test_a_run_that_goes_on_does_not_probe_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a probe chose is part of the model: it is kept in the folder, told, and read by the next start."""
+    settings = ("model.dim=128", "kernels.linears=probe", "kernels.linears_min_features=128", "train.max_steps=4")
+    step, probe, probed = Trainer._train_step, probe_linears, []
+
+    def counted(*args: Any) -> Any:
+        probed.append(args)
+        return probe(*args)
+
+    def stopped(self: Trainer, batches: Any) -> None:
+        if self.step == 2:
+            raise RuntimeError("stopped")
+        step(self, batches)
+
+    monkeypatch.setattr("gemworks.gem.trainer.probe_linears", counted)
+    run(tmp_path / "unbroken", *settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", stopped)
+        with pytest.raises(RuntimeError, match="stopped"):
+            run(tmp_path / "run", *settings)
+    kept = (tmp_path / "run" / "linears.toml").read_text()
+    assert len(probed) == 2
+    _, told = run(tmp_path / "run", *settings)
+    assert len(probed) == 2
+    assert (tmp_path / "run" / "linears.toml").read_text() == kept
+    assert re.search(r"linears as a probe chose \(linears.toml\): fp8_block128 in \d+ layers \(", told)
+    assert figures(tmp_path / "run") == figures(tmp_path / "unbroken")
+    (tmp_path / "run" / "linears.toml").write_text("[recipe]\nnam = 3\n")
+    with pytest.raises(ValueError, match=r"linears.toml: recipe file: unknown keys .* delete it to probe again"):
+        run(tmp_path / "run", *settings)
 
 
 @pytest.mark.parametrize("when", ["step", "evaluation", "test"])

@@ -95,12 +95,42 @@ class GemConfig:
             self.kernels.attention_format,
             "'autocast', as some event type's attention is not 'full'; FP8 codes have kernels for full attention only",
         )
+        self._check_compiled()
+        check(
+            self.train.graph_memory == "own" or self.train.cuda_graphs,
+            "train.graph_memory",
+            self.train.graph_memory,
+            "'own', as train.cuda_graphs is false and there are no graphs to share it; or set train.cuda_graphs=true",
+        )
         if self.train.cuda_graphs:
             self._check_cuda_graphs()
+
+    def _check_compiled(self) -> None:
+        """Refuses what would have no effect without the compiler."""
+        check(
+            self.kernels.compile_saves == "usual" or self.train.compile,
+            "kernels.compile_saves",
+            self.kernels.compile_saves,
+            "'usual', as train.compile is false and it is the compiler that keeps less; or set train.compile=true",
+        )
+        check(
+            self.kernels.activations != "recompute@0.5" or self.train.compile,
+            "kernels.activations",
+            self.kernels.activations,
+            "another policy such as 'recompute', as train.compile is false and it is the compiler that a layer's "
+            "budget is for; or set train.compile=true",
+        )
 
     def _check_cuda_graphs(self) -> None:
         """Refuses what a replayed graph would not do: anything that the host decides anew in every step."""
         kernels = self.kernels
+        check(
+            self.optimizer.state_place == "device",
+            "optimizer.state_place",
+            self.optimizer.state_place,
+            "'device', as train.cuda_graphs is true: graphs keep the memory that they compute in, so nothing could use "
+            "what parked state leaves; or set train.cuda_graphs=false",
+        )
         for key, value, fine in (
             ("kernels.layout", kernels.layout, kernels.layout == "jagged"),
             ("kernels.activations", kernels.activations, kernels.activations in ("keep", "recompute")),

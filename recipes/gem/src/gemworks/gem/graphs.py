@@ -101,7 +101,10 @@ class _Outputs:
 
 @dataclass(frozen=True)
 class _Room:
-    """Rows of events that inputs are cut from: of the largest bucket."""
+    """Rows of events that inputs are cut from: of a bucket, or for several types as many as any batch has had of each.
+
+    A room for one bucket of the largest sum would not do: of (16, 17) and (17, 16) rows neither holds the other.
+    """
 
     key: Key
     floats: dict[str, Tensor]
@@ -154,6 +157,7 @@ class GraphedStep:
 
         self._shares = config.train.graph_memory == "shared"
         self._room: _Room | None = None  # where all graphs read, if they share it
+        self._most: Key = ()  # rows of each event type that a batch has had: what shared rooms are made for
 
     @property
     def num_graphs(self) -> int:
@@ -225,13 +229,14 @@ class GraphedStep:
         if key not in self._buckets:
             if sum(key) > max(map(sum, self._buckets), default=0) or (self._room and not self._room.holds(key)):
                 self._drop()
-            bucket = _Bucket(self._make_inputs(key, batch))
-            _fill(bucket.inputs, batch, (), 1.0)
-            if self.device.type == "cuda":
-                try:
+            self._most = tuple(map(max, key, self._most or key))
+            try:
+                bucket = _Bucket(self._make_inputs(key, batch))
+                _fill(bucket.inputs, batch, (), 1.0)
+                if self.device.type == "cuda":
                     self._capture(bucket)
-                except torch.OutOfMemoryError as error:
-                    raise torch.OutOfMemoryError(self._no_room(key, error)) from error
+            except torch.OutOfMemoryError as error:
+                raise torch.OutOfMemoryError(self._no_room(key, error)) from error
             self._buckets[key] = bucket
         return self._buckets[key]
 
@@ -254,7 +259,7 @@ class GraphedStep:
         """Zeros, but for sizes: of a sample without ids, floats and labels, at time 0."""
         schema, device = self.model.schema, self.device
         num, width = self.num_samples + self.num_padding, self.config.model.embedding_dim
-        room = self._room or _Room.make(key, batch, schema, width, device)
+        room = self._room or _Room.make(self._most if self._shares else key, batch, schema, width, device)
         if self._shares:
             self._room = room
         events, rows = {}, {}

@@ -4,6 +4,7 @@ and what is kept for backward. Names of parameters stay as they are, so checkpoi
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,8 @@ from torch._functorch import config as functorch_config
 if TYPE_CHECKING:
     from gemworks.precision import Recipe
 
+Backend = str | Callable[..., Any]
+INNER: Backend = "inductor"  # the compiler; tests that only look at graphs set another one
 ProbedLoss = Callable[[nn.Module], torch.Tensor]
 PROBE = "probe"
 PROBED = ("fp8_block128", "fp8_wgrad_bf16")  # what a probe chooses from, besides staying as it is
@@ -26,23 +29,26 @@ ARENA_BYTES = 8 << 30  # of pinned memory, for what activations move to the host
 CPU_ARENA_BYTES = 64 << 20
 
 
-def implement(model: nn.Module, config: GemConfig, probed: ProbedLoss | None = None) -> None:
+def implement(model: nn.Module, config: GemConfig, linears: Recipe | None = None) -> None:
     """Converts the linears and compiles, in place.
 
     Args:
         model: a `Gem`.
         config: of the run.
-        probed: a loss of the model on a batch; what `kernels.linears="probe"` measures linears on.
+        linears: what `probe_linears` chose, with `kernels.linears="probe"`.
 
     Raises:
-        ValueError: linears are to be probed, and nothing says on what.
+        ValueError: linears are those that a probe chose, and its choice is not given.
     """
     if config.kernels.linears == PROBE:
-        if probed is None:
+        if linears is None:
             raise ValueError(
-                "kernels.linears: got 'probe' without a batch to probe on, expected a recipe such as 'fp8_block128'"
+                "kernels.linears: got 'probe' without what a probe chose (`probe_linears`), expected a recipe such as "
+                "'fp8_block128'"
             )
-        probe_linears(model, config.kernels, probed)
+        from gemworks.precision import convert
+
+        convert(model, linears, filter=_takes(config.kernels))
     elif config.kernels.linears != "bf16":
         quantise_linears(model, config.kernels)
     if config.kernels.activations != "keep":
@@ -63,16 +69,35 @@ def quantise_linears(model: nn.Module, kernels: KernelConfig) -> str:
     return str(convert(model, _recipe(kernels.linears, kernels), filter=_takes(kernels)))
 
 
-def probe_linears(model: nn.Module, kernels: KernelConfig, loss_of: ProbedLoss) -> str:
-    """Each linear layer computes by that of `PROBED` which is exact enough and fastest on the loss's batch, or stays as
-    it is; returns the conversion's report."""
-    from gemworks.precision import convert, probe
+def probe_linears(model: nn.Module, kernels: KernelConfig, loss_of: ProbedLoss) -> Recipe:
+    """Of each linear layer that of `PROBED` which is exact enough and fastest on the loss's batch, or bf16.
 
-    with warnings.catch_warnings():
+    The batch is a whole one: which product is faster depends on its rows. Random numbers that it draws are drawn again
+    afterwards: a run that goes on does not probe, and draws the same.
+    """
+    from gemworks.precision import probe
+
+    device = next(model.parameters()).device
+    with warnings.catch_warnings(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         warnings.simplefilter("ignore")  # candidates that a device is slow at say so, which is what is measured here
         candidates = tuple(_recipe(name, kernels) for name in PROBED)
-        report = probe(model, [None], lambda of, _: loss_of(of), candidates=candidates)
-    return str(convert(model, report.recipe, filter=_takes(kernels)))
+        return probe(model, [None], lambda of, _: loss_of(of), candidates=candidates).recipe
+
+
+def explain_linears(model: nn.Module) -> str:
+    """Which linear layers compute by which recipe; the others are plain.
+
+    >>> explain_linears(nn.Sequential(nn.Linear(8, 8)))
+    'no layer but bf16'
+    """
+    from gemworks.precision import MXLinear
+
+    by_recipe: dict[str, list[str]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, MXLinear) and not layer.recipe.is_bf16:
+            by_recipe.setdefault(layer.recipe.name, []).append(name)
+    texts = [f"{recipe} in {len(names)} layers ({', '.join(names)})" for recipe, names in by_recipe.items()]
+    return "; ".join(texts) or "no layer but bf16"
 
 
 def _recipe(name: str, kernels: KernelConfig) -> Recipe:
@@ -127,24 +152,28 @@ def compile_layers(model: nn.Module, kernels: KernelConfig, *, with_forward: boo
 
 def compile_part(module: nn.Module, kernels: KernelConfig) -> None:
     """Compiles a module's forward, in place; its hooks stay outside of the graph, unlike with `module.compile()`."""
-    compiled = torch.compile(module.forward)
-    module.forward = _saving_least(compiled) if kernels.compile_saves == "least" else compiled
+    module.forward = torch.compile(module.forward, backend=_backend(kernels))
 
 
-def _saving_least(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled forward whose partitioner computes chains of elementwise work again, however long they are.
+def _backend(kernels: KernelConfig) -> Backend:
+    return _least_backend(INNER) if kernels.compile_saves == "least" else INNER
+
+
+@functools.cache
+def _least_backend(inner: Backend) -> Backend:
+    """A compiler whose partitioner computes chains of elementwise work again, however long they are.
 
     Its rule of thumb against long chains cuts a layer after the cast of a bf16 stream to the float32 that a norm works
-    in: it then writes and keeps the float32 copy although the bf16 rows are written too. The setting is read when a
-    graph is compiled, which is during a call.
+    in: it then writes and keeps the float32 copy although the bf16 rows are written too. The setting is no part of what
+    a compiled graph is looked up by, and the backend is: so it has a backend of its own, always the same one. A graph
+    is cut into forward and backward while its backend is called, also where backward is compiled later.
     """
-    setting = functorch_config.patch(ban_recompute_long_fusible_chains=False)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with setting:
-            return forward(*args, **kwargs)
+    def compile_saving_least(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        with functorch_config.patch(ban_recompute_long_fusible_chains=False):
+            return torch._dynamo.lookup_backend(inner)(graph, inputs)
 
-    return call
+    return compile_saving_least
 
 
 def compile_rows(module: nn.Module, kernels: KernelConfig) -> None:
@@ -198,5 +227,5 @@ def treat_activations(model: nn.Module, config: GemConfig) -> None:
         {f"layers.{i}": choice for i in range(config.model.num_layers)},
         engine=engine,
         codec="mxfp8" if choice in ("quantise", "quantise_offload") else None,
-        compile_kwargs={"fullgraph": False} if compiled else None,
+        compile_kwargs={"fullgraph": False, "backend": _backend(config.kernels)} if compiled else None,
     )

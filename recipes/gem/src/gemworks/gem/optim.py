@@ -164,7 +164,10 @@ class Optimizers:
             self._parking = _Parking(self.dense)
 
     def begin(self, step: int) -> None:
-        """Sets the learning rates of step `step` and drops the dense gradients; the tables move from here on."""
+        """Sets the learning rates of step `step` and drops the dense gradients; the tables move from here on. State
+        that `state_dict` has brought back is parked again."""
+        if self._parking is not None:
+            self._parking.park()
         factor = learning_rate_factor(step, self.config, self.total_steps)
         self.dense.zero_grad(set_to_none=True)
         for groups, peak in [
@@ -267,7 +270,10 @@ class _Parking:
         state = [x for entry in dense.state.values() for x in entry.values() if isinstance(x, Tensor)]
         device = state[0].device if state else torch.device("cpu")
         num_bytes = sum(-(-x.untyped_storage().nbytes() // 4096) * 4096 for x in state) + (1 << 20)
-        arena = PinnedArena(num_bytes, pin=device.type == "cuda")
+        try:
+            arena = PinnedArena(num_bytes, pin=device.type == "cuda")
+        except ValueError as error:
+            raise ValueError(f"optimizer.state_place: 'host': {error}; or set it to 'device'") from error
         self._stash = StateStash(arena, device=device, min_bytes=MIN_PARKED_BYTES)
         self._stash.add_optimizer("dense", dense)
         self.park()

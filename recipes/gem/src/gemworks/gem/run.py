@@ -24,6 +24,7 @@ from gemworks.gem.device import device_name
 from gemworks.gem.efficiency import mfu
 from gemworks.gem.errors import Preempted
 from gemworks.gem.evaluate import evaluate, task_table
+from gemworks.gem.implement import explain_linears
 from gemworks.gem.instruments import Traces, memory_snapshot
 from gemworks.gem.metrics import Predictions
 from gemworks.gem.numerics import NonFiniteError
@@ -286,6 +287,10 @@ class Run:
             f"{facts['num_table_parameters']:,} table parameters on {facts['device']}; "
             f"{self.trainer.total_steps} steps of {self.config.data.batch_size * self.config.train.accumulate} samples"
         )
+        if self.trainer.linears is not None:
+            self.run_dir.write_linears(self.trainer.linears.to_toml())
+            chosen = explain_linears(self.trainer.model)
+            self.display.message(f"linears as a probe chose ({self.run_dir.linears_path.name}): {chosen}")
         if not self.ranks.alone:
             self.display.message(f"ranks: {self.ranks.world_size}; each takes its part of every batch")
 

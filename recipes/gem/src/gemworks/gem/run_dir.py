@@ -3,6 +3,7 @@
 | file | what |
 |---|---|
 | `config.toml` | the resolved configuration |
+| `linears.toml` | with `kernels.linears=probe`: which layer computes how; a run that goes on does not probe again |
 | `metrics.jsonl` | one JSON object per log line, evaluation and baseline |
 | `tensorboard/` | the same figures as TensorBoard events |
 | `learning_curve.png` | NE over the run, with both baselines |
@@ -63,6 +64,7 @@ class RunDir:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.config_path = self.path / "config.toml"
+        self.linears_path = self.path / "linears.toml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.summary_path = self.path / "summary.json"
         self.curve_path = self.path / "learning_curve.png"
@@ -195,6 +197,11 @@ class RunDir:
         _write(path, json.dumps(json_ready(report), indent=2, allow_nan=False) + "\n")
         return path
 
+    def write_linears(self, toml: str) -> None:
+        """Keeps what a probe chose, unless the folder has a choice."""
+        if not self.linears_path.is_file():
+            _write(self.linears_path, toml)
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         _write(self.summary_path, json.dumps(json_ready(summary), indent=2, allow_nan=False) + "\n")
 
@@ -217,6 +224,9 @@ class _FollowedRunDir(RunDir):
 
     def write_report(self, name: str, report: dict[str, Any]) -> Path:
         return self.path / f"{name}.json"
+
+    def write_linears(self, toml: str) -> None:
+        pass
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         pass

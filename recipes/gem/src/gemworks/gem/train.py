@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gemworks.gem.data import Source
     from gemworks.gem.ranks import Ranks
     from gemworks.gem.signals import StopRequest
+    from gemworks.precision import Recipe
     from rich.console import Console
 
 PIPED_WIDTH = 120  # columns of the summary table where there is no terminal
@@ -86,7 +87,7 @@ def _train(
     from gemworks.gem.trainer import Trainer
 
     source = _open_source(config, ranks)
-    trainer = Trainer(config, source, device, ranks)
+    trainer = Trainer(config, source, device, ranks, _probed_before(config, run_dir))
     claimed: list[RunDir] = []
 
     def claim() -> tuple[Path, bool]:
@@ -115,6 +116,21 @@ def _train(
         display.stop()
         folder.close()
     return summary, path
+
+
+def _probed_before(config: GemConfig, run_dir: str | Path | None) -> Recipe | None:
+    """What a run that goes on has probed: another choice would be another model."""
+    from gemworks.gem.implement import PROBE
+    from gemworks.gem.run_dir import RunDir
+
+    if config.kernels.linears != PROBE or run_dir is None or not (path := RunDir(run_dir).linears_path).is_file():
+        return None
+    from gemworks.precision import Recipe
+
+    try:
+        return Recipe.from_toml(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; correct it, or delete it to probe again") from error
 
 
 def _raise(told: Exception, error: Exception) -> NoReturn:

@@ -21,7 +21,7 @@ class OptimizerConfig:
         decay: shape of the schedule after the warm-up.
         clip_norm: largest norm of the dense gradient.
         state_place: where AdamW's two moments are between steps: on the device, or parked in the host's memory
-            (gemworks.netmem), which the step waits for twice. One process only.
+            (gemworks.netmem), which the step waits for twice. One process only, and without CUDA graphs.
     """
 
     lr: float = 1e-3

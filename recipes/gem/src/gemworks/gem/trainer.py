@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from gemworks.gem import checkpoint
@@ -24,7 +24,7 @@ from gemworks.gem.data.hashing import hash_u64
 from gemworks.gem.device import autocast, peak_flops_per_second
 from gemworks.gem.efficiency import count_batch_flops, mfu
 from gemworks.gem.graphs import GraphedStep
-from gemworks.gem.implement import PROBE, ProbedLoss, implement
+from gemworks.gem.implement import PROBE, ProbedLoss, implement, probe_linears
 from gemworks.gem.metrics import BinaryMetrics
 from gemworks.gem.model.gem import Gem
 from gemworks.gem.numerics import NonFiniteError, SpikeWatch, describe_ids, first_non_finite, is_finite
@@ -35,6 +35,9 @@ from gemworks.gem.schema import Batch
 from gemworks.gem.timing import PhaseTimer, StepClock
 from torch import Tensor, nn
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from gemworks.precision import Recipe
 
 
 def task_loss(logits_BK: Tensor, labels_BK: Tensor, weights_K: Tensor) -> Tensor:
@@ -103,20 +106,32 @@ class Trainer:
         device: where the model lives.
         ranks: this process among those that train together. All of them make a trainer, and do everything with it
             together: a step, a row of figures, a save.
+        linears: what a probe chose before in this run, with `kernels.linears="probe"`; None: it probes.
 
     Attributes:
+        linears: what the probe chose; None where nothing is probed.
         num_dense_parameters, num_table_parameters: of the whole model.
     """
 
-    def __init__(self, config: GemConfig, source: Source, device: torch.device, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        config: GemConfig,
+        source: Source,
+        device: torch.device,
+        ranks: Ranks | None = None,
+        linears: Recipe | None = None,
+    ) -> None:
         self.config = config
         self.device = device
         self.ranks = ranks or Ranks()
         self.schema = source.schema
         torch.manual_seed(config.train.seed)
         self.model = Gem(source.schema, config, device=device)
-        probed = self._probed_loss(source) if config.kernels.linears == PROBE else None
-        implement(self.model, config, probed)
+        self.linears: Recipe | None = None
+        if config.kernels.linears == PROBE:
+            self._check_probe()
+            self.linears = linears or probe_linears(self.model, config.kernels, self._probed_loss(source))
+        implement(self.model, config, self.linears)
         if config.train.cuda_graphs and not self.ranks.alone:
             raise ValueError(
                 f"train.cuda_graphs: got True in {self.ranks.world_size} processes, expected one: a graph would hold "
@@ -164,13 +179,15 @@ class Trainer:
         self._grad_norm = 0.0
         self._num_step_samples = 0
 
-    def _probed_loss(self, source: Source) -> ProbedLoss:
-        """The loss of a model on the first batch, which the training's own loader gives once more."""
+    def _check_probe(self) -> None:
         if not self.ranks.alone:
             raise ValueError(
                 f"kernels.linears: got 'probe' in {self.ranks.world_size} processes, expected one: ranks would choose "
                 "differently; name a recipe such as 'fp8_block128'"
             )
+
+    def _probed_loss(self, source: Source) -> ProbedLoss:
+        """The loss of a model on the first batch, which the training's own loader gives once more."""
         batch = next(iter(open_loader(source, self.config.data, "train"))).to(self.device)
         weights_K = _task_weights(self.config, len(source.schema.tasks)).to(self.device)
 

@@ -20,6 +20,7 @@ import torch
 from gemworks.gem.config import ConfigError, DataConfig, GemConfig
 from gemworks.gem.data import Source, open_source
 from gemworks.gem.device import resolve_device
+from gemworks.gem.implement import PROBE
 from gemworks.gem.ladder import rows
 from gemworks.gem.ladder.page import write_page
 from gemworks.gem.ladder.settings import FULL_STACK, RUNGS, WITHOUT, build
@@ -42,6 +43,9 @@ SEQUENCE_LAYERS = ("hsp", "pffn", "attention")
 # What a row may fail with and stay in the table, with its reason: no kernel for it on this device, memory that is full,
 # a compiler's refusal (all of them RuntimeErrors), a package that is not there. An assertion is a defect of ours.
 REFUSALS = (RuntimeError, ImportError)
+
+
+PROBED_WHOLE = "no Local MFU: what a probe chose is of a whole model"
 
 
 def _note(error: BaseException) -> str:
@@ -202,7 +206,11 @@ class Ladder:
                 free(self.device, compiled=False)
                 if note := rows.wrong_answer(self.path, plan.name, case, self.args.steps, cost):
                     cost, self.num_wrong = None, self.num_wrong + 1
-                elif not self.args.no_local and (not self.args.local or plan.name in self.args.local):
+                elif self.args.no_local or (self.args.local and plan.name not in self.args.local):
+                    pass
+                elif config.kernels.linears == PROBE:
+                    note = PROBED_WHOLE
+                else:
                     local = total_of(self._layers(plan.name, case, config), sequence_only=True)
             except REFUSALS as error:
                 note = _note(error)

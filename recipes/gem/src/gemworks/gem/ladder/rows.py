@@ -98,7 +98,8 @@ def make_row(
             "step_mfu": f"{cost.step_mfu:.4f}" if on_gpu else "",
             "mixed_mfu": f"{cost.mixed_mfu:.4f}" if on_gpu else "",
             "peak_gib": f"{cost.peak_gib:.2f}" if cost.peak_gib is not None else "", "padding": f"{cost.padding:.4f}",
-            "recompute": f"{cost.recompute:.4f}", "ne": "" if cost.ne is None else f"{cost.ne:.5f}",
+            "recompute": "" if cost.recompute is None else f"{cost.recompute:.4f}",
+            "ne": "" if cost.ne is None else f"{cost.ne:.5f}",
             "loss": f"{cost.loss:.6f}",
         }  # fmt: skip
         if cost.split is not None:

@@ -48,10 +48,10 @@ def in_short(ladders: Mapping[str, Sequence[Row]], layers: Sequence[Row]) -> str
             best = max(same, key=lambda row: float(row["samples_per_s"]))
             slow, fast = float(first["samples_per_s"]), float(best["samples_per_s"])
             scores = [float(row["ne"]) for row in same if row["ne"] and row["row"] not in OTHER_BATCHES]
+            span = f" NE of these {len(scores)} rows: {min(scores):.4f} to {max(scores):.4f}." if scores else ""
             lines.append(
                 f"- **{attention} attention**: {slow:.0f} samples/s in `{first['row']}`, {fast:.0f} in "
-                f"`{best['row']}` at the same {first['batch']} samples: x{fast / slow:.2f}. NE of these "
-                f"{len(same)} rows: {min(scores):.4f} to {max(scores):.4f}."
+                f"`{best['row']}` at the same {first['batch']} samples: x{fast / slow:.2f}.{span}"
             )
         measured = [r for r in layers if (r["layer"], r["attention"]) == ("sequence layers", attention)]
         if measured:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
@@ -40,7 +40,7 @@ class StepCost:
         step_mfu, mixed_mfu: against the bf16 peak, and against the peak of the mix of bf16 and FP8 products.
         peak_gib: most memory allocated; None on a CPU.
         padding: share of the rows between the layers that are padding.
-        recompute: FLOPs computed again for backward over model FLOPs.
+        recompute: FLOPs computed again for backward over model FLOPs; None where a compiler decides what is.
         ne: of the timed steps, each batch before it is learned from.
         loss: mean over the timed steps.
         split: of a step, where it was traced.
@@ -55,7 +55,7 @@ class StepCost:
     mixed_mfu: float
     peak_gib: float | None
     padding: float
-    recompute: float
+    recompute: float | None
     ne: float | None
     loss: float
     split: Split | None
@@ -165,7 +165,7 @@ class TrainingRow:
             mfu(flops, seconds, peak_flops_per_second=mixed_peak(flops - fp8, fp8)),
             peak_gib,
             padding_share(config, batches),
-            mean(recompute_share(config, count) for count in counts),
+            _mean(recompute_share(config, count) for count in counts),
             ne,
             loss,
             split,
@@ -223,8 +223,19 @@ def padding_share(config: GemConfig, batches: Sequence[Batch]) -> float:
     return 1.0 - sum(int(e.offsets_S[-1]) for e in events) / rows if rows else 0.0
 
 
-def recompute_share(config: GemConfig, count: FlopCount) -> float:
-    """Products computed again for backward over a step's model FLOPs; what kernels recompute inside is not counted."""
+def _mean(values: Iterable[float | None]) -> float | None:
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return mean(known) if len(known) == len(found) else None
+
+
+def recompute_share(config: GemConfig, count: FlopCount) -> float | None:
+    """Products computed again for backward over a step's model FLOPs; what kernels recompute inside is not counted.
+
+    None with a budget per layer: it is the compiler that decides which products come again.
+    """
+    if config.kernels.activations == "recompute@0.5":
+        return None
     if config.kernels.activations != "recompute":
         return 0.0
     return sum(flops for name, flops in count.parts.items() if name.startswith("layer")) / count.training

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import torch
 from gemworks.gem.config import ConfigError, GemConfig
+from gemworks.gem.config_checks import check
 from gemworks.gem.data import open_source
 from gemworks.gem.device import resolve_device
 from gemworks.gem.efficiency import LengthHistogram
+from gemworks.gem.implement import PROBE
 from gemworks.gem.ladder.settings import SETTINGS
 from gemworks.gem.layers import report
 from gemworks.gem.layers.parts import Part, make_parts
@@ -146,13 +148,24 @@ class Case:
 
 
 def cases_of(args: argparse.Namespace, device: torch.device) -> list[Case]:
-    """What the command line asks for."""
+    """What the command line asks for.
+
+    Raises:
+        ConfigError: an unknown key or value, or linears that only a whole model can choose.
+    """
     sets = [f"data.batch_size={args.batch_size}", *args.sets]
     cases = []
     for attention in args.attention or ["block", "full"]:
         for setting in args.setting or ["gemworks"]:
             config = load_config(args.preset, sets=[*sets, f"model.attention={attention}"])
             config = SETTINGS[setting](config)
+            check(
+                config.kernels.linears != PROBE,
+                "kernels.linears",
+                config.kernels.linears,
+                f"'bf16' or a recipe such as 'fp8_block128' in setting {setting!r}: a probe measures a whole model, "
+                "and here each layer is alone",
+            )
             if device.type == "cpu":
                 config = replace(config, train=replace(config.train, dtype="float32"))
             cases.append(Case(attention, setting, config))
