@@ -11,12 +11,13 @@ import pytest
 import torch
 from gemworks.gem.config import OptimizerConfig
 from gemworks.gem.data import open_source
+from gemworks.gem.loss import task_loss
 from gemworks.gem.model.gate import GradientGate
 from gemworks.gem.model.gem import Gem
 from gemworks.gem.optim import ADAGRAD_EPS, Optimizers
 from gemworks.gem.presets import load_config
 from gemworks.gem.ranks import Ranks
-from gemworks.gem.trainer import Trainer, task_loss
+from gemworks.gem.trainer import Trainer
 
 pytestmark = pytest.mark.reference
 

@@ -20,11 +20,12 @@ from gemworks.gem.data import Source, open_source
 from gemworks.gem.device import resolve_device
 from gemworks.gem.errors import report
 from gemworks.gem.evaluate import evaluate_run
+from gemworks.gem.loss import task_loss
 from gemworks.gem.optim import Optimizers, learning_rate_factor
 from gemworks.gem.presets import load_config
 from gemworks.gem.run_dir import RunDir
 from gemworks.gem.train import main, train
-from gemworks.gem.trainer import Trainer, task_loss
+from gemworks.gem.trainer import Trainer
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

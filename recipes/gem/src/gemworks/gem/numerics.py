@@ -8,11 +8,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from gemworks.gem.schema import Batch
 
 MAX_IDS_IN_A_LINE = 8
 
@@ -153,3 +156,16 @@ def describe_ids(sample_ids: list[int]) -> str:
 
 def is_finite(*values: float) -> bool:
     return all(math.isfinite(v) for v in values)
+
+
+def first_non_finite_input(batch: Batch, dense_names: tuple[str, ...]) -> str | None:
+    """What of a batch is not finite, before any model has touched it."""
+    bad_C = ~torch.isfinite(batch.dense_BC).all(0)
+    if bool(bad_C.any()):
+        return f"dense column {dense_names[int(bad_C.nonzero()[0])]!r} of the data"
+    if not bool(torch.isfinite(batch.labels_BK).all()):
+        return "labels of the data"
+    for name, events in batch.events.items():
+        if not bool(torch.isfinite(events.floats_TC).all()):
+            return f"float columns of event type {name!r} of the data"
+    return None

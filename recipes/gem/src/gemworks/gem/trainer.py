@@ -25,32 +25,26 @@ from gemworks.gem.device import autocast, peak_flops_per_second
 from gemworks.gem.efficiency import count_batch_flops, mfu
 from gemworks.gem.graphs import GraphedStep
 from gemworks.gem.implement import PROBE, ProbedLoss, implement, probe_linears
+from gemworks.gem.loss import task_loss, task_weights
 from gemworks.gem.metrics import BinaryMetrics
 from gemworks.gem.model.gem import Gem
-from gemworks.gem.numerics import NonFiniteError, SpikeWatch, describe_ids, first_non_finite, is_finite
+from gemworks.gem.numerics import (
+    NonFiniteError,
+    SpikeWatch,
+    describe_ids,
+    first_non_finite,
+    first_non_finite_input,
+    is_finite,
+)
 from gemworks.gem.optim import Optimizers
 from gemworks.gem.ranks import Ranks
 from gemworks.gem.reporting import StepRow
 from gemworks.gem.schema import Batch
 from gemworks.gem.timing import PhaseTimer, StepClock
 from torch import Tensor, nn
-from torch.nn import functional
 
 if TYPE_CHECKING:
     from gemworks.precision import Recipe
-
-
-def task_loss(logits_BK: Tensor, labels_BK: Tensor, weights_K: Tensor) -> Tensor:
-    """Weighted mean over tasks of each task's mean log-loss; 0 for an empty batch.
-
-    >>> import math
-    >>> task_loss(torch.zeros(3, 2), torch.ones(3, 2), torch.ones(2)).item() == math.log(2)
-    False
-    >>> round(task_loss(torch.zeros(3, 2), torch.ones(3, 2), torch.tensor([3.0, 1.0])).item(), 4)
-    0.6931
-    """
-    losses_BK = functional.binary_cross_entropy_with_logits(logits_BK, labels_BK, reduction="none")
-    return (losses_BK.sum(0) * weights_K).sum() / (max(logits_BK.shape[0], 1) * weights_K.sum())
 
 
 def rank_seed(seed: int, rank: int) -> int:
@@ -166,7 +160,7 @@ class Trainer:
         self._last_step_finite = True
         self._launched: _Launched | None = None
         num_tasks = len(source.schema.tasks)
-        self._weights_K = _task_weights(config, num_tasks).to(device)
+        self._weights_K = task_weights(config, num_tasks).to(device)
         self._graphs = GraphedStep(self.model, config, self._loss, device) if config.train.cuda_graphs else None
         self._phase = PhaseTimer(device)
         self._communication = CommunicationProbe(device, alone=self.ranks.alone)
@@ -189,7 +183,7 @@ class Trainer:
     def _probed_loss(self, source: Source) -> ProbedLoss:
         """The loss of a model on the first batch, which the training's own loader gives once more."""
         batch = next(iter(open_loader(source, self.config.data, "train"))).to(self.device)
-        weights_K = _task_weights(self.config, len(source.schema.tasks)).to(self.device)
+        weights_K = task_weights(self.config, len(source.schema.tasks)).to(self.device)
 
         def loss_of(model: nn.Module) -> Tensor:
             with autocast(self.config, self.device):
@@ -371,7 +365,7 @@ class Trainer:
         try:
             checkpoint.set_rng_state(rng)
             for host_batch in batches:
-                in_data = _in_batch(host_batch, self.schema.dense_names)
+                in_data = first_non_finite_input(host_batch, self.schema.dense_names)
                 batch = host_batch.to(self.device)
                 in_model = first_non_finite(self.model, lambda batch=batch: self._forward(batch)[1])
                 with torch.no_grad():
@@ -499,27 +493,3 @@ def _counts_as_step(figures: list[float]) -> bool:
     """Of loss, gradient norm and refusals of the gate: all finite, and none refused."""
     loss, norm, num_refused, *_ = figures
     return is_finite(loss, norm) and num_refused == 0
-
-
-def _in_batch(batch: Batch, dense_names: tuple[str, ...]) -> str | None:
-    """What of a batch is not finite, before any model has touched it."""
-    bad_C = ~torch.isfinite(batch.dense_BC).all(0)
-    if bool(bad_C.any()):
-        return f"dense column {dense_names[int(bad_C.nonzero()[0])]!r} of the data"
-    if not bool(torch.isfinite(batch.labels_BK).all()):
-        return "labels of the data"
-    for name, events in batch.events.items():
-        if not bool(torch.isfinite(events.floats_TC).all()):
-            return f"float columns of event type {name!r} of the data"
-    return None
-
-
-def _task_weights(config: GemConfig, num_tasks: int) -> Tensor:
-    weights = config.train.task_weights
-    if weights is None:
-        return torch.ones(num_tasks)
-    if len(weights) != num_tasks:
-        raise ValueError(
-            f"train.task_weights: got {len(weights)} weights, expected {num_tasks}, one per task of the data's schema"
-        )
-    return torch.tensor(weights, dtype=torch.float32)
