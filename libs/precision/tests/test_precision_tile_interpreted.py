@@ -138,6 +138,34 @@ def test_any_tile_gives_the_same_planes(monkeypatch):
         check(x, CastSpec(GemmKind.MXFP8))
 
 
+@pytest.mark.parametrize(
+    ("kind", "mode", "num_rows"),
+    [
+        *((kind, ScaleMode.RCEIL, rows) for kind in KINDS for rows in (144, 131)),
+        (KINDS[0], ScaleMode.EVEN, 40),
+        (GemmKind.MXFP8_REGROUP128, ScaleMode.FLOOR, 144),
+    ],
+)
+def test_squares_stored_once(kind, mode, num_rows, monkeypatch):
+    """P1, P2, P3, P8: squares that end inside a matrix, a poisoned one, inexact codes counted, strided rows."""
+    monkeypatch.setattr(triton_casts, "cast_square_kernel", None)
+    x = torch.full((144, 304), math.nan).bfloat16()
+    x[:num_rows] = uneven(num_rows, 304, seed=num_rows).bfloat16()
+    x[3, 149], x[num_rows - 1, 20] = math.inf, math.nan
+    x = x[:num_rows, 16:160]
+    spec = CastSpec(kind, scale_mode=mode)
+    ours, lost = cast(x, None, spec, "triton")
+    expected, lost_expected = cast(x, None, spec, "reference")
+    assert torch.equal(ours.scales, expected.scales)
+    assert torch.equal(ours.codes, expected.codes)
+    assert lost == lost_expected
+    assert (lost > 0) == (kind is GemmKind.MXFP8_REGROUP128)
+    if ours.wide is not None:
+        made = square_scales(expected, 2)
+        assert torch.equal(ours.wide.nan_to_num(-1.0), made.nan_to_num(-1.0))
+        assert ours.wide.stride() == made.stride()
+
+
 def test_what_does_not_fit_a_tile():
     spec = CastSpec(GemmKind.MXFP8)
     x = torch.empty(32, 64, dtype=torch.bfloat16)
@@ -162,6 +190,25 @@ def test_activation_in_the_kernel(activation):
     ours = activation_cast(x, spec, activation, return_y=True, backend="triton")
     expected = activation_cast(x, spec, activation, return_y=True, backend="reference")
     torch.testing.assert_close(ours.y, expected.y, rtol=2**-7, atol=1e-6)
+    for plane, dim in ((ours.rows, 1), (ours.columns, 0)):
+        reference = cast(ours.y, dim, spec, "reference")[0]
+        assert torch.equal(plane.codes, reference.codes)
+        assert torch.equal(plane.scales, reference.scales)
+
+
+# where the power is infinite, the sigmoid is 0
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh"])
+def test_gradient_of_an_activation_in_the_kernel(activation):
+    """The same of the gradient, whose definition is autograd's."""
+    from gemworks.precision.activation import activation_gradient_cast
+
+    generator = torch.Generator().manual_seed(7)
+    x, dy = (torch.randn(41, 80, generator=generator).mul_(3).bfloat16() for _ in range(2))
+    spec = CastSpec(GemmKind.MXFP8)
+    ours = activation_gradient_cast(dy, x, spec, activation, return_y=True, backend="triton")
+    expected = activation_gradient_cast(dy, x, spec, activation, return_y=True, backend="reference")
+    torch.testing.assert_close(ours.y, expected.y, rtol=2**-7, atol=1e-5)
     for plane, dim in ((ours.rows, 1), (ours.columns, 0)):
         reference = cast(ours.y, dim, spec, "reference")[0]
         assert torch.equal(plane.codes, reference.codes)

@@ -96,10 +96,9 @@ def main(arguments: list[str] | None = None) -> int:
         ("attention_fp8", "fwd", forward, 1.0),
         ("attention_fp8", "fwd_bwd", both, 3.5),
     ):
-        base = 0.0
-        for (format, impl), run in runs.items():
-            ms, p20, p80 = bench.time_graph(run)
-            base = base or ms
+        times = bench.time_in_turns([bench.capture(run) for run in runs.values()], 0.6)
+        base = times[0][0]
+        for (format, impl), (ms, p20, p80) in zip(runs, times, strict=True):
             bench.add(
                 op=op,
                 shape=f"B{batch} max{longest}",

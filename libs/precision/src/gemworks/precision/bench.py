@@ -20,6 +20,7 @@ from gemworks.precision.activation import activation_cast
 from gemworks.precision.attention import head_plane
 from gemworks.precision.backends import PrecisionCostWarning, device_spec
 from gemworks.precision.bench_checks import run_checks
+from gemworks.precision.bench_fused import bench_fused
 from gemworks.precision.bench_host import bench_host
 from gemworks.precision.bench_linear import bench_linear, bench_norm_linear, bench_parts
 from gemworks.precision.bench_plot import plot
@@ -37,7 +38,9 @@ from gemworks.precision.projection import project_heads
 from gemworks.precision.recipe import GemmKind
 from torch import Tensor, nn
 
-PARTS = ("checks", "casts", "norms", "activations", "projection", "host", "linear", "parts", "norm_linear")
+PARTS = (
+    "checks", "casts", "norms", "activations", "projection", "host", "linear", "fused", "parts", "norm_linear",
+)  # fmt: skip
 
 
 def ceilings(bench: Bench) -> None:
@@ -258,6 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
         "projection": (bench_projection, ("cast", "projection")),
         "host": (bench_host, ("cast", "gemm", "linear")),
         "linear": (bench_linear, ("cast", "gemm", "linear")),
+        "fused": (bench_fused, ("cast", "norm", "activation", "gemm", "linear")),
         "parts": (bench_parts, ("cast", "gemm")),
         "norm_linear": (bench_norm_linear, ("cast", "norm", "gemm", "linear")),
     }

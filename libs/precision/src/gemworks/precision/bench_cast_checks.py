@@ -3,8 +3,10 @@ AssertionError with what differs: bit-equality with the reference for codes, sca
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-from gemworks.precision.activation import ACTIVATIONS, activation_cast
+from gemworks.precision.activation import ACTIVATIONS, activation_cast, activation_gradient_cast
 from gemworks.precision.attention import head_plane
 from gemworks.precision.bench_run import KINDS
 from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
@@ -238,18 +240,22 @@ def check_norm_backward(device: torch.device) -> None:
 
 
 def check_activation(device: torch.device) -> None:
-    """Planes of the fused activation are those of its own y, and y is that of the reference to bf16 rounding."""
-    x = _data(304, 528, device).clamp(-100, 100)
+    """Planes of the fused activation and of its gradient are those of the y they computed, and y is that of the
+    reference to bf16 rounding."""
+    x, dy = _data(304, 528, device).clamp(-100, 100), _data(304, 528, device).flip(0).clamp(-100, 100)
     for kind, activation in zip((*KINDS, KINDS[0]), ACTIVATIONS, strict=True):
         spec = CastSpec(kind)
-        out = activation_cast(x, spec, activation, return_y=True)
-        reference = activation_cast(x, spec, activation, return_y=True, backend="reference")
-        assert out.y is not None
-        assert reference.y is not None
-        assert out.columns is not None
-        torch.testing.assert_close(out.y, reference.y, rtol=2**-7, atol=1e-5)
-        _different(f"{activation} {kind.value} rows", out.rows, cast(out.y, 1, spec, "reference")[0])
-        _different(f"{activation} {kind.value} columns", out.columns, cast(out.y, 0, spec, "reference")[0])
+        for name, run in (
+            (activation, partial(activation_cast, x)),
+            (f"gradient of {activation}", partial(activation_gradient_cast, dy, x)),
+        ):
+            out, reference = (run(spec, activation, return_y=True, backend=b) for b in ("auto", "reference"))
+            assert out.y is not None
+            assert reference.y is not None
+            assert out.columns is not None
+            torch.testing.assert_close(out.y, reference.y, rtol=2**-7, atol=1e-4)
+            _different(f"{name} {kind.value} rows", out.rows, cast(out.y, 1, spec, "reference")[0])
+            _different(f"{name} {kind.value} columns", out.columns, cast(out.y, 0, spec, "reference")[0])
 
 
 def check_projection(device: torch.device) -> None:

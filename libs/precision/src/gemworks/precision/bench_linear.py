@@ -5,6 +5,7 @@ Shape letters: M rows, K input features, N output features.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,29 +53,42 @@ class LayerBench:
     w: Tensor
     dy: Tensor
     rows: list[dict[str, Any]] = field(default_factory=list)
+    replays: list[Callable[[], object]] = field(default_factory=list)
+    pool: Any = None
 
     @staticmethod
     def make(bench: Bench, shape: tuple[int, int, int]) -> LayerBench:
         """Normal operands, weights scaled by 1 / sqrt(K)."""
         m, k, n = shape
         w = nn.Parameter(bench.randn(n, k) / k**0.5)
-        return LayerBench(bench, shape, bench.randn(m, k).requires_grad_(), w, bench.randn(m, n))
+        pool = torch.cuda.graph_pool_handle() if bench.device.type == "cuda" else None
+        return LayerBench(bench, shape, bench.randn(m, k).requires_grad_(), w, bench.randn(m, n), pool=pool)
 
     def record(self, format: str, impl: str, forward: Forward, op: str = "linear", sqnr: bool = True) -> None:
-        """Time one implementation; `sqnr` compares its first 256 rows with an fp32 product."""
-        m, k, n = self.shape
-        flops = 2.0 * m * k * n
+        """Make one implementation ready to be timed; `sqnr` compares its first 256 rows with an fp32 product."""
+        noise: Any = ""
         with torch.no_grad():
-            noise: Any = ""
             if sqnr:
                 exact = self.x[:256].float() @ self.w.float().t()
                 noise = round(sqnr_db(exact, forward(self.x[:256], self.w)), 2)
-            timed = self.bench.time_graph(lambda: forward(self.x, self.w))
-        both = self.bench.time_graph(linear_run(self.x, self.w, self.dy, forward))
-        for direction, (ms, p20, p80), factor in (("fwd", timed, 1), ("fwd_bwd", both, 3)):
-            row = {"op": op, "format": format, "impl": impl, "direction": direction, "sqnr_db": noise}
+            alone = self.bench.capture(lambda: forward(self.x, self.w), self.pool)
+        both = self.bench.capture(linear_run(self.x, self.w, self.dy, forward), self.pool)
+        row = {"op": op, "format": format, "impl": impl, "sqnr_db": noise}
+        self.add({**row, "direction": "fwd"}, alone, 1)
+        self.add({**row, "direction": "fwd_bwd"}, both, 3)
+
+    def add(self, row: dict[str, Any], replay: Callable[[], object], products: int = 0) -> None:
+        """A row, what is timed for it, and how many products that is."""
+        self.rows.append(row | {"tflops": 2.0e-9 * products * math.prod(self.shape)})
+        self.replays.append(replay)
+
+    def time(self) -> None:
+        """Time all that was made ready, in turns."""
+        times = self.bench.time_in_turns(self.replays, 1.2)
+        for row, (ms, p20, p80) in zip(self.rows, times, strict=True):
             row |= {"ms": round(ms, 4), "ms_p20": round(p20, 4), "ms_p80": round(p80, 4)}
-            self.rows.append(row | {"tflops": round(factor * flops / ms / 1e9, 2)})
+            row["tflops"] = round(row["tflops"] / ms, 2) or ""
+        self.replays.clear()
 
     def profile(self, format: str, forward: Forward) -> None:
         """Print the kernels of one forward and backward, by time."""
@@ -92,7 +106,8 @@ class LayerBench:
             print(f"  kernel {format} {self.shape}: {ms:8.4f} ms x{event.count} {event.key[:70]}", flush=True)
 
     def publish(self) -> None:
-        """Add and save the rows with their ratios to bf16 and to the best peer of the same op and direction."""
+        """Time, add and save the rows with their ratios to bf16 and to the best peer of the same op and direction."""
+        self.time()
         for row in self.rows:
             same = [r for r in self.rows if (r["op"], r["direction"]) == (row["op"], row["direction"])]
             plain = next(r for r in same if r["format"] == "bf16")
@@ -103,7 +118,7 @@ class LayerBench:
                 ratio_to_bf16=round(plain["ms"] / row["ms"], 4),
                 best_peer=f"{best['impl']}:{best['format']}",
                 ratio_to_best_peer=round(best["ms"] / row["ms"], 4),
-                roofline_fraction=round(row["tflops"] / self.bench.bf16_tflops, 4),
+                roofline_fraction=round((row["tflops"] or 0.0) / self.bench.bf16_tflops, 4),
             )
         self.bench.save()
 

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -84,6 +84,16 @@ class Bench:
         """
         if self.device.type != "cuda":
             return self.time(run)
+        return self.time_in_turns([self.capture(run)], 0.15)[0]
+
+    def capture(self, run: Callable[[], object], pool: Any = None) -> Callable[[], object]:
+        """The replay of a CUDA graph of `run`, which has run three times before; on a CPU `run` itself.
+
+        Graphs of one pool (`torch.cuda.graph_pool_handle()`) share their memory: replay them one behind another, and
+        read no results.
+        """
+        if self.device.type != "cuda":
+            return run
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -92,22 +102,40 @@ class Bench:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             run()
-        graph.replay()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        graph.replay()
-        torch.cuda.synchronize()
-        repetitions = max(10, min(100, int(0.15 / (time.perf_counter() - start))))
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repetitions + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            graph.replay()
-            mark.record()
-        torch.cuda.synchronize()
-        times = sorted(a.elapsed_time(b) for a, b in pairwise(marks))
-        return statistics.median(times), times[len(times) // 5], times[(4 * len(times)) // 5]
+        return graph.replay
+
+    def time_in_turns(
+        self, replays: Sequence[Callable[[], object]], budget_s: float
+    ) -> list[tuple[float, float, float]]:
+        """Median, 20 % and 80 % quantile of each, in turns and without pauses, for about `budget_s`.
+
+        A GPU lowers its clock as it warms: what is timed first would be timed at the highest one.
+        """
+        times: list[list[float]] = [[] for _ in replays]
+        if self.device.type != "cuda":
+            for _ in range(3):
+                for run, mine in zip(replays, times, strict=True):
+                    start = time.perf_counter()
+                    run()
+                    mine.append(1e3 * (time.perf_counter() - start))
+        else:
+            start = time.perf_counter()
+            for _ in range(2):
+                for replay in replays:
+                    replay()
+            torch.cuda.synchronize()
+            rounds = max(10, min(100, int(2 * budget_s / (time.perf_counter() - start))))
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds * len(replays) + 1)]
+            marks[0].record()
+            for i, mark in enumerate(marks[1:]):
+                replays[i % len(replays)]()
+                mark.record()
+            torch.cuda.synchronize()
+            for i, (first, last) in enumerate(pairwise(marks)):
+                times[i % len(replays)].append(first.elapsed_time(last))
+        return [(statistics.median(t), t[len(t) // 5], t[(4 * len(t)) // 5]) for t in map(sorted, times)]
 
     def time_host(self, run: Callable[[], object]) -> tuple[float, float, float]:
         """How long a call keeps the host busy: 20 calls at a time, whose kernels are short and fit the queue. Without a

@@ -28,7 +28,7 @@ def argument_types(kernel: Any, pointers: dict[str, str], constants: dict[str, A
 
 def tile_variants() -> Iterator[Variant]:
     """The tile kernels on bf16."""
-    from gemworks.precision.kernel_activation import activation_tile_kernel
+    from gemworks.precision.kernel_activation import activation_gradient_kernel, activation_tile_kernel
     from gemworks.precision.kernel_common import FORMATS, MODES
     from gemworks.precision.kernel_norm_tile import norm_cast_kernel
     from gemworks.precision.kernel_tile import cast_tile_kernel
@@ -55,6 +55,11 @@ def tile_variants() -> Iterator[Variant]:
         types = argument_types(activation_tile_kernel, pointers, constants)
         limit = config.max_registers
         yield "activation_tile", kind, activation_tile_kernel, types, constants, config.num_warps, limit
+        backward = {"WRITE_DX" if name == "WRITE_Y" else name: value for name, value in constants.items()}
+        types = argument_types(
+            activation_gradient_kernel, pointers | dict.fromkeys(("dy_ptr", "dx_ptr"), "*i32"), backward
+        )
+        yield "activation_gradient", kind, activation_gradient_kernel, types, backward, config.num_warps, limit
         rows, width = norm_sum_tile(config, 1024)
         norms = {"HAS_RESIDUAL": True, "HAS_BIAS": False, "SUBTRACT_MEAN": False, "WRITE_Y": False, "DIRECTIONS": 3}
         norms |= {"ROWS": rows, "STEPS": 4, "WIDTH": width}
@@ -69,11 +74,20 @@ def tile_variants() -> Iterator[Variant]:
     types = argument_types(norm_backward_kernel, backward, constants)
     yield "norm_backward", "1024", norm_backward_kernel, types, constants, 8, None
     from gemworks.precision.kernel_square import cast_squares_kernel, cast_weight_kernel
+    from gemworks.precision.kernel_square_tile import cast_square_tile_kernel
+    from gemworks.precision.tiles import square_config
     from gemworks.precision.triton_squares import SQUARES_WARPS
 
     squares = {**pointers, "square_ptr": "*fp32"}
     types = argument_types(cast_squares_kernel, squares, base)
     yield "cast_squares", "block128", cast_squares_kernel, types, base, SQUARES_WARPS, None
+    for kind, (block, regroup) in kinds.items():
+        config = square_config(block, regroup)
+        constants = {**base, "R8": config.rows // 8, "C": config.columns, "B": block, "REGROUP": regroup}
+        types = argument_types(
+            cast_square_tile_kernel, {**pointers, "scales_ptr": "*u8", "wide_ptr": "*fp32"}, constants
+        )
+        yield "cast_square_tile", kind, cast_square_tile_kernel, types, constants, config.num_warps, None
     weights = {name: value for name, value in base.items() if name != "RAGGED"} | {"DIRECTIONS": 3}
     for name, packed in (("bf16", True), ("fp32", False)):
         constants = {**weights, "PACKED": packed}

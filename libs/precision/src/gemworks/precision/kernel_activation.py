@@ -1,7 +1,8 @@
 # Triton's language is typed by its own compiler, not by Python's: pyright is quiet in this file.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportAssignmentType=false, reportOptionalMemberAccess=false
-"""Activation + cast on tiles of bf16: x is read once, the activation is rounded to bf16 and quantised both ways."""
+"""Activation + cast on tiles of bf16: x is read once, the activation is rounded to bf16 and quantised both ways; and
+the same of its gradient, `dy * activation'(x)`."""
 
 from __future__ import annotations
 
@@ -46,6 +47,24 @@ def activate(x, ACTIVATION: tl.constexpr, HARDWARE: tl.constexpr):
     else:
         # 0.5 (1 + tanh(u)) = 1 / (1 + 2^(-2 log2(e) u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
         return times_sigmoid(x, x * (-2.302208198 - 0.1029432397 * (x * x)), HARDWARE)
+
+
+@triton.jit
+def slope(x, ACTIVATION: tl.constexpr, HARDWARE: tl.constexpr):
+    """The activation's derivative in fp32."""
+    if ACTIVATION == 0:
+        return tl.where(x <= 0.0, 0.0, 1.0)  # at NaN the gradient passes, as in PyTorch
+    elif ACTIVATION == 1:
+        s = times_sigmoid(1.0, x * -1.4426950408889634, HARDWARE)
+        return s + s * (1.0 - s) * x
+    elif ACTIVATION == 2:
+        density = 0.3989422804014327 * tl.exp2(x * x * -0.7213475204444817)
+        return 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476)) + x * density
+    else:
+        # y = x s with s as in `activate`; ds/dx = s (1 - s) 2 du/dx
+        square = x * x
+        s = times_sigmoid(1.0, x * (-2.302208198 - 0.1029432397 * square), HARDWARE)
+        return s + s * (1.0 - s) * (x * (1.5957691216 + 0.2140644488 * square))
 
 
 # Else widths of 16 tiles and lucky numbers of rows are other kernels.
@@ -93,6 +112,74 @@ def activation_tile_kernel(
         ys = ys + (pair,)  # noqa: RUF005
     store_tile(
         ys,
+        first_row,
+        first_column,
+        codes_ptr,
+        scales_ptr,
+        codes_t_ptr,
+        scales_t_ptr,
+        inexact_ptr,
+        num_rows,
+        num_columns,
+        R8,
+        C,
+        B,
+        FORMAT,
+        MODE,
+        REGROUP,
+        DIRECTIONS,
+        True,
+        HARDWARE,
+    )
+
+
+@triton.jit(do_not_specialize=["num_column_tiles", "real_rows"])
+def activation_gradient_kernel(
+    dy_ptr,
+    x_ptr,
+    dx_ptr,
+    codes_ptr,
+    scales_ptr,
+    codes_t_ptr,
+    scales_t_ptr,
+    inexact_ptr,
+    num_rows,
+    num_columns,
+    num_column_tiles,
+    real_rows,
+    ACTIVATION: tl.constexpr,
+    WRITE_DX: tl.constexpr,
+    R8: tl.constexpr,
+    C: tl.constexpr,
+    B: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MODE: tl.constexpr,
+    REGROUP: tl.constexpr,
+    DIRECTIONS: tl.constexpr,
+    RAGGED: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """dy, x, dx: bf16 `[real_rows, K]` contiguous as int32; planes of dx as in `store_tile`."""
+    tile = tl.program_id(0)
+    first_row = (tile // num_column_tiles).to(tl.int64) * (R8 * 8)
+    first_column = (tile % num_column_tiles) * C
+    left_rows = real_rows - first_row
+    half = (num_columns // 16) * 8
+    offset = first_row * half
+    xs = load_tile(x_ptr + offset, half, left_rows, first_column, num_columns, R8, C, True, RAGGED, True)
+    ds = load_tile(dy_ptr + offset, half, left_rows, first_column, num_columns, R8, C, True, RAGGED, True)
+    gs = ()
+    for i in tl.static_range(8):
+        v = ()
+        for j in tl.static_range(4):
+            d = value(ds[i], j, True, False, HARDWARE)
+            v = v + (d * slope(value(xs[i], j, True, False, HARDWARE), ACTIVATION, HARDWARE),)  # noqa: RUF005
+        pair = (round_to_bf16(v[0], v[1], HARDWARE), round_to_bf16(v[2], v[3], HARDWARE))
+        if WRITE_DX:
+            store_pairs(pair, dx_ptr + offset, i, first_column, left_rows, num_columns, R8, C)
+        gs = gs + (pair,)  # noqa: RUF005
+    store_tile(
+        gs,
         first_row,
         first_column,
         codes_ptr,

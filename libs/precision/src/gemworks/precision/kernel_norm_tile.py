@@ -33,7 +33,8 @@ def normalise(
     C: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """(h - mean) * rstd * weight + bias of a tile, rounded to bf16 (and stored at y_ptr, the tile's first row)."""
+    """(h - mean) * rstd * weight + bias of a tile, rounded to bf16 (and stored at y_ptr, the tile's first row). Past the
+    end h, mean and rstd are 0."""
     octet = tl.arange(0, R8)
     column = first_column + tl.arange(0, C)
     weight = tl.load(weight_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)
@@ -52,12 +53,11 @@ def normalise(
             if HAS_BIAS:
                 y += b[j]
             v = v + (y,)  # noqa: RUF005
-        # Rows past the end must not show in the column blocks: a bias would, and 0 / 0 without eps.
-        real = (octet * 8 + i < left_rows)[:, None]
-        pair = (
-            tl.where(real, round_to_bf16(v[0], v[1], HARDWARE), 0),
-            tl.where(real, round_to_bf16(v[2], v[3], HARDWARE), 0),
-        )
+        pair = (round_to_bf16(v[0], v[1], HARDWARE), round_to_bf16(v[2], v[3], HARDWARE))
+        if HAS_BIAS:
+            # Rows past the end, whose rstd is 0, must not show in the column blocks.
+            real = (octet * 8 + i < left_rows)[:, None]
+            pair = (tl.where(real, pair[0], 0), tl.where(real, pair[1], 0))
         if WRITE_Y:
             store_pairs(pair, y_ptr, i, first_column, left_rows, num_columns, R8, C)
         ys = ys + (pair,)  # noqa: RUF005

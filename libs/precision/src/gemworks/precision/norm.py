@@ -112,6 +112,12 @@ def norm_cast(
     return NormCast(rows, plane_columns, hidden, mean, rstd, y if return_y else None, inexact)
 
 
+@lru_cache(maxsize=64)
+def _zero(device: torch.device) -> Tensor:
+    """fp32 `[1]`, never written: every row's mean where a norm has none."""
+    return torch.zeros(1, dtype=torch.float32, device=device)
+
+
 def norm_config(num_columns: int, wide: bool) -> tuple[int, int, int]:
     """Rows and columns of a tile and warps. Rows are the column plane's block, so that they stay in cache."""
     return (128, 128, 8) if wide else (32, 256 if num_columns > 128 else 128, 8)
@@ -133,8 +139,8 @@ def _triton_norm_cast(
     x = x.contiguous()
     hidden = torch.empty_like(x) if residual is not None else x
     y = torch.empty_like(x) if return_y else None
-    mean = torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
     rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(rstd) if norm == "layer" else _zero(x.device).expand(x.shape[0])
     residual = residual.contiguous() if residual is not None else None
     run = _norm_general
     if fits_tiles(x, spec, spec.block) and packs(x) and (residual is None or packs(residual)):
@@ -252,14 +258,15 @@ def _norm_tiles(
     config = fused_tile_config(spec.block, spec.regroups, directions)
     flags = (residual is not None, bias is not None, norm == "layer", y is not None, num_rows % 16 != 0)
     setup = _norm_setup(config, spec, directions, num_columns, *flags)
-    written = tile_planes(x, spec, spec.block, directions)
     column_tiles = -(-num_columns // config.columns)
     sizes = (padded_rows(num_rows), num_columns)
     row_blocks = -(-sizes[0] // config.rows)
     turn = min(row_blocks, norm_turn(config.rows, num_columns))
     sums = turn * (config.rows // int(setup.constants["ROWS"] * setup.constants["STEPS"]))
     programs = (-(-row_blocks // turn) + 1) * (sums + turn * column_tiles)
-    ready = torch.zeros(row_blocks, dtype=torch.int32, device=x.device)
+    # One kernel makes all zeros: the count of inexact codes, and behind it what tiles wait for.
+    zeros = torch.zeros(row_blocks + 4, dtype=torch.int32, device=x.device)
+    written, ready = tile_planes(x, spec, spec.block, directions, zeros[:2].view(torch.int64)[0]), zeros[4:]
     added = (x, residual if residual is not None else hidden, hidden)
     affine = (weight, bias if bias is not None else weight, y if y is not None else hidden)
     arguments = (*added, *affine, mean, rstd, ready, *written.tensors, *sizes, column_tiles, num_rows, turn, eps)

@@ -29,6 +29,8 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 ROWS32, ROWS128 = [ScalingType.BlockWise1x32.value], [ScalingType.BlockWise1x128.value]
 SQUARES128 = [ScalingType.BlockWise128x128.value]
+# At most so many parts of a contraction, and what a turn costs beside its steps of 512 (`num_pieces`).
+MAX_PIECES, PIECE_OVERHEAD = 16, 3
 PLAIN, SWIZZLED = [SwizzleType.NO_SWIZZLE.value], [SwizzleType.SWIZZLE_32_4_4.value]
 
 
@@ -99,13 +101,32 @@ class Operands:
             out=out,
         )
 
-    def piece(self, first: int, last: int) -> Operands:
-        """Columns `first` to `last` of the contraction, multiples of 512, of a product by squares."""
-        scale_a = self.scale_a[:, first // 128 : last // 128]
-        # cuBLAS takes the distance of lines of squares from the length of the contraction.
-        scale_b = self.scale_b[first // 128 : last // 128].t().clone(memory_format=torch.contiguous_format).t()
-        left, right = self.left[:, first:last], self.right[first:last]
-        return Operands(left, right, scale_a, scale_b, self.recipe_a, self.recipe_b)
+    def pieces(self, number: int) -> list[Operands]:
+        """A product by squares as that many over parts of the contraction, of two lengths (`cuts`)."""
+        parts: list[Operands] = []
+        lines = self.scale_b.t()
+        for first, last, length in cuts(self.left.shape[1], number):
+            # cuBLAS takes the distance of lines of squares from the length of the contraction.
+            blocks = lines[:, first // 128 : last // 128].unflatten(1, (-1, length // 128))
+            squares = blocks.transpose(0, 1).contiguous().unbind()
+            for start, square in zip(range(first, last, length), squares, strict=True):
+                stop = start + length
+                scale_a = self.scale_a[:, start // 128 : stop // 128]
+                left, right = self.left[:, start:stop], self.right[start:stop]
+                parts.append(Operands(left, right, scale_a, square.t(), self.recipe_a, self.recipe_b))
+        return parts
+
+
+def cuts(contraction: int, number: int) -> list[tuple[int, int, int]]:
+    """A contraction in multiples of 512 as `number` parts that differ by 512 at most: (first, last, length of a part).
+
+    >>> cuts(4096, 3), cuts(4096, 2)
+    ([(0, 3072, 1536), (3072, 4096, 1024)], [(0, 4096, 2048)])
+    """
+    short, longer = divmod(contraction // 512, number)
+    middle = longer * (short + 1) * 512
+    spans = [(0, middle, 512 * (short + 1)), (middle, contraction, 512 * short)]
+    return [span for span in spans if span[0] < span[1]]
 
 
 def operands(a: MXTensor, b: MXTensor) -> Operands:
@@ -149,21 +170,28 @@ def scaled_mm(a: MXTensor, b: MXTensor, out_dtype: torch.dtype) -> Tensor:
 
 
 def num_pieces(rows: int, columns: int, contraction: int, processors: int) -> int:
-    """Into how many parts of the contraction, 1 to 8, a product by squares is split.
+    """Into how many parts of the contraction a product by squares is split.
 
-    cuBLAS gives it tiles of 128 x 128 and one processor to each, so a weight gradient with few outputs leaves
-    processors idle for all of its long contraction: the parts run side by side. It takes processors in clusters of
-    eight, which reach about 120 of 132; the time is that of the turns that all tiles of all parts need.
+    cuBLAS gives it tiles of 128 x 128 and one processor to each, so a weight gradient leaves processors idle in its
+    last turn, or for all of its long contraction: the parts run side by side. It takes processors in clusters of eight,
+    which reach about 120 of 132; the time is that of the turns that all tiles of all parts need, each of which begins
+    and ends at the price of PIECE_OVERHEAD steps of 512.
 
-    >>> num_pieces(1024, 1024, 262144, 132), num_pieces(1024, 4096, 262144, 132), num_pieces(1024, 1024, 4096, 132)
-    (8, 1, 1)
+    >>> num_pieces(1024, 1024, 262144, 132), num_pieces(1536, 512, 262144, 132), num_pieces(1024, 1024, 4096, 132)
+    (9, 5, 1)
     """
     tiles = -(-rows // 128) * -(-columns // 128)
     together = processors * 10 // 11
-    if tiles > together:
+    steps = contraction // 512
+    # Parts are summed in fp32: many of a large gradient would be traffic.
+    most = min(MAX_PIECES, steps // 32, 2**25 // (rows * columns))
+    if contraction % 512 or most < 2:
         return 1
-    allowed = [n for n in (1, 2, 4, 8) if (contraction % (n * 512) == 0 and contraction // n >= 16384) or n == 1]
-    return min(allowed, key=lambda n: (-(-n * tiles // together) / n, n))
+
+    def cost(number: int) -> int:
+        return -(-number * tiles // together) * (-(-steps // number) + PIECE_OVERHEAD)
+
+    return min(range(1, most + 1), key=lambda number: (cost(number), number))
 
 
 @lru_cache(maxsize=64)
@@ -179,14 +207,12 @@ def side_streams(device: torch.device, count: int) -> tuple[torch.cuda.Stream, .
 
 
 def multiply_pieces(both: Operands, pieces: int, out_dtype: torch.dtype) -> Tensor:
-    """The product as the sum, in fp32 and in order, of products over equal parts of the contraction, on four streams.
+    """The product as the sum, in fp32 and in order, of products over parts of the contraction, on four streams.
 
     All memory is the caller's stream's, which waits for the others: nothing is freed under them.
     """
-    contraction = both.left.shape[1]
     parts = torch.empty(pieces, both.left.shape[0], both.right.shape[1], dtype=torch.float32, device=both.left.device)
-    step = contraction // pieces
-    split = [both.piece(i * step, (i + 1) * step) for i in range(pieces)]
+    split = both.pieces(pieces)
     current = torch.cuda.current_stream(both.left.device)
     streams = side_streams(both.left.device, min(pieces, 4) - 1)
     for stream in streams:

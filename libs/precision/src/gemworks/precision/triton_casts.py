@@ -21,12 +21,13 @@ from gemworks.precision.kernel_cast import (
     wide_scales_kernel,
 )
 from gemworks.precision.kernel_common import FORMATS, MODES
+from gemworks.precision.kernel_square_tile import cast_square_tile_kernel
 from gemworks.precision.kernel_tile import cast_tile_kernel
 from gemworks.precision.launch import Setup, integers, launch, launcher_of
 from gemworks.precision.mxtensor import MXTensor, padded_rows, scale_shape
 from gemworks.precision.quantization import ROW_BLOCK_SIZES, SQUARE_BLOCK_SIZES, check_input
 from gemworks.precision.rng import STREAM_COLUMNS, STREAM_ROWS
-from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, TileConfig, tile_config
+from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, TileConfig, square_config, tile_config
 from torch import Tensor
 
 
@@ -170,8 +171,8 @@ def tile_words(directions: int) -> tuple[torch.dtype | None, ...]:
     return rows, None, torch.int64 if directions & ALONG_COLUMNS else None
 
 
-def tile_planes(x: Tensor, spec: CastSpec, block: int, directions: int) -> TilePlanes:
-    """Uninitialised planes of `x [M, K]`."""
+def tile_planes(x: Tensor, spec: CastSpec, block: int, directions: int, count: Tensor | None = None) -> TilePlanes:
+    """Uninitialised planes of `x [M, K]`; count is a zero for inexact codes."""
     width, device = _width(spec, block), x.device
     dtype = torch.float32 if width == 128 else torch.uint8
     m, k = padded_rows(x.shape[0]), x.shape[1]
@@ -182,7 +183,7 @@ def tile_planes(x: Tensor, spec: CastSpec, block: int, directions: int) -> TileP
     if directions & ALONG_COLUMNS:
         sides.append(torch.empty(k, m, dtype=torch.uint8, device=device))
         sides.append(torch.empty(-(-m // width), k, dtype=dtype, device=device))
-    return TilePlanes(*sides[:2], *sides[-2:], new_count(x, spec))
+    return TilePlanes(*sides[:2], *sides[-2:], new_count(x, spec) if count is None else count)
 
 
 def new_count(x: Tensor, spec: CastSpec) -> Tensor:
@@ -396,7 +397,20 @@ def _cast_square(x: Tensor, spec: CastSpec, block: int) -> tuple[MXTensor, Tenso
     wide = scales
     if width == 128:
         wide = torch.empty(scales.shape[0], padded, dtype=torch.float32, device=x.device)
-    if x.numel():
+    if fits_square_tiles(x, spec, block):
+        ragged, stride = num_rows % 16 != 0, x.stride(0) // 2
+        setup = _square_tile_setup(square_config(block, spec.regroups), spec, block, ragged)
+        grid, column_tiles = setup.grid(num_rows, num_columns)
+        launch(
+            cast_square_tile_kernel,
+            grid,
+            (x, codes, scales, wide, inexact, num_columns, stride, column_tiles, padded, num_rows),
+            setup.constants,
+            setup.options,
+            (setup, stride % 16 == 0, x.data_ptr() % 16 == 0, width),
+            (torch.int32, torch.int32),
+        )
+    elif x.numel():
         seed, step = seed_and_step(spec)
         tile = 128 if width == 128 else 64
         launch(
@@ -422,6 +436,19 @@ def _cast_square(x: Tensor, spec: CastSpec, block: int) -> tuple[MXTensor, Tenso
     factors = wide.t() if width == 128 else None
     shape = (num_rows, num_columns)
     return MXTensor.unchecked(codes, scales, factors, shape, None, width, spec.format, spec.scale_mode), inexact
+
+
+def fits_square_tiles(x: Tensor, spec: CastSpec, block: int) -> bool:
+    """Can the kernel of bf16 tiles make these squares? E5M2 is regrouped by the general one alone."""
+    plain = spec.format is Format.E4M3 or not spec.regroups
+    return plain and x.numel() > 0 and fits_tiles(x, spec, block) and packs(x)
+
+
+@lru_cache(maxsize=256)
+def _square_tile_setup(config: TileConfig, spec: CastSpec, block: int, ragged: bool) -> TileSetup:
+    setup = tile_setup(config, spec, block, ALONG_ROWS, RAGGED=ragged)
+    del setup.constants["DIRECTIONS"]
+    return setup
 
 
 @lru_cache(maxsize=256)
