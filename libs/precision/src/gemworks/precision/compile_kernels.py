@@ -32,6 +32,7 @@ def tile_variants() -> Iterator[Variant]:
     from gemworks.precision.kernel_common import FORMATS, MODES
     from gemworks.precision.kernel_norm_tile import norm_cast_kernel
     from gemworks.precision.kernel_tile import cast_tile_kernel
+    from gemworks.precision.norm import NORM_STREAM
     from gemworks.precision.tiles import fused_tile_config, norm_sum_tile, tile_config
 
     base = {"FORMAT": FORMATS["e4m3"], "MODE": MODES["rceil"], "RAGGED": False, "HARDWARE": True}
@@ -62,7 +63,7 @@ def tile_variants() -> Iterator[Variant]:
         yield "activation_gradient", kind, activation_gradient_kernel, types, backward, config.num_warps, limit
         rows, width = norm_sum_tile(config, 1024)
         norms = {"HAS_RESIDUAL": True, "HAS_BIAS": False, "SUBTRACT_MEAN": False, "WRITE_Y": False, "DIRECTIONS": 3}
-        norms |= {"ROWS": rows, "STEPS": 4, "WIDTH": width}
+        norms |= {"ROWS": rows, "STEPS": 4, "WIDTH": width, "STREAM": NORM_STREAM}
         constants = {**base, **norms, "R8": config.rows // 8, "C": config.columns, "B": block, "REGROUP": regroup}
         types = argument_types(norm_cast_kernel, pointers, constants)
         yield "norm_tile", kind, norm_cast_kernel, types, constants, config.num_warps, limit

@@ -33,8 +33,8 @@ def normalise(
     C: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """(h - mean) * rstd * weight + bias of a tile, rounded to bf16 (and stored at y_ptr, the tile's first row). Past the
-    end h, mean and rstd are 0."""
+    """(h - mean) * rstd * weight + bias of a tile, rounded to bf16 (and stored at y_ptr, the tile's first row). Past
+    the end h, mean and rstd are 0."""
     octet = tl.arange(0, R8)
     column = first_column + tl.arange(0, C)
     weight = tl.load(weight_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)
@@ -80,8 +80,11 @@ def sum_rows(
     ROWS: tl.constexpr,
     C: tl.constexpr,
     HARDWARE: tl.constexpr,
+    STREAM: tl.constexpr,
 ):
-    """The sum of ROWS rows, and each row's mean and reciprocal deviation. bf16 `[M, K]` as int32."""
+    """The sum of ROWS rows, and each row's mean and reciprocal deviation. bf16 `[M, K]` as int32. STREAM: what nobody
+    reads again leaves the second-level cache first."""
+    policy: tl.constexpr = "evict_first" if STREAM and HAS_RESIDUAL else ""
     row = tl.arange(0, ROWS)
     half = (num_columns // 16) * 8
     offset = first_row * half
@@ -94,9 +97,9 @@ def sum_rows(
         pair = first // 2 + tl.arange(0, C // 2)
         at = (row * half)[:, None] + pair[None, :]
         inside = inside_row[:, None] & (pair < half)[None, :]
-        h = tl.load(x_ptr + at, mask=inside, other=0)
+        h = tl.load(x_ptr + at, mask=inside, other=0, eviction_policy=policy)
         if HAS_RESIDUAL:
-            r = tl.load(residual_ptr + at, mask=inside, other=0)
+            r = tl.load(residual_ptr + at, mask=inside, other=0, eviction_policy=policy)
             low = low_half(h) + low_half(r)
             high = high_half(h) + high_half(r)
             h = round_to_bf16(low, high, HARDWARE)
@@ -153,6 +156,7 @@ def apply_tile(
     REGROUP: tl.constexpr,
     RAGGED: tl.constexpr,
     HARDWARE: tl.constexpr,
+    STREAM: tl.constexpr,
 ):
     """A tile of the sum, normalised and quantised; planes as in `store_tile`."""
     left_rows = real_rows - first_row
@@ -206,6 +210,7 @@ def apply_tile(
         DIRECTIONS,
         True,
         HARDWARE,
+        STREAM,
     )
 
 
@@ -248,6 +253,7 @@ def norm_cast_kernel(
     REGROUP: tl.constexpr,
     RAGGED: tl.constexpr,
     HARDWARE: tl.constexpr,
+    STREAM: tl.constexpr,
 ):
     """Two kinds of programs in one grid, so that the sum is read back from cache and one kind computes while the other
     waits for memory: STEPS times ROWS rows of the sum with their statistics, and tiles of R8 * 8 rows of it, normalised
@@ -283,6 +289,7 @@ def norm_cast_kernel(
                     ROWS,
                     WIDTH,
                     HARDWARE,
+                    STREAM,
                 )
             tl.debug_barrier()
             tl.atomic_add(ready_ptr + first_row // R, 1, sem="release")
@@ -323,4 +330,5 @@ def norm_cast_kernel(
                 REGROUP,
                 RAGGED,
                 HARDWARE,
+                STREAM,
             )

@@ -117,6 +117,82 @@ def scaled(x, factors, HARDWARE: tl.constexpr):
         return x
 
 
+Word = tuple[int, tuple[int, int, int, int], int, bool]
+
+
+def merging_asm(words: list[Word], lost: int, own: int, wide: int, saturates: bool) -> tl.constexpr:
+    """PTX that follows the definition of `merged_words` for those words of a thread that may need it, behind one branch
+    for all of them.
+
+    words: (operand of a word, operands of its four elements, their halves H, upper half of own and wide?); the others
+    are operands, too.
+    """
+    # Bit 7 of m + 0x77 is set where the magnitude m >= 9; the sum never carries. A mode that saturates (floor,
+    # even) adds nothing, so that the quick way is never taken.
+    slack = 0 if saturates else 0x77777777
+    text = (
+        "{ .reg .pred p; .reg .b16 lo, hi; .reg .b32 d, e, f, g, s, o, w, wp, wq, sp, sq; .reg .f32 h, i, j, k, l;"
+        f" and.b32 d, ${words[0][0]}, 0x7f7f7f7f; add.s32 d, d, {slack};"
+    )
+    for word, *_ in words[1:]:
+        text += f" and.b32 e, ${word}, 0x7f7f7f7f; add.s32 e, e, {slack}; and.b32 d, d, e;"
+    text += " and.b32 d, d, 0x80808080; setp.eq.u32 p, d, 0x80808080; @p bra DONE;"
+    for number, (word, xs, halves, upper) in enumerate(words):
+        digits = [(halves >> place) & 1 for place in (12, 8, 4, 0)]
+        take = [
+            f" and.b32 {name}, ${x}, 0xffff0000;" if digit else f" shl.b32 {name}, ${x}, 16;"
+            for name, x, digit in zip("defg", xs, digits, strict=True)
+        ]
+        shift = 23 if upper else 7
+        text += (
+            f" and.b32 d, ${word}, 0x7f7f7f7f; add.s32 d, d, {slack}; and.b32 d, d, 0x80808080;"
+            f" setp.eq.u32 p, d, 0x80808080; @p bra NEXT{number};"
+            f" bfe.u32 o, ${own}, {shift}, 8; bfe.u32 w, ${wide}, {shift}, 8;"
+            f" setp.ge.s32 p, o, w; @p bra NEXT{number};"
+            f" setp.eq.s32 p, w, 255; @p bra NEXT{number};"
+            " sub.s32 s, 254, o; shl.b32 s, s, 23; mov.b32 h, s;"
+            + "".join(take)
+            + " mov.b32 i, d; mov.b32 j, e; mov.b32 k, f; mov.b32 l, g;"
+            " mul.rn.f32 i, i, h; mul.rn.f32 j, j, h; mul.rn.f32 k, k, h; mul.rn.f32 l, l, h;"
+            " cvt.rn.satfinite.e4m3x2.f32 lo, j, i; cvt.rn.satfinite.e4m3x2.f32 hi, l, k;"
+            " sub.s32 s, o, w; max.s32 e, s, -14; sub.s32 d, s, e; max.s32 d, d, -10;"
+            " shl.b32 f, e, 10; add.s32 f, f, 15360; prmt.b32 f, f, f, 0x1010;"
+            " shl.b32 d, d, 10; sub.s32 g, 15360, d; prmt.b32 g, g, g, 0x1010;"
+            " add.s32 d, d, 15360; prmt.b32 d, d, d, 0x1010;"
+            " cvt.rn.f16x2.e4m3x2 wp, lo; cvt.rn.f16x2.e4m3x2 wq, hi;"
+            " mul.rn.f16x2 wp, wp, f; mul.rn.f16x2 wq, wq, f; mul.rn.f16x2 sp, wp, d; mul.rn.f16x2 sq, wq, d;"
+            " cvt.rn.satfinite.e4m3x2.f16x2 lo, sp; cvt.rn.satfinite.e4m3x2.f16x2 hi, sq;"
+            f" mov.b32 ${word}, {{lo, hi}};"
+            " cvt.rn.f16x2.e4m3x2 sp, lo; cvt.rn.f16x2.e4m3x2 sq, hi; mul.rn.f16x2 sp, sp, g; mul.rn.f16x2 sq, sq, g;"
+            " set.ne.f16x2.f16x2 sp, sp, wp; set.ne.f16x2.f16x2 sq, sq, wq; add.rn.f16x2 sp, sp, sq;"
+            f" add.rn.f16x2 ${lost}, sp, ${lost}; NEXT{number}:"
+        )
+    return tl.constexpr(text + " DONE: }")
+
+
+def _rows(upper: bool, saturates: bool) -> tl.constexpr:
+    """Operands: two words and the count, two rows of two pairs, scales."""
+    return merging_asm([(0, (3, 3, 4, 4), 0x0101, False), (1, (5, 5, 6, 6), 0x0101, upper)], 2, 7, 8, saturates)
+
+
+def _columns(saturates: bool) -> tl.constexpr:
+    """Operands: four words and the count, eight rows of a pair, scales."""
+    first, second = (5, 6, 7, 8), (9, 10, 11, 12)
+    words: list[Word] = [
+        (0, first, 0, False),
+        (1, second, 0, False),
+        (2, first, 0x1111, True),
+        (3, second, 0x1111, True),
+    ]
+    return merging_asm(words, 4, 13, 14, saturates)
+
+
+# Kernels read globals that are constants.
+ROWS_ASM, ROWS_ASM_SATURATING = _rows(True, False), _rows(True, True)
+SQUARES_ASM, SQUARES_ASM_SATURATING = _rows(False, False), _rows(False, True)
+COLUMNS_ASM, COLUMNS_ASM_SATURATING = _columns(False), _columns(True)
+
+
 @triton.jit
 def merged_words(
     word,
@@ -129,95 +205,79 @@ def merged_words(
     lost,
     H: tl.constexpr,
     UPPER: tl.constexpr,
-    MODE: tl.constexpr,
-    HARDWARE: tl.constexpr,
 ):
     """Four E4M3 codes under the scale `wide` of 128, as two roundings give them: under the scale `own` of their block
-    of 32, then moved; and `lost` plus the codes that the second rounding changed.
+    of 32, then moved; and `lost` plus the codes that the second rounding changed. The definition, in integers.
 
     Args:
-        word: the codes that one rounding under `wide` gives (in hardware; otherwise only its NaN codes are looked at).
+        word: the codes that one rounding under `wide` gives, of which only the NaN codes are looked at.
         x0 ... x3, H: the elements, as in `word_of`.
         own, wide: scales in pairs, of which UPPER names the half.
-        lost: two fp16 counts in hardware (exact up to 2048), otherwise one int32.
+        lost: an int32 count.
 
-    One rounding gives the codes of two, none lost, if all four are normal numbers above the smallest (that one may have
+    In hardware (`merging_asm`), where word is what one rounding gives and lost two fp16 counts (exact up to 2048):
+    one rounding gives the codes of two, none lost, if all four are normal numbers above the smallest (that one may have
     been reached by two roundings) and no mode saturates the first rounding; and where both scales are equal. Otherwise
     the definition is followed: the second rounding works on pairs in fp16, in which a code times 2^s, s >= -14, is
     exact. What is left of the shift down to -24 is a second factor: results that it rounds in fp16 are far under half
     of the smallest code, and under -24 every code is zero anyway.
     """
+    own_byte = (own >> (23 if UPPER else 7)) & 0xFF
+    wide_byte = (wide >> (23 if UPPER else 7)) & 0xFF
+    f = inverse_power(own_byte)
+    shift = tl.minimum(own_byte - wide_byte, 0)
+    c0, n0 = shift_codes(encode(half_of(x0, (H >> 12) & 1) * f, x0, 0, False, False), shift, 0, False)
+    c1, n1 = shift_codes(encode(half_of(x1, (H >> 8) & 1) * f, x1, 0, False, False), shift, 0, False)
+    c2, n2 = shift_codes(encode(half_of(x2, (H >> 4) & 1) * f, x2, 0, False, False), shift, 0, False)
+    c3, n3 = shift_codes(encode(half_of(x3, H & 1) * f, x3, 0, False, False), shift, 0, False)
+    found = n0.to(tl.int32) + n1.to(tl.int32) + n2.to(tl.int32) + n3.to(tl.int32)
+    codes = c0 | (c1 << 8) | (c2 << 16) | (c3 << 24)
+    return tl.where(wide_byte == 255, word, codes), tl.where(wide_byte == 255, lost, lost + found)
+
+
+@triton.jit
+def merged_rows(a, b, xa, xb, own, wide, lost, UPPER: tl.constexpr, MODE: tl.constexpr, HARDWARE: tl.constexpr):
+    """`merged_words` of two rows (xa, xb: two pairs each), whose scales are the lower and the upper halves (UPPER) or
+    both the lower ones."""
     if HARDWARE:
-        # Bit 7 of m + 0x77 is set where the magnitude m >= 9; the sum never carries. A mode that saturates (floor,
-        # even) adds nothing, so that the quick way is never taken.
-        slack: tl.constexpr = 0x77777777 if MODE == 1 or MODE == 2 else 0
-        shift: tl.constexpr = 23 if UPPER else 7
-        take0: tl.constexpr = "and.b32 d, $2, 0xffff0000;" if (H >> 12) & 1 else "shl.b32 d, $2, 16;"
-        take1: tl.constexpr = "and.b32 e, $3, 0xffff0000;" if (H >> 8) & 1 else "shl.b32 e, $3, 16;"
-        take2: tl.constexpr = "and.b32 f, $4, 0xffff0000;" if (H >> 4) & 1 else "shl.b32 f, $4, 16;"
-        take3: tl.constexpr = "and.b32 g, $5, 0xffff0000;" if H & 1 else "shl.b32 g, $5, 16;"
+        quick: tl.constexpr = MODE == 1 or MODE == 2
+        rows: tl.constexpr = ROWS_ASM if quick else ROWS_ASM_SATURATING
+        squares: tl.constexpr = SQUARES_ASM if quick else SQUARES_ASM_SATURATING
         return tl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b16 lo, hi; .reg .b32 d, e, f, g, s, o, w, wp, wq, sp, sq; .reg .f32 h, i, j, k, l;"
-            " and.b32 d, $0, 0x7f7f7f7f;"
-            f" add.s32 d, d, {slack};"
-            " and.b32 d, d, 0x80808080;"
-            " setp.eq.u32 p, d, 0x80808080;"
-            " @p bra DONE;"
-            f" bfe.u32 o, $6, {shift}, 8; bfe.u32 w, $7, {shift}, 8;"
-            " setp.ge.s32 p, o, w;"
-            " @p bra DONE;"
-            " setp.eq.s32 p, w, 255;"
-            " @p bra DONE;"
-            " sub.s32 s, 254, o; shl.b32 s, s, 23; mov.b32 h, s;"
-            f" {take0} {take1} {take2} {take3}"
-            " mov.b32 i, d; mov.b32 j, e; mov.b32 k, f; mov.b32 l, g;"
-            " mul.rn.f32 i, i, h; mul.rn.f32 j, j, h; mul.rn.f32 k, k, h; mul.rn.f32 l, l, h;"
-            " cvt.rn.satfinite.e4m3x2.f32 lo, j, i;"
-            " cvt.rn.satfinite.e4m3x2.f32 hi, l, k;"
-            " sub.s32 s, o, w;"
-            " max.s32 e, s, -14;"
-            " sub.s32 d, s, e;"
-            " max.s32 d, d, -10;"
-            " shl.b32 f, e, 10; add.s32 f, f, 15360; prmt.b32 f, f, f, 0x1010;"
-            " shl.b32 d, d, 10;"
-            " sub.s32 g, 15360, d; prmt.b32 g, g, g, 0x1010;"
-            " add.s32 d, d, 15360; prmt.b32 d, d, d, 0x1010;"
-            " cvt.rn.f16x2.e4m3x2 wp, lo;"
-            " cvt.rn.f16x2.e4m3x2 wq, hi;"
-            " mul.rn.f16x2 wp, wp, f;"
-            " mul.rn.f16x2 wq, wq, f;"
-            " mul.rn.f16x2 sp, wp, d;"
-            " mul.rn.f16x2 sq, wq, d;"
-            " cvt.rn.satfinite.e4m3x2.f16x2 lo, sp;"
-            " cvt.rn.satfinite.e4m3x2.f16x2 hi, sq;"
-            " mov.b32 $0, {lo, hi};"
-            " cvt.rn.f16x2.e4m3x2 sp, lo;"
-            " cvt.rn.f16x2.e4m3x2 sq, hi;"
-            " mul.rn.f16x2 sp, sp, g;"
-            " mul.rn.f16x2 sq, sq, g;"
-            " set.ne.f16x2.f16x2 sp, sp, wp;"
-            " set.ne.f16x2.f16x2 sq, sq, wq;"
-            " add.rn.f16x2 sp, sp, sq;"
-            " add.rn.f16x2 $1, sp, $1;"
-            " DONE: }",
-            "=&r,=&r,r,r,r,r,r,r,0,1",
-            [x0, x1, x2, x3, own, wide, word, lost],
-            dtype=(tl.int32, tl.int32),
+            rows if UPPER else squares,
+            "=&r,=&r,=&r,r,r,r,r,r,r,0,1,2",
+            [xa[0], xa[1], xb[0], xb[1], own, wide, a, b, lost],
+            dtype=(tl.int32, tl.int32, tl.int32),
             is_pure=True,
             pack=1,
         )
     else:
-        own_byte = (own >> (23 if UPPER else 7)) & 0xFF
-        wide_byte = (wide >> (23 if UPPER else 7)) & 0xFF
-        f = inverse_power(own_byte)
-        shift = tl.minimum(own_byte - wide_byte, 0)
-        c0, n0 = shift_codes(encode(half_of(x0, (H >> 12) & 1) * f, x0, 0, False, False), shift, 0, False)
-        c1, n1 = shift_codes(encode(half_of(x1, (H >> 8) & 1) * f, x1, 0, False, False), shift, 0, False)
-        c2, n2 = shift_codes(encode(half_of(x2, (H >> 4) & 1) * f, x2, 0, False, False), shift, 0, False)
-        c3, n3 = shift_codes(encode(half_of(x3, H & 1) * f, x3, 0, False, False), shift, 0, False)
-        found = n0.to(tl.int32) + n1.to(tl.int32) + n2.to(tl.int32) + n3.to(tl.int32)
-        codes = c0 | (c1 << 8) | (c2 << 16) | (c3 << 24)
-        return tl.where(wide_byte == 255, word, codes), tl.where(wide_byte == 255, lost, lost + found)
+        a, lost = merged_words(a, xa[0], xa[0], xa[1], xa[1], own, wide, lost, 0x0101, False)
+        b, lost = merged_words(b, xb[0], xb[0], xb[1], xb[1], own, wide, lost, 0x0101, UPPER)
+        return a, b, lost
+
+
+@triton.jit
+def merged_columns(a, b, c, d, xs, j: tl.constexpr, own, wide, lost, MODE: tl.constexpr, HARDWARE: tl.constexpr):
+    """`merged_words` of two columns of eight rows, pair j: the lower halves' words a (rows 0 to 3) and b (4 to 7), the
+    upper halves' c and d."""
+    x0, x1, x2, x3 = xs[0][j], xs[1][j], xs[2][j], xs[3][j]
+    x4, x5, x6, x7 = xs[4][j], xs[5][j], xs[6][j], xs[7][j]
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            COLUMNS_ASM if MODE == 1 or MODE == 2 else COLUMNS_ASM_SATURATING,
+            "=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,0,1,2,3,4",
+            [x0, x1, x2, x3, x4, x5, x6, x7, own, wide, a, b, c, d, lost],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        a, lost = merged_words(a, x0, x1, x2, x3, own, wide, lost, 0, False)
+        b, lost = merged_words(b, x4, x5, x6, x7, own, wide, lost, 0, False)
+        c, lost = merged_words(c, x0, x1, x2, x3, own, wide, lost, 0x1111, True)
+        d, lost = merged_words(d, x4, x5, x6, x7, own, wide, lost, 0x1111, True)
+        return a, b, c, d, lost
 
 
 @triton.jit
@@ -265,11 +325,11 @@ def row_pair_words(
         f = spread_row(f, R8, G, B, REGROUP)
         x0, x1 = xs[2 * j + h][0], xs[2 * j + h][1]
         y0, y1 = scaled(x0, f, HARDWARE), scaled(x1, f, HARDWARE)
-        word = word_of(y0, y0, y1, y1, f, f, f, f, 0x0101, FORMAT, HARDWARE)
-        if REGROUP:
-            wide = spread_row(scale, R8, G, B, REGROUP)
-            word, lost = merged_words(word, x0, x0, x1, x1, own, wide, lost, 0x0101, h, MODE, HARDWARE)
-        words = words + (word,)  # noqa: RUF005
+        words = words + (word_of(y0, y0, y1, y1, f, f, f, f, 0x0101, FORMAT, HARDWARE),)  # noqa: RUF005
+    if REGROUP:
+        wide = spread_row(scale, R8, G, B, REGROUP)
+        a, b, lost = merged_rows(words[0], words[1], xs[2 * j], xs[2 * j + 1], own, wide, lost, True, MODE, HARDWARE)
+        words = (a, b)
     return words[0], words[1], scale, lost
 
 
@@ -306,18 +366,15 @@ def column_pair_words(
         y = ()
         for i in tl.static_range(8):
             y = y + (scaled(xs[i][j], f, HARDWARE),)  # noqa: RUF005
-        for h in tl.static_range(2):
-            low = word_of(y[0], y[1], y[2], y[3], f, f, f, f, 0x1111 * h, FORMAT, HARDWARE)
-            high = word_of(y[4], y[5], y[6], y[7], f, f, f, f, 0x1111 * h, FORMAT, HARDWARE)
-            if REGROUP:
-                o, w = own[j], wides[j]
-                low, lost = merged_words(
-                    low, xs[0][j], xs[1][j], xs[2][j], xs[3][j], o, w, lost, 0x1111 * h, h, MODE, HARDWARE
-                )
-                high, lost = merged_words(
-                    high, xs[4][j], xs[5][j], xs[6][j], xs[7][j], o, w, lost, 0x1111 * h, h, MODE, HARDWARE
-                )
-            words = words + (wide_word(low, high),)  # noqa: RUF005
+        low0 = word_of(y[0], y[1], y[2], y[3], f, f, f, f, 0, FORMAT, HARDWARE)
+        high0 = word_of(y[4], y[5], y[6], y[7], f, f, f, f, 0, FORMAT, HARDWARE)
+        low1 = word_of(y[0], y[1], y[2], y[3], f, f, f, f, 0x1111, FORMAT, HARDWARE)
+        high1 = word_of(y[4], y[5], y[6], y[7], f, f, f, f, 0x1111, FORMAT, HARDWARE)
+        if REGROUP:
+            low0, high0, low1, high1, lost = merged_columns(
+                low0, high0, low1, high1, xs, j, own[j], wides[j], lost, MODE, HARDWARE
+            )
+        words = words + (wide_word(low0, high0), wide_word(low1, high1))  # noqa: RUF005
     return unquads(words[0], words[1], words[2], words[3], R8, C), scale, lost
 
 

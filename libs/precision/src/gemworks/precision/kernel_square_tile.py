@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from gemworks.precision.kernel_common import nan_code_of, scale_byte
-from gemworks.precision.kernel_pairs import merged_words, scaled, word_of
+from gemworks.precision.kernel_pairs import merged_rows, scaled, word_of
 from gemworks.precision.kernel_tile import load_tile, wide_value
 from gemworks.precision.kernel_words import half_factor, largest_halves, maximum_of_halves, total_lost
 
@@ -59,8 +59,8 @@ def cast_square_tile_kernel(
 ):
     """x: bf16 `[M, K]` as int32, K a multiple of 16; codes as int32 `[M, K / 4]`; scale bytes, one a square.
 
-    Scales of 128 x 128 (one a program) also go to wide `[M / 128, num_padded]` as fp32, padded with ones. inexact: count
-    of the codes that regrouping changed, int64.
+    Scales of 128 x 128 (one a program) also go to wide `[M / 128, num_padded]` as fp32, padded with ones. inexact:
+    count of the codes that regrouping changed, int64.
     """
     tile = tl.program_id(0)
     row_tile, column_tile = tile // num_column_tiles, tile % num_column_tiles
@@ -99,18 +99,23 @@ def cast_square_tile_kernel(
     inside_octet = (octet < (left_rows // 16) * 2)[:, None] & real
     codes_ptr += first_row * num_quads
     lost = tl.zeros([R8, C // 4], tl.int32)
-    for i in tl.static_range(8):
-        x0, x1 = xs[i][0], xs[i][1]
-        y0, y1 = scaled(x0, f, HARDWARE), scaled(x1, f, HARDWARE)
-        word = word_of(y0, y0, y1, y1, f, f, f, f, 0x0101, FORMAT, HARDWARE)
+    for j in tl.static_range(4):
+        words = ()
+        for h in tl.static_range(2):
+            y0, y1 = scaled(xs[2 * j + h][0], f, HARDWARE), scaled(xs[2 * j + h][1], f, HARDWARE)
+            words = words + (word_of(y0, y0, y1, y1, f, f, f, f, 0x0101, FORMAT, HARDWARE),)  # noqa: RUF005
         if REGROUP:
-            word, lost = merged_words(word, x0, x0, x1, x1, own, wide, lost, 0x0101, 0, MODE, HARDWARE)
-        if not HARDWARE:
-            word = tl.where((wide >> 7) == 255, nan_code_of(FORMAT) * 0x01010101, word)
-        mask = inside_octet
-        if RAGGED:
-            mask = (octet * 8 + i < left_rows)[:, None] & real
-        tl.store(codes_ptr + i * num_quads + at, word, mask=mask)
+            xa, xb = xs[2 * j], xs[2 * j + 1]
+            a, b, lost = merged_rows(words[0], words[1], xa, xb, own, wide, lost, False, MODE, HARDWARE)
+            words = (a, b)
+        for h in tl.static_range(2):
+            word = words[h]
+            if not HARDWARE:
+                word = tl.where((wide >> 7) == 255, nan_code_of(FORMAT) * 0x01010101, word)
+            mask = inside_octet
+            if RAGGED:
+                mask = (octet * 8 + 2 * j + h < left_rows)[:, None] & real
+            tl.store(codes_ptr + (2 * j + h) * num_quads + at, word, mask=mask)
     if REGROUP:
         count = total_lost(lost, HARDWARE)
         if count > 0:

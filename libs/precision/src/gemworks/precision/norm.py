@@ -201,6 +201,8 @@ def _norm_general(
 
 # Steps of a program of the sum in one grid: what it costs to say that a share is finished is paid once for all of them.
 NORM_STEPS = 4
+# Does what is read or written once leave the second-level cache before the sum does?
+NORM_STREAM = False
 
 
 @lru_cache(maxsize=256)
@@ -231,6 +233,7 @@ def _norm_setup(
         ROWS=rows,
         STEPS=min(NORM_STEPS, config.rows // rows),
         WIDTH=width,
+        STREAM=NORM_STREAM,
     )
 
 

@@ -38,7 +38,7 @@ def tile_config(block: int, regroup: bool, directions: int) -> TileConfig:
         return TileConfig(256, 64, 8) if block == 32 and not regroup else TileConfig(128, 64, 4)
     if block == 32 and not regroup:
         return TileConfig(128, 64, 4)
-    return TileConfig(128, 128, 8, 128 if regroup else 80)
+    return TileConfig(128, 128, 8, 80)
 
 
 def fused_tile_config(block: int, regroup: bool, directions: int) -> TileConfig:
