@@ -97,7 +97,7 @@ def by_definition(left, right, scale_a, scale_b, square):
     return (left.float() * scale_a.repeat_interleave(128, 1)) @ (right.float() * scale_b.repeat_interleave(128, 1)).t()
 
 
-@pytest.mark.parametrize("pieces", [2, 4])
+@pytest.mark.parametrize("pieces", [2, 3, 4])
 def test_pieces_of_a_contraction_add_up(monkeypatch, pieces):
     """Each piece reaches cuBLAS with scales of its own layout; their sum is the product."""
     multiplied = []
@@ -121,17 +121,18 @@ def test_pieces_of_a_contraction_add_up(monkeypatch, pieces):
     b = quantize_square(torch.randn(128, 2048), block=128)
     out = scaled_mm(a, b, torch.float32)
     torch.testing.assert_close(out, a.dequantize() @ b.dequantize().t(), rtol=1e-5, atol=1e-4)
-    piece = (48, 2048 // pieces)
-    assert multiplied == [*[caller for _ in others], *[piece] * pieces, *others]
+    lengths = {2: [1024, 1024], 3: [1024, 512, 512], 4: [512] * 4}[pieces]
+    assert multiplied == [*[caller for _ in others], *[(48, length) for length in lengths], *others]
 
 
 def test_a_product_is_split_only_where_processors_idle_for_long():
-    assert module.num_pieces(1024, 1024, 262144, 132) == 8  # five turns of an eighth
-    assert module.num_pieces(512, 1536, 262144, 132) == 2
-    assert module.num_pieces(512, 512, 262144, 132) == 4
+    assert module.num_pieces(1024, 1024, 262144, 132) == 9  # five turns of a ninth
+    assert module.num_pieces(512, 1536, 262144, 132) == 5  # two turns of a fifth
+    assert module.num_pieces(4096, 1024, 262144, 132) == 7  # fifteen of a seventh, not three of the whole
     assert module.num_pieces(512, 512, 32768, 132) == 2
     assert module.num_pieces(512, 512, 65536 + 128, 132) == 1
-    assert module.num_pieces(4096, 1024, 262144, 132) == 1
+    assert module.num_pieces(512, 512, 8192, 132) == 1
+    assert module.num_pieces(8192, 8192, 262144, 132) == 1
 
 
 def test_empty_products_and_square_first_operands():

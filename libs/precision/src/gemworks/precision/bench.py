@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -57,13 +58,24 @@ def ceilings(bench: Bench) -> None:
     print(f"ceilings: copy {bench.copy_gbps:.0f} GB/s, bf16 {bench.bf16_tflops:.1f} TFLOP/s, seed {SEED}", flush=True)
 
 
+def copy_time(bench: Bench, shape: tuple[int, int], per_element: int) -> float:
+    """Milliseconds of a copy that reads and writes `per_element` bytes an element; a row of its own."""
+    num_bytes = math.prod(shape) * per_element
+    source = torch.empty(num_bytes // 2, dtype=torch.uint8, device=bench.device).random_()
+    target = torch.empty_like(source)
+    name = f"{per_element} bytes an element"
+    return time_bytes(bench, "copy", shape, name, "torch", lambda: target.copy_(source), num_bytes)
+
+
 def bench_casts(bench: Bench) -> None:
-    """Each cast against copy bandwidth, and the row-wise one against torch.compile of the reference."""
+    """Each cast against the copy bandwidth of this run, which is that of 2 GiB, and against a copy of as many bytes as
+    it moves: short kernels reach less. The row-wise one against torch.compile of the reference."""
     shapes = [(262144, 512), (262144, 1024), (262133, 1024), (131072, 4096), (8192, 8192)]
     if bench.smoke:
         shapes = [(64, 256)]
     for m, k in shapes:
         x = bench.randn(m, k)
+        copies = {per_element: copy_time(bench, (m, k), per_element) for per_element in (3, 4)}
         for kind in KINDS:
             spec = CastSpec(kind)
             planes = m * k * (1 + 1 / (32 if kind is GemmKind.MXFP8 else 128))
@@ -74,7 +86,9 @@ def bench_casts(bench: Bench) -> None:
                 ("cast_square", lambda x=x, s=spec: cast(x, None, s), m * k),
             ]
             for op, run, written in runs:
-                time_bytes(bench, op, (m, k), kind.value, "gemworks", run, 2 * m * k + written)
+                num_bytes, per_element = 2 * m * k + written, 4 if op == "cast_both" else 3
+                copy_ms = copies[per_element] * num_bytes / (per_element * m * k)
+                time_bytes(bench, op, (m, k), kind.value, "gemworks", run, num_bytes, copy_ms)
         if bench.peers and (m, k) == (262144, 1024):
             from gemworks.precision.quantization import quantize
 
@@ -160,6 +174,7 @@ def tune(bench: Bench, out: Path, which: str, warm: bool) -> None:
     results: dict[str, list[tuple[float, str]]] = {}
     both = ALONG_ROWS | ALONG_COLUMNS
     saved = triton_casts.tile_config, norm.fused_tile_config, activation.fused_tile_config
+    saved_squares = triton_casts.square_config
     for kind in KINDS:
         spec = CastSpec(kind)
         share = 1 + 1 / (32 if kind is GemmKind.MXFP8 else 128)
@@ -177,6 +192,10 @@ def tune(bench: Bench, out: Path, which: str, warm: bool) -> None:
                     ("cast_rows", rows, 2 + share, lambda x=x, s=spec: cast(x, 1, s)),
                     ("cast_columns", columns, 2 + share, lambda x=x, s=spec: cast(x, 0, s)),
                     ("cast_both", candidates(both), 2 + 2 * share, lambda x=x, s=spec: cast_both(x, s)),
+                    (
+                        "cast_square", tiles.square_candidates(spec.block, spec.regroups), 3,
+                        lambda x=x, s=spec: cast(x, None, s),
+                    ),
                     (
                         "gelu_cast", candidates(both), 2 + 2 * share,
                         lambda x=x, s=spec: activation_cast(x, s, "gelu_tanh"),
@@ -199,10 +218,12 @@ def tune(bench: Bench, out: Path, which: str, warm: bool) -> None:
                     triton_casts.tile_config = lambda *_, c=candidate: c
                     norm.fused_tile_config = lambda *_, c=candidate: c
                     activation.fused_tile_config = lambda *_, c=candidate: c
+                    triton_casts.square_config = lambda *_, c=candidate: c
                     what = " ".join(map(str, (*vars(candidate).values(),)))
                     job = run if warm else lambda r=run, t=times, c=what: t.append((bench.time(r)[0], c))
                     attempt(f"{op} {what}", job)
                 triton_casts.tile_config, norm.fused_tile_config, activation.fused_tile_config = saved
+                triton_casts.square_config = saved_squares
                 results[op] = sorted(times)
                 for ms, what in sorted(times):
                     fraction = m * k * per_element / ms / 1e6 / bench.copy_gbps

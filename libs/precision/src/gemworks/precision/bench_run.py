@@ -223,9 +223,16 @@ def clock_mhz(device: torch.device) -> Any:
 
 
 def time_bytes(
-    bench: Bench, op: str, shape: tuple[int, int], format: str, impl: str, run: Callable[[], object], num_bytes: float
+    bench: Bench,
+    op: str,
+    shape: tuple[int, int],
+    format: str,
+    impl: str,
+    run: Callable[[], object],
+    num_bytes: float,
+    copy_ms: float | None = None,
 ) -> float:
-    """One bandwidth row; returns milliseconds."""
+    """One bandwidth row; returns milliseconds. copy_ms: how long a copy of as many bytes takes, timed the same way."""
     ms, p20, p80 = bench.time(run)
     gbps = num_bytes / ms / 1e6
     bench.add(
@@ -239,6 +246,8 @@ def time_bytes(
         ms_p80=round(p80, 4),
         gbps=round(gbps, 1),
         roofline_fraction=round(gbps / bench.copy_gbps, 4),
+        best_peer="" if copy_ms is None else "copy of as many bytes",
+        ratio_to_best_peer="" if copy_ms is None else round(copy_ms / ms, 4),
     )
     return ms
 

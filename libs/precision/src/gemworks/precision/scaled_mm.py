@@ -30,7 +30,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 ROWS32, ROWS128 = [ScalingType.BlockWise1x32.value], [ScalingType.BlockWise1x128.value]
 SQUARES128 = [ScalingType.BlockWise128x128.value]
 # At most so many parts of a contraction, and what a turn costs beside its steps of 512 (`num_pieces`).
-MAX_PIECES, PIECE_OVERHEAD = 16, 3
+MAX_PIECES, PIECE_OVERHEAD, MAX_STREAMS = 16, 3, 4
 PLAIN, SWIZZLED = [SwizzleType.NO_SWIZZLE.value], [SwizzleType.SWIZZLE_32_4_4.value]
 
 
@@ -207,18 +207,19 @@ def side_streams(device: torch.device, count: int) -> tuple[torch.cuda.Stream, .
 
 
 def multiply_pieces(both: Operands, pieces: int, out_dtype: torch.dtype) -> Tensor:
-    """The product as the sum, in fp32 and in order, of products over parts of the contraction, on four streams.
+    """The product as the sum, in fp32 and in order, of products over parts of the contraction, on MAX_STREAMS
+    streams.
 
     All memory is the caller's stream's, which waits for the others: nothing is freed under them.
     """
     parts = torch.empty(pieces, both.left.shape[0], both.right.shape[1], dtype=torch.float32, device=both.left.device)
     split = both.pieces(pieces)
     current = torch.cuda.current_stream(both.left.device)
-    streams = side_streams(both.left.device, min(pieces, 4) - 1)
+    streams = side_streams(both.left.device, min(pieces, MAX_STREAMS) - 1)
     for stream in streams:
         stream.wait_stream(current)
     for i in range(pieces):
-        with torch.cuda.stream((current, *streams)[i % 4]):
+        with torch.cuda.stream((current, *streams)[i % MAX_STREAMS]):
             split[i].multiply(parts[i])
     for stream in streams:
         current.wait_stream(stream)

@@ -79,6 +79,14 @@ def tile_candidates(block: int, regroup: bool, directions: int) -> list[TileConf
     return [TileConfig(*shape) for shape in shapes if shape[0] >= least_rows and shape[1] >= least_columns]
 
 
+def square_candidates(block: int, regroup: bool) -> list[TileConfig]:
+    """The same for squares that are stored once."""
+    shapes: list[Shape] = [(128, 128, 8, None), (128, 128, 16, None)]
+    if block != 128 and not regroup:
+        shapes += [(128, 64, 4, None), (64, 128, 4, None), (32, 256, 4, None), (64, 256, 8, None)]
+    return [TileConfig(*shape) for shape in shapes]
+
+
 def norm_sum_tile(config: TileConfig, num_columns: int) -> tuple[int, int]:
     """Rows and columns that a program of the sum reads at a time: 32 elements a thread, and rows that divide a tile's.
 
