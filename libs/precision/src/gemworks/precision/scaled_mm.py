@@ -108,7 +108,7 @@ class Operands:
         for first, last, length in cuts(self.left.shape[1], number):
             # cuBLAS takes the distance of lines of squares from the length of the contraction.
             blocks = lines[:, first // 128 : last // 128].unflatten(1, (-1, length // 128))
-            squares = blocks.transpose(0, 1).contiguous().unbind()
+            squares = blocks.transpose(0, 1).clone(memory_format=torch.contiguous_format).unbind()
             for start, square in zip(range(first, last, length), squares, strict=True):
                 stop = start + length
                 scale_a = self.scale_a[:, start // 128 : stop // 128]
