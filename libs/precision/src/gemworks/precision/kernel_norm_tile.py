@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from gemworks.precision.kernel_tile import load_tile, store_pairs, store_tile
-from gemworks.precision.kernel_words import high_half, low_half, quads, round_to_bf16, value
+from gemworks.precision.kernel_words import high_half, low_half, quads, round_to_bf16, sum_of_pairs, value
 
 
 @triton.jit
@@ -100,9 +100,7 @@ def sum_rows(
         h = tl.load(x_ptr + at, mask=inside, other=0, eviction_policy=policy)
         if HAS_RESIDUAL:
             r = tl.load(residual_ptr + at, mask=inside, other=0, eviction_policy=policy)
-            low = low_half(h) + low_half(r)
-            high = high_half(h) + high_half(r)
-            h = round_to_bf16(low, high, HARDWARE)
+            h = sum_of_pairs(h, r, HARDWARE)
             tl.store(sum_ptr + at, h, mask=inside)
         low, high = low_half(h), high_half(h)
         if SUBTRACT_MEAN:

@@ -147,6 +147,22 @@ def round_to_bf16(low, high, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def sum_of_pairs(a, b, HARDWARE: tl.constexpr):
+    """Two sums of bf16 rounded to bf16, in int32: one rounding of the exact sum, as in fp32 and back."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 one; mov.b32 one, 0x3f803f80; fma.rn.bf16x2 $0, $1, one, $2; }",
+            "=r,r,r",
+            [a, b],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return round_to_bf16(low_half(a) + low_half(b), high_half(a) + high_half(b), False)
+
+
+@triton.jit
 def value(row, j: tl.constexpr, PACKED: tl.constexpr, AGAIN: tl.constexpr, HARDWARE: tl.constexpr):
     """Column j modulo 4 of a row, fp32 `[R8, C4]`.
 
