@@ -21,7 +21,7 @@ from gemworks.precision.activation import activation_cast
 from gemworks.precision.attention import head_plane
 from gemworks.precision.backends import PrecisionCostWarning, device_spec
 from gemworks.precision.bench_checks import run_checks
-from gemworks.precision.bench_fused import bench_fused
+from gemworks.precision.bench_fused import bench_fused, bench_mlp
 from gemworks.precision.bench_host import bench_host
 from gemworks.precision.bench_linear import bench_linear, bench_norm_linear, bench_parts
 from gemworks.precision.bench_plot import plot
@@ -40,7 +40,7 @@ from gemworks.precision.recipe import GemmKind
 from torch import Tensor, nn
 
 PARTS = (
-    "checks", "casts", "norms", "activations", "projection", "host", "linear", "fused", "parts", "norm_linear",
+    "checks", "casts", "norms", "activations", "projection", "host", "linear", "fused", "mlp", "parts", "norm_linear",
 )  # fmt: skip
 
 
@@ -283,6 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
         "host": (bench_host, ("cast", "gemm", "linear")),
         "linear": (bench_linear, ("cast", "gemm", "linear")),
         "fused": (bench_fused, ("cast", "norm", "activation", "gemm", "linear")),
+        "mlp": (bench_mlp, ("cast", "activation", "gemm", "linear")),
         "parts": (bench_parts, ("cast", "gemm")),
         "norm_linear": (bench_norm_linear, ("cast", "norm", "gemm", "linear")),
     }

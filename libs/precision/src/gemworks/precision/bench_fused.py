@@ -20,8 +20,9 @@ from gemworks.precision.bench_run import Bench
 from gemworks.precision.casts import CastSpec, cast_both
 from gemworks.precision.gemms import gemm
 from gemworks.precision.linear import mx_linear, weight_plane
+from gemworks.precision.mlp import mx_mlp
 from gemworks.precision.norm import norm_cast
-from gemworks.precision.recipe import GemmKind, recipe
+from gemworks.precision.recipe import GemmKind, Recipe, recipe
 from torch import Tensor, nn
 
 NORM, GRADIENT = "norm", "activation_gradient"
@@ -135,3 +136,39 @@ def bench_fused(bench: Bench) -> None:
                 row["ratio_to_bf16"] = round(base / row["ms"], 4)
             bench.add(**row, shape="x".join(map(str, shape)))
         bench.save()
+
+
+def bench_mlp(bench: Bench) -> None:
+    """Two layers around a tanh GELU, from K to N features and back to K: fused, in parts, and in bf16."""
+    for shape in shapes_of(bench):
+        m, k, n = shape
+        layer = LayerBench.make(bench, shape)
+        layer.dy, w2 = bench.randn(m, k), nn.Parameter(bench.randn(k, n) / n**0.5)
+        chosen = recipe("fp8_block128", save="both")
+
+        def parts(x: Tensor, w: Tensor, product: Callable[[Tensor, Tensor], Tensor], w2: Tensor = w2) -> Tensor:
+            return product(nn.functional.gelu(product(x, w), approximate="tanh"), w2)
+
+        def quantised(x: Tensor, w: Tensor, chosen: Recipe = chosen) -> Tensor:
+            return mx_linear(x, w, None, chosen)
+
+        runs: list[tuple[str, str, Forward]] = [
+            ("bf16", "torch", lambda x, w, p=parts: p(x, w, nn.functional.linear)),
+            ("fp8_block128", "gemworks_unfused", lambda x, w, p=parts, q=quantised: p(x, w, q)),
+            ("fp8_block128", "gemworks", lambda x, w, w2=w2: mx_mlp(x, w, w2, "fp8_block128")),
+        ]
+        for format, impl, forward in runs:
+            row = {"op": "mlp", "format": format, "impl": impl, "direction": "fwd_bwd"}
+            layer.add(row, bench.capture(mlp_run(layer, w2, forward), layer.pool), 6)
+        layer.publish()
+
+
+def mlp_run(layer: LayerBench, w2: Tensor, forward: Forward) -> Callable[[], None]:
+    """Forward and backward once."""
+    run = linear_run(layer.x, layer.w, layer.dy, forward)
+
+    def both() -> None:
+        w2.grad = None
+        run()
+
+    return both

@@ -1,0 +1,58 @@
+"""Two linear layers around an activation: equal to their parts, and what is refused."""
+
+import pytest
+import torch
+from gemworks.precision import mx_linear, recipe
+from gemworks.precision.activation import ACTIVATIONS
+from gemworks.precision.mlp import mx_mlp
+
+pytestmark = pytest.mark.reference
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block128"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_mlp_equals_its_parts(name, with_bias):
+    torch.manual_seed(0)
+    leaves = [torch.randn(3, 20, 128), torch.randn(256, 128) / 11, torch.randn(128, 256) / 16]
+    biases = [torch.randn(256), torch.randn(128)]
+    dy = torch.randn(3, 20, 128)
+    activation = "silu" if with_bias else "gelu_tanh"
+    results = []
+    for fused in (True, False):
+        x, w1, w2 = (t.clone().requires_grad_() for t in leaves)
+        b1, b2 = (t.clone().requires_grad_() if with_bias else None for t in biases)
+        if fused:
+            y = mx_mlp(x, w1, w2, name, activation=activation, b1=b1, b2=b2)
+        else:
+            chosen = recipe(name, save="both")
+            y = mx_linear(ACTIVATIONS[activation](mx_linear(x, w1, b1, chosen)), w2, b2, chosen)
+        y.backward(dy)
+        made = [t.grad for t in (x, w1, w2)] + [b.grad for b in (b1, b2) if b is not None]
+        results.append([y, *made])
+    for ours, parts in zip(*results, strict=True):
+        torch.testing.assert_close(ours, parts, rtol=1e-3, atol=2e-2)
+
+
+def test_only_what_is_needed_is_computed():
+    x, w1, w2 = torch.randn(8, 64), torch.randn(32, 64), torch.randn(32, 32).requires_grad_()
+    mx_mlp(x, w1, w2).sum().backward()
+    assert w2.grad is not None
+    assert x.grad is None
+    assert w1.grad is None
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "shapes", "activation", "message"),
+    [
+        ("bf16", {}, ((4, 64), (32, 64), (32, 32)), "relu", "two mx_linear"),
+        ("fp8_wgrad_bf16", {}, ((4, 128), (128, 128), (128, 128)), "relu", "two mx_linear"),
+        ("fp8_square128", {}, ((4, 128), (128, 128), (128, 128)), "relu", "two mx_linear"),
+        ("mxfp8", {"hadamard_size": 32}, ((4, 64), (32, 64), (32, 32)), "relu", "two mx_linear"),
+        ("mxfp8", {}, ((4, 64), (32, 64), (32, 64)), "relu", r"expected \[F, 64\]"),
+        ("mxfp8", {}, ((4, 64), (48, 64), (32, 48)), "relu", "multiples of 32"),
+        ("mxfp8", {}, ((4, 64), (32, 64), (32, 32)), "tanh", "expected one of"),
+    ],
+)
+def test_bad_input_says_what_was_expected(name, changes, shapes, activation, message):
+    with pytest.raises(ValueError, match=message):
+        mx_mlp(*(torch.zeros(shape) for shape in shapes), recipe(name, **changes), activation=activation)
