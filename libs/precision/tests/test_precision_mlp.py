@@ -54,5 +54,7 @@ def test_only_what_is_needed_is_computed():
     ],
 )
 def test_bad_input_says_what_was_expected(name, changes, shapes, activation, message):
+    x, w1, w2 = (torch.zeros(shape) for shape in shapes)
+    chosen = recipe(name, **changes)
     with pytest.raises(ValueError, match=message):
-        mx_mlp(*(torch.zeros(shape) for shape in shapes), recipe(name, **changes), activation=activation)
+        mx_mlp(x, w1, w2, chosen, activation=activation)

@@ -50,6 +50,11 @@ def fused_tile_config(block: int, regroup: bool, directions: int) -> TileConfig:
     return TileConfig(128, 128, 8, 128 if regroup else 80)
 
 
+def pass_config(block: int, regroup: bool, directions: int) -> TileConfig:
+    """Tile of the norm in one pass."""
+    return TileConfig(128, 128, 8, 80)
+
+
 def square_config(block: int, regroup: bool) -> TileConfig:
     """Tile of the cast of squares that is stored once; as wide and as high as a square of 128 where there are such."""
     return TileConfig(128, 128, 8) if block == 128 or regroup else TileConfig(128, 64, 4)
