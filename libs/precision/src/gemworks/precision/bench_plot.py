@@ -32,6 +32,18 @@ ATTENTION = {
     ("tiles", "gemworks_with_casts"): ("the same with the casts of q, k, v", "#3182ce"),
     ("squares", "gemworks"): ("squares of 32, exact in bf16", "#a0aec0"),
 }
+FUSED = {
+    ("linear_fused", "fp8_block128", "gemworks_unfused"): ("1x128, casts by themselves", "#90cdf4"),
+    ("linear_fused", "fp8_square128", "gemworks_unfused"): ("squares, casts by themselves", "#a0aec0"),
+    ("linear_fused", "fp8_block128", "gemworks_norm"): ("the input's cast in the norm", "#3182ce"),
+    ("linear_fused", "fp8_block128", "gemworks_norm_and_gradient"): (
+        "and dy's in the activation's gradient",
+        "#1a365d",
+    ),
+    ("linear_fused", "fp8_block128", "gemworks_norm_and_gradient_wgrad_bf16"): ("the same, dW in bf16", "#b83280"),
+    ("mlp", "fp8_block128", "gemworks_unfused"): ("two layers and GELU, casts by themselves", "#fbd38d"),
+    ("mlp", "fp8_block128", "gemworks"): ("two layers and GELU: mx_mlp", "#dd6b20"),
+}
 BAR_INCHES, GAP_INCHES = 0.15, 0.12
 
 
@@ -50,11 +62,14 @@ def plot(rows: Sequence[Row], path: Path) -> bool:
     attention = [(f"{r['shape']} {r['direction']}", ATTENTION[r["format"], r["impl"]], float(r["ratio_to_bf16"]),
                   r["commit"]) for r in rows if r["op"] == "attention_fp8" and (r["format"], r["impl"])
                  in ATTENTION]  # fmt: skip
+    fused = [(r["shape"], FUSED[r["op"], r["format"], r["impl"]], float(r["ratio_to_bf16"]), r["commit"])
+             for r in rows if (r["op"], r["format"], r["impl"]) in FUSED and r["ratio_to_bf16"]]  # fmt: skip
     panels = [
         (bars, text)
         for bars, text in (
             (casts, "casts: share of the copy bandwidth of the same run"),
             (layers, "linear M x K x N, forward + backward: speed over bf16 of the same run"),
+            (fused, "layers M x K x N with their neighbours, less what the neighbours take in bf16: speed over bf16"),
             (attention, "attention on FP8 planes: speed over bf16 attention of the same run"),
         )
         if bars
@@ -92,7 +107,7 @@ def _panel(axis: Any, bars: Sequence[tuple[str, tuple[str, str], float, str]]) -
         cases.setdefault(case, []).append((kind, value))
     places: dict[tuple[str, str], list[tuple[float, float]]] = {}
     ticks, at = [], GAP_INCHES
-    order = [*CASTS.values(), *LAYERS.values(), *ATTENTION.values()]
+    order = [*CASTS.values(), *LAYERS.values(), *FUSED.values(), *ATTENTION.values()]
     for found in cases.values():
         ticks.append(at + BAR_INCHES * len(found) / 2)
         for kind, value in sorted(found, key=lambda bar: order.index(bar[0])):
