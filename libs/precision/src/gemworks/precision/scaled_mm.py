@@ -223,7 +223,20 @@ def multiply_pieces(both: Operands, pieces: int, out_dtype: torch.dtype) -> Tens
             split[i].multiply(parts[i])
     for stream in streams:
         current.wait_stream(stream)
-    return parts.sum(0).to(out_dtype)
+    return sum_of_parts(parts, out_dtype)
+
+
+def sum_of_parts(parts: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """fp32 `[P, M, N]` added over P in order and rounded once; one kernel on a GPU."""
+    if not parts.is_cuda:
+        return parts.sum(0).to(out_dtype)
+    from gemworks.precision.kernel_parts import sum_parts_kernel
+    from gemworks.precision.launch import launch
+
+    out = torch.empty(parts.shape[1:], dtype=out_dtype, device=parts.device)
+    grid = (-(-out.numel() // 1024), 1, 1)
+    launch(sum_parts_kernel, grid, (parts, out, out.numel(), parts.shape[0]), {"BLOCK": 1024}, {"num_warps": 4})
+    return out
 
 
 def _codes(plane: MXTensor) -> Tensor:
