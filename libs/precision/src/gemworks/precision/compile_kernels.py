@@ -70,7 +70,16 @@ def tile_variants() -> Iterator[Variant]:
         yield "norm_tile", kind, norm_cast_kernel, types, constants, config.num_warps, limit
         config = pass_config(block, regroup, 3)
         norms = {name: norms[name] for name in ("HAS_RESIDUAL", "HAS_BIAS", "SUBTRACT_MEAN", "WRITE_Y", "DIRECTIONS")}
-        constants = {**base, **norms, "PARTS": 8, "PHASE": 0, "R8": config.rows // 8, "C": config.columns, "B": block}
+        constants = {
+            **base,
+            **norms,
+            "PARTS": 8,
+            "PHASE": 0,
+            "EACH": True,
+            "R8": config.rows // 8,
+            "C": config.columns,
+            "B": block,
+        }
         constants |= {"REGROUP": regroup}
         types = argument_types(norm_pass_kernel, pointers | {"parts_ptr": "*fp32"}, constants)
         yield "norm_pass", kind, norm_pass_kernel, types, constants, config.num_warps, config.max_registers

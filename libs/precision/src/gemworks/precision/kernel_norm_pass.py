@@ -3,8 +3,8 @@
 # pyright: reportOperatorIssue=false, reportAssignmentType=false, reportOptionalMemberAccess=false
 """Residual + norm + cast of bf16 in one pass: a tile of the sum stays in registers while its rows' others are summed.
 
-The programs of a block of rows exchange their parts of each row's statistics through memory: the last to arrive adds
-them, in order, and tells the others. Programs start in the order of their number, so those of a block run together.
+The programs of a block of rows exchange their parts of each row's statistics through memory, and add them in order when
+all have arrived. Programs start in the order of their number, so those of a block run together.
 
 Tiles are held as in `kernel_words`: a tuple of eight rows modulo 8, each two int32 `[R8, C4]` of bf16 pairs. T programs
 a block, R = 8 R8 rows, C columns.
@@ -124,6 +124,7 @@ def norm_pass_kernel(
     DIRECTIONS: tl.constexpr,
     PARTS: tl.constexpr,
     PHASE: tl.constexpr,
+    EACH: tl.constexpr,
     R8: tl.constexpr,
     C: tl.constexpr,
     B: tl.constexpr,
@@ -136,8 +137,8 @@ def norm_pass_kernel(
     """x, residual, sum, y: bf16 `[real_rows, K]` contiguous as int32; planes as in `store_tile`.
 
     parts: fp32 `[1 or 2, T, num_rows]`, of no use afterwards; PARTS: T rounded up to a power of two. ready: int32
-    zeros, a block's programs that have arrived, and one more when its statistics are there. PHASE: 0, or where programs
-    do not run together, 1 and then 2.
+    zeros, a block's programs that have arrived. PHASE: 0, or where programs do not run together, 1 and then 2. EACH:
+    every program adds up the statistics; otherwise the last to arrive does, and counts once more.
     """
     R: tl.constexpr = R8 * 8
     block = tl.program_id(0) // num_column_tiles
@@ -163,7 +164,11 @@ def norm_pass_kernel(
         first = parts_ptr + column_tile.to(tl.int64) * num_rows + first_row
         store_statistics(hs, first, num_rows, first_column, num_columns, num_column_tiles, SUBTRACT_MEAN, R8, C)
         tl.debug_barrier()
-        if tl.atomic_add(ready_ptr + block, 1, sem="acq_rel") == num_column_tiles - 1:
+        seen = tl.atomic_add(ready_ptr + block, 1, sem="acq_rel") + 1
+        if EACH and PHASE == 0:
+            while seen < num_column_tiles:
+                seen = tl.atomic_add(ready_ptr + block, 0, sem="acquire")
+        if seen == num_column_tiles:
             add_statistics(
                 parts_ptr + first_row,
                 mean_ptr + first_row,
@@ -179,8 +184,9 @@ def norm_pass_kernel(
                 C,
             )
             tl.debug_barrier()
-            tl.atomic_add(ready_ptr + block, 1, sem="release")
-    if PHASE == 0:
+            if not EACH:
+                tl.atomic_add(ready_ptr + block, 1, sem="release")
+    if PHASE == 0 and not EACH:
         seen = tl.atomic_add(ready_ptr + block, 0, sem="acquire")
         while seen <= num_column_tiles:
             seen = tl.atomic_add(ready_ptr + block, 0, sem="acquire")

@@ -210,8 +210,8 @@ def _norm_general(
 
 # Is a row's other part waited for in registers (`_norm_pass`) where its programs run together?
 NORM_PASS = False
-# Columns of a tile of that.
-PASS_COLUMNS = 128
+# Columns of a tile of that, and does every program add up its rows' statistics?
+PASS_COLUMNS, PASS_EACH = 128, True
 
 
 def runs_together(num_columns: int, device: torch.device) -> bool:
@@ -249,6 +249,7 @@ def _pass_setup(
         RAGGED=ragged,
         PARTS=1 << (parts - 1).bit_length(),
         PHASE=phase,
+        EACH=PASS_EACH,
     )
 
 
