@@ -62,30 +62,6 @@ def test_wide_blocks(kind):
     check((144, 144) if kind is GemmKind.FP8_BLOCK128 else (144, 64), kind, "rms")
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "shape", "residual"),
-    [
-        (GemmKind.MXFP8, "rms", (49, 304), True),
-        (GemmKind.MXFP8, "layer", (49, 304), True),
-        (GemmKind.MXFP8, "layer", (144, 112), False),
-        (GemmKind.FP8_BLOCK128, "rms", (144, 144), True),
-        (GemmKind.MXFP8_REGROUP128, "rms", (144, 144), False),
-    ],
-)
-def test_one_pass(kind, name, shape, residual, monkeypatch):
-    """Statistics of rows that several programs share, the last of which is narrower; rows past the end."""
-    monkeypatch.setattr(norm, "NORM_PASS", True)
-    monkeypatch.setattr(norm, "_norm_tiles", None)
-    check(shape, kind, name, residual=residual)
-
-
-def test_a_row_is_waited_for_only_where_its_programs_run_together(monkeypatch):
-    monkeypatch.setattr(norm, "num_processors", lambda _: 132)
-    gpu = torch.device("cuda")
-    assert norm.runs_together(4096, gpu)
-    assert not norm.runs_together(8192, gpu)
-
-
 def test_only_the_plane_that_is_asked_for():
     x, w = torch.randn(32, 64).bfloat16(), torch.ones(64)
     out = norm_cast(x, w, CastSpec(GemmKind.MXFP8), columns=False, backend="triton")

@@ -128,7 +128,7 @@ def test_pieces_of_a_contraction_add_up(monkeypatch, pieces):
 def test_a_product_is_split_only_where_processors_idle_for_long():
     assert module.num_pieces(1024, 1024, 262144, 132) == 9  # five turns of a ninth
     assert module.num_pieces(512, 1536, 262144, 132) == 5  # two turns of a fifth
-    assert module.num_pieces(4096, 1024, 262144, 132) == 7  # fifteen of a seventh, not three of the whole
+    assert module.num_pieces(4096, 1024, 262144, 132) == 1  # more tiles than processors
     assert module.num_pieces(512, 512, 32768, 132) == 2
     assert module.num_pieces(512, 512, 65536 + 128, 132) == 1
     assert module.num_pieces(512, 512, 8192, 132) == 1

@@ -30,11 +30,9 @@ def tile_variants() -> Iterator[Variant]:
     """The tile kernels on bf16."""
     from gemworks.precision.kernel_activation import activation_gradient_kernel, activation_tile_kernel
     from gemworks.precision.kernel_common import FORMATS, MODES
-    from gemworks.precision.kernel_norm_pass import norm_pass_kernel
     from gemworks.precision.kernel_norm_tile import norm_cast_kernel
     from gemworks.precision.kernel_tile import cast_tile_kernel
-    from gemworks.precision.norm import NORM_STREAM
-    from gemworks.precision.tiles import fused_tile_config, norm_sum_tile, pass_config, tile_config
+    from gemworks.precision.tiles import fused_tile_config, norm_sum_tile, tile_config
 
     base = {"FORMAT": FORMATS["e4m3"], "MODE": MODES["rceil"], "RAGGED": False, "HARDWARE": True}
     pairs = dict.fromkeys(("x_ptr", "residual_ptr", "sum_ptr", "y_ptr", "codes_ptr"), "*i32")
@@ -64,25 +62,10 @@ def tile_variants() -> Iterator[Variant]:
         yield "activation_gradient", kind, activation_gradient_kernel, types, backward, config.num_warps, limit
         rows, width = norm_sum_tile(config, 1024)
         norms = {"HAS_RESIDUAL": True, "HAS_BIAS": False, "SUBTRACT_MEAN": False, "WRITE_Y": False, "DIRECTIONS": 3}
-        norms |= {"ROWS": rows, "STEPS": 4, "WIDTH": width, "STREAM": NORM_STREAM}
+        norms |= {"ROWS": rows, "STEPS": 4, "WIDTH": width}
         constants = {**base, **norms, "R8": config.rows // 8, "C": config.columns, "B": block, "REGROUP": regroup}
         types = argument_types(norm_cast_kernel, pointers, constants)
         yield "norm_tile", kind, norm_cast_kernel, types, constants, config.num_warps, limit
-        config = pass_config(block, regroup, 3)
-        norms = {name: norms[name] for name in ("HAS_RESIDUAL", "HAS_BIAS", "SUBTRACT_MEAN", "WRITE_Y", "DIRECTIONS")}
-        constants = {
-            **base,
-            **norms,
-            "PARTS": 8,
-            "PHASE": 0,
-            "EACH": True,
-            "R8": config.rows // 8,
-            "C": config.columns,
-            "B": block,
-        }
-        constants |= {"REGROUP": regroup}
-        types = argument_types(norm_pass_kernel, pointers | {"parts_ptr": "*fp32"}, constants)
-        yield "norm_pass", kind, norm_pass_kernel, types, constants, config.num_warps, config.max_registers
     from gemworks.precision.kernel_norm_backward import norm_backward_kernel
 
     constants = {"SUBTRACT_MEAN": False, "HAS_BIAS": False, "ADD": True, "ROWS": 2, "C": 1024}

@@ -80,11 +80,8 @@ def sum_rows(
     ROWS: tl.constexpr,
     C: tl.constexpr,
     HARDWARE: tl.constexpr,
-    STREAM: tl.constexpr,
 ):
-    """The sum of ROWS rows, and each row's mean and reciprocal deviation. bf16 `[M, K]` as int32. STREAM: what nobody
-    reads again leaves the second-level cache first."""
-    policy: tl.constexpr = "evict_first" if STREAM and HAS_RESIDUAL else ""
+    """The sum of ROWS rows, and each row's mean and reciprocal deviation. bf16 `[M, K]` as int32."""
     row = tl.arange(0, ROWS)
     half = (num_columns // 16) * 8
     offset = first_row * half
@@ -97,9 +94,9 @@ def sum_rows(
         pair = first // 2 + tl.arange(0, C // 2)
         at = (row * half)[:, None] + pair[None, :]
         inside = inside_row[:, None] & (pair < half)[None, :]
-        h = tl.load(x_ptr + at, mask=inside, other=0, eviction_policy=policy)
+        h = tl.load(x_ptr + at, mask=inside, other=0)
         if HAS_RESIDUAL:
-            r = tl.load(residual_ptr + at, mask=inside, other=0, eviction_policy=policy)
+            r = tl.load(residual_ptr + at, mask=inside, other=0)
             h = sum_of_pairs(h, r, HARDWARE)
             tl.store(sum_ptr + at, h, mask=inside)
         low, high = low_half(h), high_half(h)
@@ -154,7 +151,6 @@ def apply_tile(
     REGROUP: tl.constexpr,
     RAGGED: tl.constexpr,
     HARDWARE: tl.constexpr,
-    STREAM: tl.constexpr,
 ):
     """A tile of the sum, normalised and quantised; planes as in `store_tile`."""
     left_rows = real_rows - first_row
@@ -208,7 +204,6 @@ def apply_tile(
         DIRECTIONS,
         True,
         HARDWARE,
-        STREAM,
     )
 
 
@@ -251,7 +246,6 @@ def norm_cast_kernel(
     REGROUP: tl.constexpr,
     RAGGED: tl.constexpr,
     HARDWARE: tl.constexpr,
-    STREAM: tl.constexpr,
 ):
     """Two kinds of programs in one grid, so that the sum is read back from cache and one kind computes while the other
     waits for memory: STEPS times ROWS rows of the sum with their statistics, and tiles of R8 * 8 rows of it, normalised
@@ -287,7 +281,6 @@ def norm_cast_kernel(
                     ROWS,
                     WIDTH,
                     HARDWARE,
-                    STREAM,
                 )
             tl.debug_barrier()
             tl.atomic_add(ready_ptr + first_row // R, 1, sem="release")
@@ -328,5 +321,4 @@ def norm_cast_kernel(
                 REGROUP,
                 RAGGED,
                 HARDWARE,
-                STREAM,
             )

@@ -42,17 +42,14 @@ def store_tile(
     DIRECTIONS: tl.constexpr,
     PACKED: tl.constexpr,
     HARDWARE: tl.constexpr,
-    STREAM: tl.constexpr = False,
 ):
     """Quantise a tile (zero outside) along its rows (DIRECTIONS & 1) and its columns (DIRECTIONS & 2), and store it.
 
     codes as int32 `[M, K / 4]`, transposed codes as int64 `[K, M / 8]`. Scales lie block by block, so that a tile
     writes whole lines: `[K / width, M]` and `[M / width, K]`, as bytes or, where blocks are 128 wide, as the fp32 that
     cuBLAS takes. K is a multiple of 16, M (num_rows) of 128: products read no more than was written, whatever the
-    number of rows that are real. Offsets inside a tile fit 32 bits (the launcher checks). STREAM: codes leave the
-    second-level cache first.
+    number of rows that are real. Offsets inside a tile fit 32 bits (the launcher checks).
     """
-    policy: tl.constexpr = "evict_first" if STREAM else ""
     WIDTH: tl.constexpr = 128 if REGROUP else B
     C4: tl.constexpr = C // 4
     # Regrouped E5M2 is rare enough for the plain way alone.
@@ -78,14 +75,14 @@ def store_tile(
         if PAIRS:
             for j in tl.static_range(4):
                 even, odd, scale, lost = row_pair_words(xs, lost, j, R8, C, B, FORMAT, MODE, REGROUP, HARDWARE)
-                tl.store(codes_ptr + (2 * j) * num_quads + at, even, mask=inside, eviction_policy=policy)
-                tl.store(codes_ptr + (2 * j + 1) * num_quads + at, odd, mask=inside, eviction_policy=policy)
+                tl.store(codes_ptr + (2 * j) * num_quads + at, even, mask=inside)
+                tl.store(codes_ptr + (2 * j + 1) * num_quads + at, odd, mask=inside)
                 b = b + (scale,)  # noqa: RUF005
             store_row_pairs(b[0], b[1], b[2], b[3], at_scale, inside_group, WIDTH, HARDWARE)
         else:
             for i in tl.static_range(8):
                 word, byte, lost = row_words(xs[i], lost, R8, C, B, FORMAT, MODE, REGROUP, PACKED, HARDWARE)
-                tl.store(codes_ptr + i * num_quads + at, word, mask=inside, eviction_policy=policy)
+                tl.store(codes_ptr + i * num_quads + at, word, mask=inside)
                 store_scales(byte, at_scale + i, inside_group, WIDTH)
     if DIRECTIONS & 2:
         num_groups_t = (num_rows + WIDTH - 1) // WIDTH
@@ -109,7 +106,7 @@ def store_tile(
             word, byte, lost = column_words(xs, lost, R8, C, B, FORMAT, MODE, REGROUP, PACKED, HARDWARE)
             store_scales(byte, at_scale, inside_group, WIDTH)
         target += (column * num_octets)[:, None] + octet[None, :]
-        tl.store(target, tl.trans(word), mask=inside, eviction_policy=policy)
+        tl.store(target, tl.trans(word), mask=inside)
     if REGROUP:
         count = total_lost(lost, PAIRS and HARDWARE)
         if count > 0:

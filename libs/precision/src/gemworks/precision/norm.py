@@ -21,7 +21,6 @@ from gemworks.precision.gemms import gemm
 from gemworks.precision.linear import linear_backward, weight_plane
 from gemworks.precision.mxtensor import MXTensor, padded_rows
 from gemworks.precision.recipe import GemmKind, Recipe, Save, recipe
-from gemworks.precision.scaled_mm import num_processors
 from gemworks.precision.tiles import (
     ALONG_COLUMNS,
     ALONG_ROWS,
@@ -29,7 +28,6 @@ from gemworks.precision.tiles import (
     fused_tile_config,
     norm_sum_tile,
     norm_turn,
-    pass_config,
 )
 from torch import Tensor
 
@@ -153,7 +151,7 @@ def _triton_norm_cast(
     residual = residual.contiguous() if residual is not None else None
     run = _norm_general
     if fits_tiles(x, spec, spec.block) and packs(x) and (residual is None or packs(residual)):
-        run = _norm_pass if NORM_PASS and runs_together(x.shape[1], x.device) else _norm_tiles
+        run = _norm_tiles
     planes, inexact = run(x, weight, bias, residual, hidden, y, mean, rstd, spec, norm, eps, columns)
     return NormCast(planes[0], planes[1] if columns else None, hidden, mean, rstd, y, inexact)
 
@@ -208,100 +206,8 @@ def _norm_general(
     return planes, inexact
 
 
-# Is a row's other part waited for in registers (`_norm_pass`) where its programs run together?
-NORM_PASS = False
-# Columns of a tile of that, and does every program add up its rows' statistics?
-PASS_COLUMNS, PASS_EACH = 128, True
-
-
-def runs_together(num_columns: int, device: torch.device) -> bool:
-    """Do the programs of a row take no more than a quarter of the device, so that they surely run at the same time?
-
-    They start one after another and only wait for each other, and several such kernels may share a device.
-    """
-    return 4 * -(-num_columns // PASS_COLUMNS) <= num_processors(device) or device.type == "cpu"
-
-
-@lru_cache(maxsize=256)
-def _pass_setup(
-    config: TileConfig,
-    spec: CastSpec,
-    directions: int,
-    parts: int,
-    phase: int,
-    has_residual: bool,
-    has_bias: bool,
-    subtract: bool,
-    write_y: bool,
-    ragged: bool,
-) -> TileSetup:
-    from gemworks.precision.triton_casts import tile_setup
-
-    return tile_setup(
-        config,
-        spec,
-        spec.block,
-        directions,
-        HAS_RESIDUAL=has_residual,
-        HAS_BIAS=has_bias,
-        SUBTRACT_MEAN=subtract,
-        WRITE_Y=write_y,
-        RAGGED=ragged,
-        PARTS=1 << (parts - 1).bit_length(),
-        PHASE=phase,
-        EACH=PASS_EACH,
-    )
-
-
-def _norm_pass(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    hidden: Tensor,
-    y: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    spec: CastSpec,
-    norm: str,
-    eps: float,
-    columns: bool,
-) -> tuple[tuple[MXTensor, MXTensor], Tensor]:
-    """Contiguous bf16: a tile of the sum waits in registers for its rows' statistics."""
-    from gemworks.precision.backends import interpreting
-    from gemworks.precision.kernel_norm_pass import norm_pass_kernel
-    from gemworks.precision.launch import launch
-    from gemworks.precision.triton_casts import planes_of, tile_planes, tile_words
-
-    num_rows, num_columns = x.shape
-    directions = ALONG_ROWS | ALONG_COLUMNS if columns else ALONG_ROWS
-    config = pass_config(spec.block, spec.regroups, directions)
-    parts = -(-num_columns // config.columns)
-    sizes = (padded_rows(num_rows), num_columns)
-    row_blocks = -(-sizes[0] // config.rows)
-    # One kernel makes all zeros: the count of inexact codes, and behind it what programs wait for.
-    zeros = torch.zeros(row_blocks + 4, dtype=torch.int32, device=x.device)
-    written, ready = tile_planes(x, spec, spec.block, directions, zeros[:2].view(torch.int64)[0]), zeros[4:]
-    statistics = torch.empty(
-        2 if norm == "layer" else 1, parts, row_blocks * config.rows, dtype=torch.float32, device=x.device
-    )
-    added = (x, residual if residual is not None else hidden, hidden)
-    affine = (weight, bias if bias is not None else weight, y if y is not None else hidden)
-    arguments = (*added, *affine, mean, rstd, statistics, ready, *written.tensors, *sizes, parts, num_rows, eps)
-    pairs = torch.int32
-    words = (pairs, pairs, pairs, None, None, pairs, None, None, None, None, *tile_words(directions))
-    flags = (residual is not None, bias is not None, norm == "layer", y is not None, num_rows % 16 != 0)
-    # The interpreter runs one program after another.
-    for phase in (1, 2) if interpreting() else (0,):
-        setup = _pass_setup(config, spec, directions, parts, phase, *flags)
-        launch(norm_pass_kernel, (row_blocks * parts, 1, 1), arguments, setup.constants, setup.options, None, words)
-    return planes_of(x, spec, spec.block, written, directions), written.inexact
-
-
 # Steps of a program of the sum in one grid: what it costs to say that a share is finished is paid once for all of them.
 NORM_STEPS = 4
-# Does what is read or written once leave the second-level cache before the sum does?
-NORM_STREAM = False
 
 
 @lru_cache(maxsize=256)
@@ -332,7 +238,6 @@ def _norm_setup(
         ROWS=rows,
         STEPS=min(NORM_STEPS, config.rows // rows),
         WIDTH=width,
-        STREAM=NORM_STREAM,
     )
 
 

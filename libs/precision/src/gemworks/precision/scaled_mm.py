@@ -172,10 +172,10 @@ def scaled_mm(a: MXTensor, b: MXTensor, out_dtype: torch.dtype) -> Tensor:
 def num_pieces(rows: int, columns: int, contraction: int, processors: int) -> int:
     """Into how many parts of the contraction a product by squares is split.
 
-    cuBLAS gives it tiles of 128 x 128 and one processor to each, so a weight gradient leaves processors idle in its
-    last turn, or for all of its long contraction: the parts run side by side. It takes processors in clusters of eight,
-    which reach about 120 of 132; the time is that of the turns that all tiles of all parts need, each of which begins
-    and ends at the price of PIECE_OVERHEAD steps of 512.
+    cuBLAS gives it tiles of 128 x 128 and one processor to each, so a weight gradient with few outputs leaves
+    processors idle for all of its long contraction: the parts run side by side. It takes processors in clusters of
+    eight, which reach about 120 of 132; the time is that of the turns that all tiles of all parts need, each of which
+    begins and ends at the price of PIECE_OVERHEAD steps of 512.
 
     >>> num_pieces(1024, 1024, 262144, 132), num_pieces(1536, 512, 262144, 132), num_pieces(1024, 1024, 4096, 132)
     (9, 5, 1)
@@ -185,7 +185,7 @@ def num_pieces(rows: int, columns: int, contraction: int, processors: int) -> in
     steps = contraction // 512
     # Parts are summed in fp32: many of a large gradient would be traffic.
     most = min(MAX_PIECES, steps // 32, 2**25 // (rows * columns))
-    if contraction % 512 or most < 2:
+    if contraction % 512 or most < 2 or tiles > together:
         return 1
 
     def cost(number: int) -> int:

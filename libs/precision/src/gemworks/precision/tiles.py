@@ -47,11 +47,6 @@ def fused_tile_config(block: int, regroup: bool, directions: int) -> TileConfig:
         return tile_config(block, regroup, directions)
     if block == 32 and not regroup:
         return TileConfig(128, 64, 4, 96)
-    return TileConfig(128, 128, 8, 128 if regroup else 80)
-
-
-def pass_config(block: int, regroup: bool, directions: int) -> TileConfig:
-    """Tile of the norm in one pass."""
     return TileConfig(128, 128, 8, 80)
 
 
@@ -103,6 +98,6 @@ def norm_sum_tile(config: TileConfig, num_columns: int) -> tuple[int, int]:
 
 
 def norm_turn(rows: int, num_columns: int) -> int:
-    """Blocks of `rows` rows whose sums make one turn: 8 MiB of bf16, a fraction of an H200's cache of 50 MB, and more
+    """Blocks of `rows` rows whose sums make one turn: 12 MiB of bf16, a fraction of an H200's cache of 50 MB, and more
     programs than run at a time."""
-    return max(1, 2**23 // (2 * rows * num_columns))
+    return max(1, 12 * 2**20 // (2 * rows * num_columns))
