@@ -4,7 +4,7 @@ import pytest
 import torch
 from gemworks.precision import Hadamard
 from gemworks.precision.activation import ACTIVATIONS, activation_cast, activation_gradient_cast
-from gemworks.precision.casts import CastSpec, cast
+from gemworks.precision.casts import CastSpec, cast, cast_squares
 from gemworks.precision.recipe import GemmKind
 
 pytestmark = pytest.mark.reference
@@ -24,6 +24,19 @@ def test_planes_are_those_of_y(activation):
     assert alone.columns is None
     assert alone.y is None
     assert torch.equal(alone.rows.codes, out.rows.codes)
+
+
+def test_squares_are_those_of_y():
+    x, spec = torch.randn(150, 256).bfloat16(), CastSpec(GemmKind.FP8_BLOCK128)
+    out = activation_cast(x, spec, "silu", square=True, return_y=True)
+    assert out.y is not None
+    assert out.columns is not None
+    expected = cast_squares(out.y, spec)
+    for ours, plane in ((out.rows, expected.rows), (out.columns, expected.transposed)):
+        assert torch.equal(ours.codes, plane.codes)
+        assert torch.equal(ours.scales, plane.scales)
+    with pytest.raises(ValueError, match="both contractions"):
+        activation_cast(x, spec, "silu", square=True, columns=False)
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))

@@ -9,9 +9,9 @@ from gemworks.precision.mlp import mx_mlp
 pytestmark = pytest.mark.reference
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "fp8_block128"])
+@pytest.mark.parametrize(("name", "changes"), [("mxfp8", {}), ("fp8_block128", {"square_inputs": True})])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_mlp_equals_its_parts(name, with_bias):
+def test_mlp_equals_its_parts(name, changes, with_bias):
     torch.manual_seed(0)
     leaves = [torch.randn(3, 20, 128), torch.randn(256, 128) / 11, torch.randn(128, 256) / 16]
     biases = [torch.randn(256), torch.randn(128)]
@@ -22,9 +22,9 @@ def test_mlp_equals_its_parts(name, with_bias):
         x, w1, w2 = (t.clone().requires_grad_() for t in leaves)
         b1, b2 = (t.clone().requires_grad_() if with_bias else None for t in biases)
         if fused:
-            y = mx_mlp(x, w1, w2, name, activation=activation, b1=b1, b2=b2)
+            y = mx_mlp(x, w1, w2, recipe(name, **changes), activation=activation, b1=b1, b2=b2)
         else:
-            chosen = recipe(name, save="both")
+            chosen = recipe(name, save="both", **changes)
             y = mx_linear(ACTIVATIONS[activation](mx_linear(x, w1, b1, chosen)), w2, b2, chosen)
         y.backward(dy)
         made = [t.grad for t in (x, w1, w2)] + [b.grad for b in (b1, b2) if b is not None]

@@ -6,7 +6,7 @@
 import pytest
 import torch
 from gemworks.precision import mx_linear, recipe
-from gemworks.precision.casts import CastSpec, cast
+from gemworks.precision.casts import CastSpec, cast, cast_squares
 from gemworks.precision.norm import mx_norm_linear, norm_cast
 from gemworks.precision.recipe import GemmKind
 from torch import nn
@@ -65,12 +65,40 @@ def test_norm_linear_equals_the_parts(norm, save, with_residual):
         torch.testing.assert_close(fused, plain, rtol=1e-3, atol=2e-2)
 
 
+def test_squares_of_the_norm_are_those_of_y():
+    x, w = torch.randn(150, 256).bfloat16(), torch.randn(256)
+    spec = CastSpec(GemmKind.FP8_BLOCK128)
+    out = norm_cast(x, w, spec, square=True, return_y=True)
+    expected = cast_squares(out.y, spec)
+    for ours, plane in ((out.rows, expected.rows), (out.columns, expected.transposed)):
+        assert torch.equal(ours.codes, plane.codes)
+        assert torch.equal(ours.scales, plane.scales)
+        assert ours.dim == plane.dim
+
+
+@pytest.mark.parametrize("save", ["high_precision", "both"])
+def test_norm_linear_with_squares_of_its_input(save):
+    torch.manual_seed(1)
+    leaves = [torch.randn(150, 128), torch.randn(128), torch.randn(256, 128)]
+    chosen = recipe("fp8_block128", save=save, square_inputs=True)
+    results = []
+    for fused in (True, False):
+        x, g, w = (t.clone().requires_grad_() for t in leaves)
+        y = nn.functional.rms_norm(x, (128,), g, 1e-6)
+        out = mx_norm_linear(x, g, w, chosen)[0] if fused else mx_linear(y, w, None, chosen)
+        out.backward(torch.ones_like(out))
+        results.append([out, x.grad, g.grad, w.grad])
+    for fused, plain in zip(*results, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-3, atol=2e-2)
+
+
 def test_norm_cast_checks_its_arguments():
     x, w, spec = torch.randn(4, 64), torch.randn(64), CastSpec(GemmKind.MXFP8)
     for kwargs, word in (
         ({"norm": "batch"}, "batch"),
         ({"bias": w}, "RMSNorm has none"),
         ({"residual": x.half()}, "residual"),
+        ({"square": True, "columns": False}, "both contractions"),
     ):
         with pytest.raises(ValueError, match=word):
             norm_cast(x, w, spec, **kwargs)

@@ -63,6 +63,17 @@ def check_wide(plane, expected):
         assert wide_scales(left, lines, -(-length // 128)) is left.wide
 
 
+def check_squares(ours, expected):
+    """The plane along K and the square one of the transpose, with their scales for products."""
+    for a, b in zip(ours, (expected.rows, expected.transposed), strict=True):
+        assert torch.equal(a.scales, b.scales)
+        assert torch.equal(a.codes, b.codes)
+    check_wide(ours[0], expected.rows)
+    made = square_scales(expected.transposed, ours[1].scales.shape[1])
+    assert ours[1].wide.stride() == made.stride()
+    assert torch.equal(ours[1].wide, made)
+
+
 def check(x, spec, single=False):
     """Both directions, and each alone: planes and counts."""
     *ours, lost = cast_both(x, spec, "triton")
@@ -194,6 +205,22 @@ def test_activation_in_the_kernel(activation):
         reference = cast(ours.y, dim, spec, "reference")[0]
         assert torch.equal(plane.codes, reference.codes)
         assert torch.equal(plane.scales, reference.scales)
+
+
+def test_squares_of_an_activation_and_of_a_norm():
+    """P8: tiles that end inside a matrix, rows that are no multiple of 16."""
+    from gemworks.precision.activation import activation_cast
+    from gemworks.precision.norm import norm_cast
+
+    x, spec = torch.randn(139, 144, generator=torch.Generator().manual_seed(8)).bfloat16(), CastSpec(KINDS[-1])
+    made = activation_cast(x, spec, "silu", square=True, return_y=True, backend="triton")
+    check_squares((made.rows, made.columns), cast_squares(made.y, spec, "reference"))
+    for name, bias in (("rms", None), ("layer", torch.ones(144))):
+        w, residual = torch.randn(144), x.flip(0)
+        made = norm_cast(
+            x, w, spec, norm=name, bias=bias, residual=residual, square=True, return_y=True, backend="triton"
+        )
+        check_squares((made.rows, made.columns), cast_squares(made.y, spec, "reference"))
 
 
 # where the power is infinite, the sigmoid is 0

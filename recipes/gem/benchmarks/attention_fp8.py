@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
         ("attention_fp8", "fwd", forward, 1.0),
         ("attention_fp8", "fwd_bwd", both, 3.5),
     ):
-        times = bench.time_in_turns([bench.capture(run) for run in runs.values()], 0.6)
+        times = bench.time_in_turns([bench.capture(run) for run in runs.values()], [0.2] * len(runs))
         base = times[0][0]
         for (format, impl), (ms, p20, p80) in zip(runs, times, strict=True):
             bench.add(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from gemworks.precision.backends import choose
-from gemworks.precision.casts import CastSpec, cast, cast_both, device_of
+from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares, device_of
 from gemworks.precision.mxtensor import MXTensor, padded_rows
 from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, fused_tile_config
 from torch import Tensor, nn
@@ -28,8 +28,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class ActivationCast:
-    """Result of `activation_cast` and `activation_gradient_cast`: planes along K and M (None if not asked for), the
-    values y that they are of (None likewise), inexact codes."""
+    """Result of `activation_cast` and `activation_gradient_cast`: planes along K and M (None if not asked for; of
+    squares, the square plane of the transpose), the values y that they are of (None likewise), inexact codes."""
 
     rows: MXTensor
     columns: MXTensor | None
@@ -43,6 +43,7 @@ def activation_cast(
     activation: str,
     *,
     columns: bool = True,
+    square: bool = False,
     return_y: bool = False,
     backend: str = "auto",
 ) -> ActivationCast:
@@ -53,11 +54,13 @@ def activation_cast(
         spec: the cast.
         activation: `relu`, `silu`, `gelu` (by erf) or `gelu_tanh`.
         columns: also the plane along M.
+        square: quantise squares once, for both contractions (`cast_squares`); with columns.
         return_y: also `activation(x)`.
         backend: as in `choose`.
 
     Raises:
-        ValueError: an unknown activation, other than 2 dims, or a Hadamard transform (not shared between directions).
+        ValueError: an unknown activation, other than 2 dims, squares of one plane, or a Hadamard transform (not shared
+            between directions).
 
     >>> import torch
     >>> from gemworks.precision.recipe import GemmKind
@@ -66,13 +69,19 @@ def activation_cast(
     tensor([0., 2.])
     """
     _check(x, spec, activation)
+    if square and not columns:
+        raise ValueError("square: squares serve both contractions; leave columns set, or unset square")
     chosen = choose("cast", spec.kind, (0, 0, 0), device_of(x), backend).backend
     if chosen == "triton" and (x.is_cuda or backend == "triton") and x.numel():
         from gemworks.precision.triton_casts import fits_tiles, packs
 
-        if x.is_contiguous() and fits_tiles(x, spec, spec.block) and packs(x):
-            return _activation_tiles(x, spec, activation, columns, return_y)
-    return _planes(ACTIVATIONS[activation](x.float()).to(x.dtype), spec, columns, return_y, backend)
+        if x.is_contiguous() and fits_tiles(x, spec, spec.block) and packs(x) and (not square or spec.block == 128):
+            return _activation_tiles(x, spec, activation, columns, return_y, square=square)
+    y = ACTIVATIONS[activation](x.float()).to(x.dtype)
+    if square:
+        made = cast_squares(y, spec, backend)
+        return ActivationCast(made.rows, made.transposed, y if return_y else None, made.inexact)
+    return _planes(y, spec, columns, return_y, backend)
 
 
 def activation_gradient_cast(
@@ -143,21 +152,32 @@ def _planes(y: Tensor, spec: CastSpec, columns: bool, return_y: bool, backend: s
 
 
 def _activation_tiles(
-    x: Tensor, spec: CastSpec, activation: str, columns: bool, return_y: bool, dy: Tensor | None = None
+    x: Tensor,
+    spec: CastSpec,
+    activation: str,
+    columns: bool,
+    return_y: bool,
+    dy: Tensor | None = None,
+    square: bool = False,
 ) -> ActivationCast:
     """Of `activation(x)`, or with dy of its gradient."""
     from gemworks.precision.kernel_activation import ACTIVATIONS as CODES
     from gemworks.precision.kernel_activation import activation_gradient_kernel, activation_tile_kernel
     from gemworks.precision.launch import launch
-    from gemworks.precision.triton_casts import planes_of, tile_planes, tile_setup, tile_words
+    from gemworks.precision.triton_casts import TilePlanes, no_count, planes_of, tile_planes, tile_setup, tile_words
+    from gemworks.precision.triton_squares import empty_squares, planes_of_squares
 
     num_rows, num_columns = x.shape
     y = torch.empty_like(x) if return_y else x
     directions = ALONG_ROWS | ALONG_COLUMNS if columns else ALONG_ROWS
-    written = tile_planes(x, spec, spec.block, directions)
+    squares = empty_squares(num_rows, num_columns, x.device) if square else None
+    if squares is None:
+        written = tile_planes(x, spec, spec.block, directions)
+    else:
+        written = TilePlanes(*squares, no_count(x.device))
     config = fused_tile_config(spec.block, spec.regroups, directions)
-    write = "WRITE_Y" if dy is None else "WRITE_DX"
-    constants = {"ACTIVATION": CODES[activation], write: return_y, "RAGGED": num_rows % 16 != 0}
+    own = {"WRITE_Y": return_y, "SQUARES": square} if dy is None else {"WRITE_DX": return_y}
+    constants = {"ACTIVATION": CODES[activation], "RAGGED": num_rows % 16 != 0, **own}
     setup = tile_setup(config, spec, spec.block, directions, **constants)
     grid, column_tiles = setup.grid(num_rows, num_columns)
     read = (x,) if dy is None else (dy, x)
@@ -178,5 +198,8 @@ def _activation_tiles(
         None,
         (*(torch.int32 for _ in read), torch.int32, *tile_words(directions)),
     )
-    planes = planes_of(x, spec, spec.block, written, directions)
+    if squares is None:
+        planes = planes_of(x, spec, spec.block, written, directions)
+    else:
+        planes = planes_of_squares(squares, num_rows, spec)
     return ActivationCast(planes[0], planes[1] if columns else None, y if return_y else None, written.inexact)

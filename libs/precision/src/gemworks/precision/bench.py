@@ -102,7 +102,7 @@ def bench_norms(bench: Bench) -> None:
     """RMSNorm with residual and both casts in one kernel, against the same in three steps."""
     shapes = [(64, 256)] if bench.smoke else [(262144, 512), (262144, 1024), (65536, 4096)]
     for m, k in shapes:
-        x, residual, w = bench.randn(m, k), bench.randn(m, k), bench.randn(k)
+        x, residual, w = bench.randn(m, k), bench.randn(m + 16, k)[:m], bench.randn(k)
         for kind in KINDS:
             spec = CastSpec(kind)
             # Reads x and residual, writes the sum and both planes.
@@ -180,7 +180,7 @@ def tune(bench: Bench, out: Path, which: str, warm: bool) -> None:
         share = 1 + 1 / (32 if kind is GemmKind.MXFP8 else 128)
         for k in (512, 1024, 4096):
             m = 256 if bench.smoke or warm else min(262144, 2**28 // k)
-            x, w, residual = bench.randn(m, k), bench.randn(k), bench.randn(m, k).neg_()
+            x, w, residual = bench.randn(m, k), bench.randn(k), bench.randn(m + 16, k)[:m]
 
             def candidates(directions: int, kind: GemmKind = kind, spec: CastSpec = spec) -> list[TileConfig]:
                 return tiles.tile_candidates(spec.block, spec.regroups, directions)
@@ -256,7 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--peers", action="store_true", help="also peers that compile for long (torch.compile)")
     parser.add_argument("--warm", action="store_true", help="with --tune: compile the candidates, time nothing")
     parser.add_argument("--only", default="", help=f"comma-separated parts of {','.join(PARTS)}")
-    parser.add_argument("--shape", default="", help="of the linear parts, only shapes MxKxN that contain this")
+    parser.add_argument("--shape", default="", help="of the linear parts, only shapes MxKxN that contain one of these")
     chosen = parser.parse_args(arguments)
     chosen.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

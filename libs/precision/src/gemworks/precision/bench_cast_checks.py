@@ -33,6 +33,19 @@ def _different(name: str, ours: MXTensor, reference: MXTensor) -> None:
         raise AssertionError(f"{name}: {count} codes differ")
 
 
+def _different_squares(name: str, ours: tuple[MXTensor | None, MXTensor | None], y: Tensor, spec: CastSpec) -> None:
+    """The plane along K and the square one of the transpose, with the scales that products take."""
+    expected = cast_squares(y, spec, "reference")
+    rows, transposed = ours
+    assert rows is not None
+    assert transposed is not None
+    _different(f"{name} squares, rows", rows, expected.rows)
+    _different(f"{name} squares, transposed", transposed, expected.transposed)
+    made = square_scales(expected.transposed, transposed.scales.shape[1])
+    if transposed.wide is not None and not torch.equal(transposed.wide.nan_to_num(-1), made.nan_to_num(-1)):
+        raise AssertionError(f"{name}: fp32 scales of squares differ")
+
+
 def _data(m: int, n: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     generator = torch.Generator().manual_seed(m + n)
     scale = torch.randint(-12, 12, (-(-m // 16), -(-n // 16)), generator=generator).float().exp2()
@@ -208,6 +221,12 @@ def check_norm(device: torch.device) -> None:
         name = f"norm {norm} {kind.value} {shape}"
         _different(f"{name} rows", out.rows, cast(out.y, 1, spec, "reference")[0])
         _different(f"{name} columns", out.columns, cast(out.y, 0, spec, "reference")[0])
+    for shape, norm in (((304, 528), "rms"), ((1001, 640), "layer"), ((300, 520), "rms")):
+        x, w, spec = _data(*shape, device).clamp(-100, 100), torch.randn(shape[1], device=device), CastSpec(KINDS[-1])
+        bias = w.flip(0) if norm == "layer" else None
+        out = norm_cast(x, w, spec, norm=norm, bias=bias, residual=x.flip(0), square=True, return_y=True)
+        assert out.y is not None
+        _different_squares(f"norm {norm} {shape}", (out.rows, out.columns), out.y, spec)
 
 
 def check_norm_backward(device: torch.device) -> None:
@@ -256,6 +275,10 @@ def check_activation(device: torch.device) -> None:
             torch.testing.assert_close(out.y, reference.y, rtol=2**-7, atol=1e-4)
             _different(f"{name} {kind.value} rows", out.rows, cast(out.y, 1, spec, "reference")[0])
             _different(f"{name} {kind.value} columns", out.columns, cast(out.y, 0, spec, "reference")[0])
+    spec = CastSpec(KINDS[-1])
+    out = activation_cast(x, spec, "gelu_tanh", square=True, return_y=True)
+    assert out.y is not None
+    _different_squares("activation", (out.rows, out.columns), out.y, spec)
 
 
 def check_projection(device: torch.device) -> None:

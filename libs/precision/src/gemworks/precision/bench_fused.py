@@ -38,10 +38,10 @@ class Neighbours:
 
     @staticmethod
     def make(layer: LayerBench) -> Neighbours:
-        """Normal data."""
+        """Normal data, unlike the layer's own: the seed is that of the shape."""
         m, k, n = layer.shape
         gain = torch.ones(k, dtype=layer.x.dtype, device=layer.x.device)
-        return Neighbours(layer.bench.randn(m, k).neg_(), gain, layer.bench.randn(m, n).neg_())
+        return Neighbours(layer.bench.randn(m + 16, k)[:m], gain, layer.bench.randn(m + 16, n)[:m])
 
 
 def norm(a: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,19 +56,22 @@ def gradient(d: Tensor, h: Tensor) -> Tensor:
 
 
 def fused_run(layer: LayerBench, around: Neighbours, both: bool, dense: bool) -> Callable[[], object]:
-    """Forward and backward of an `fp8_block128` layer on planes that its neighbours made.
+    """Forward and backward of an `fp8_block128` layer with squares of its input, on planes that its neighbours made.
 
     Args:
         layer, around: operands.
         both: the output gradient comes from an activation; otherwise it is cast by itself.
-        dense: the weight gradient is bf16, of values that the neighbours store beside codes.
+        dense: the weight gradient is bf16, of values that the neighbours store beside codes. Otherwise the input is
+            quantised in squares.
     """
     chosen = recipe("fp8_block128")
     spec, kind = CastSpec(GemmKind.FP8_BLOCK128), GemmKind.FP8_BLOCK128
     a, w, dy, dtype = layer.x.detach(), layer.w.detach(), layer.dy, layer.x.dtype
 
     def run() -> object:
-        made = norm_cast(a, around.gain, spec, residual=around.residual, columns=not dense, return_y=dense)
+        made = norm_cast(
+            a, around.gain, spec, residual=around.residual, columns=not dense, square=not dense, return_y=dense
+        )
         assert made.rows is not None
         y = gemm(made.rows, weight_plane(w, chosen.forward, chosen, False)[0], kind, dtype)
         if both:
@@ -83,7 +86,7 @@ def fused_run(layer: LayerBench, around: Neighbours, both: bool, dense: bool) ->
             return y, dx, value.t() @ made.y
         assert columns is not None
         assert made.columns is not None
-        return y, dx, gemm(columns.t(), made.columns.t(), kind, dtype)
+        return y, dx, gemm(columns.t(), made.columns, kind, dtype)
 
     return run
 
@@ -96,9 +99,8 @@ def bench_fused(bench: Bench) -> None:
         m, k, n = shape
         a, dy = layer.x.detach(), layer.dy
         plain: list[tuple[str, str, Forward]] = [("bf16", "torch", nn.functional.linear)]
-        for format, changes in (("fp8_block128", {"save": "both"}), ("fp8_square128", {})):
-            chosen = recipe(format, **changes)
-            plain.append((format, "gemworks_unfused", lambda x, w, c=chosen: mx_linear(x, w, None, c)))
+        chosen = recipe("fp8_block128", save="both", square_inputs=True)
+        plain.append(("fp8_block128", "gemworks_unfused", lambda x, w, c=chosen: mx_linear(x, w, None, c)))
         for format, impl, forward in plain:
             row = {"op": "linear_fused", "format": format, "impl": impl, "direction": "fwd_bwd"}
             layer.add(row, bench.capture(linear_run(layer.x, layer.w, dy, forward), layer.pool), 3)
@@ -139,12 +141,13 @@ def bench_fused(bench: Bench) -> None:
 
 
 def bench_mlp(bench: Bench) -> None:
-    """Two layers around a tanh GELU, from K to N features and back to K: fused, in parts, and in bf16."""
+    """Two layers around a tanh GELU, from K to N features and back to K: fused, in parts, and in bf16; inputs in
+    squares."""
     for shape in shapes_of(bench):
         m, k, n = shape
         layer = LayerBench.make(bench, shape)
         layer.dy, w2 = bench.randn(m, k), nn.Parameter(bench.randn(k, n) / n**0.5)
-        chosen = recipe("fp8_block128", save="both")
+        chosen = recipe("fp8_block128", save="both", square_inputs=True)
 
         def parts(x: Tensor, w: Tensor, product: Callable[[Tensor, Tensor], Tensor], w2: Tensor = w2) -> Tensor:
             return product(nn.functional.gelu(product(x, w), approximate="tanh"), w2)
@@ -155,7 +158,7 @@ def bench_mlp(bench: Bench) -> None:
         runs: list[tuple[str, str, Forward]] = [
             ("bf16", "torch", lambda x, w, p=parts: p(x, w, nn.functional.linear)),
             ("fp8_block128", "gemworks_unfused", lambda x, w, p=parts, q=quantised: p(x, w, q)),
-            ("fp8_block128", "gemworks", lambda x, w, w2=w2: mx_mlp(x, w, w2, "fp8_block128")),
+            ("fp8_block128", "gemworks", lambda x, w, w2=w2, c=chosen: mx_mlp(x, w, w2, c)),
         ]
         for format, impl, forward in runs:
             row = {"op": "mlp", "format": format, "impl": impl, "direction": "fwd_bwd"}

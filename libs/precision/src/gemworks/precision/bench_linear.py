@@ -27,10 +27,11 @@ Forward = Callable[[Tensor, Tensor], Tensor]
 
 
 def shapes_of(bench: Bench) -> tuple[tuple[int, int, int], ...]:
-    """(M, K, N) of this run: those whose name contains the run's `--shape`."""
+    """(M, K, N) of this run: those whose name contains one of the run's `--shape`."""
     if bench.smoke:
         return ((96, 256, 128),)
-    return tuple(shape for shape in SHAPES if bench.only in "x".join(map(str, shape)))
+    words = bench.only.split(",")
+    return tuple(shape for shape in SHAPES if any(word in "x".join(map(str, shape)) for word in words))
 
 
 def linear_run(x: Tensor, w: Tensor, dy: Tensor, forward: Forward) -> Callable[[], None]:
@@ -84,7 +85,8 @@ class LayerBench:
 
     def time(self) -> None:
         """Time all that was made ready, in turns."""
-        times = self.bench.time_in_turns(self.replays, 1.2)
+        bursts = [0.03 if row["direction"] == "fwd" else 0.1 for row in self.rows]
+        times = self.bench.time_in_turns(self.replays, bursts)
         for row, (ms, p20, p80) in zip(self.rows, times, strict=True):
             row |= {"ms": round(ms, 4), "ms_p20": round(p20, 4), "ms_p80": round(p80, 4)}
             row["tflops"] = round(row["tflops"] / ms, 2) or ""

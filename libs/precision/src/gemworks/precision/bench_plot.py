@@ -33,8 +33,7 @@ ATTENTION = {
     ("squares", "gemworks"): ("squares of 32, exact in bf16", "#a0aec0"),
 }
 FUSED = {
-    ("linear_fused", "fp8_block128", "gemworks_unfused"): ("1x128, casts by themselves", "#90cdf4"),
-    ("linear_fused", "fp8_square128", "gemworks_unfused"): ("squares, casts by themselves", "#a0aec0"),
+    ("linear_fused", "fp8_block128", "gemworks_unfused"): ("squares of inputs, casts by themselves", "#90cdf4"),
     ("linear_fused", "fp8_block128", "gemworks_norm"): ("the input's cast in the norm", "#3182ce"),
     ("linear_fused", "fp8_block128", "gemworks_norm_and_gradient"): (
         "and dy's in the activation's gradient",

@@ -84,7 +84,7 @@ class Bench:
         """
         if self.device.type != "cuda":
             return self.time(run)
-        return self.time_in_turns([self.capture(run)], 0.15)[0]
+        return self.time_in_turns([self.capture(run)], [0.2], 1)[0]
 
     def capture(self, run: Callable[[], object], pool: Any = None) -> Callable[[], object]:
         """The replay of a CUDA graph of `run`, which has run three times before; on a CPU `run` itself.
@@ -107,11 +107,13 @@ class Bench:
         return graph.replay
 
     def time_in_turns(
-        self, replays: Sequence[Callable[[], object]], budget_s: float
+        self, replays: Sequence[Callable[[], object]], bursts_s: Sequence[float], num_turns: int = 2
     ) -> list[tuple[float, float, float]]:
-        """Median, 20 % and 80 % quantile of each, in turns and without pauses, for about `budget_s`.
+        """Median, 20 % and 80 % quantile of each: in turns, in each of which it runs for about its `bursts_s` without a
+        pause, the first half of it untimed.
 
-        A GPU lowers its clock as it warms: what is timed first would be timed at the highest one.
+        A GPU that multiplies without pause lowers its clock until its power fits. Whatever ran before, that has settled
+        when a burst is timed, as it has in a training job, which runs one implementation only.
         """
         times: list[list[float]] = [[] for _ in replays]
         if self.device.type != "cuda":
@@ -120,21 +122,27 @@ class Bench:
                     start = time.perf_counter()
                     run()
                     mine.append(1e3 * (time.perf_counter() - start))
-        else:
+            return [(statistics.median(t), t[len(t) // 5], t[(4 * len(t)) // 5]) for t in map(sorted, times)]
+        counts = []
+        for replay, burst_s in zip(replays, bursts_s, strict=True):
             start = time.perf_counter()
-            for _ in range(2):
-                for replay in replays:
+            replay()
+            torch.cuda.synchronize()
+            counts.append(max(5, min(100, int(burst_s / 2 / (time.perf_counter() - start)))))
+        for _ in range(num_turns):
+            marks: list[list[torch.cuda.Event]] = []
+            for replay, count in zip(replays, counts, strict=True):
+                for _ in range(count):
                     replay()
+                events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+                events[0].record()
+                for event in events[1:]:
+                    replay()
+                    event.record()
+                marks.append(events)
             torch.cuda.synchronize()
-            rounds = max(10, min(100, int(2 * budget_s / (time.perf_counter() - start))))
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds * len(replays) + 1)]
-            marks[0].record()
-            for i, mark in enumerate(marks[1:]):
-                replays[i % len(replays)]()
-                mark.record()
-            torch.cuda.synchronize()
-            for i, (first, last) in enumerate(pairwise(marks)):
-                times[i % len(replays)].append(first.elapsed_time(last))
+            for events, mine in zip(marks, times, strict=True):
+                mine += [first.elapsed_time(last) for first, last in pairwise(events)]
         return [(statistics.median(t), t[len(t) // 5], t[(4 * len(t)) // 5]) for t in map(sorted, times)]
 
     def time_host(self, run: Callable[[], object]) -> tuple[float, float, float]:

@@ -54,7 +54,10 @@ def tile_variants() -> Iterator[Variant]:
         del constants["PACKED"]
         types = argument_types(activation_tile_kernel, pointers, constants)
         limit = config.max_registers
-        yield "activation_tile", kind, activation_tile_kernel, types, constants, config.num_warps, limit
+        squares = (False, True) if kind == "block128" else (False,)
+        for square in squares:
+            name, own = f"{kind}{' squares' * square}", constants | {"SQUARES": square}
+            yield "activation_tile", name, activation_tile_kernel, types, own, config.num_warps, limit
         backward = {"WRITE_DX" if name == "WRITE_Y" else name: value for name, value in constants.items()}
         types = argument_types(
             activation_gradient_kernel, pointers | dict.fromkeys(("dy_ptr", "dx_ptr"), "*i32"), backward
@@ -65,7 +68,9 @@ def tile_variants() -> Iterator[Variant]:
         norms |= {"ROWS": rows, "STEPS": 4, "WIDTH": width}
         constants = {**base, **norms, "R8": config.rows // 8, "C": config.columns, "B": block, "REGROUP": regroup}
         types = argument_types(norm_cast_kernel, pointers, constants)
-        yield "norm_tile", kind, norm_cast_kernel, types, constants, config.num_warps, limit
+        for square in squares:
+            name, own = f"{kind}{' squares' * square}", constants | {"SQUARES": square}
+            yield "norm_tile", name, norm_cast_kernel, types, own, config.num_warps, limit
     from gemworks.precision.kernel_norm_backward import norm_backward_kernel
 
     constants = {"SUBTRACT_MEAN": False, "HAS_BIAS": False, "ADD": True, "ROWS": 2, "C": 1024}

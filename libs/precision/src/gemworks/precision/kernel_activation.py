@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from gemworks.precision.kernel_square import store_squares
 from gemworks.precision.kernel_tile import load_tile, store_pairs, store_tile
 from gemworks.precision.kernel_words import round_to_bf16, value
 
@@ -92,8 +93,10 @@ def activation_tile_kernel(
     DIRECTIONS: tl.constexpr,
     RAGGED: tl.constexpr,
     HARDWARE: tl.constexpr,
+    SQUARES: tl.constexpr = False,
 ):
-    """x, y: bf16 `[real_rows, K]` contiguous as int32; planes as in `store_tile`."""
+    """x, y: bf16 `[real_rows, K]` contiguous as int32; planes as in `store_tile`, or as in `store_squares`,
+    whose squares go to scales_t."""
     tile = tl.program_id(0)
     first_row = (tile // num_column_tiles).to(tl.int64) * (R8 * 8)
     first_column = (tile % num_column_tiles) * C
@@ -110,27 +113,43 @@ def activation_tile_kernel(
         if WRITE_Y:
             store_pairs(pair, y_ptr + offset, i, first_column, left_rows, num_columns, R8, C)
         ys = ys + (pair,)  # noqa: RUF005
-    store_tile(
-        ys,
-        first_row,
-        first_column,
-        codes_ptr,
-        scales_ptr,
-        codes_t_ptr,
-        scales_t_ptr,
-        inexact_ptr,
-        num_rows,
-        num_columns,
-        R8,
-        C,
-        B,
-        FORMAT,
-        MODE,
-        REGROUP,
-        DIRECTIONS,
-        True,
-        HARDWARE,
-    )
+    if SQUARES:
+        store_squares(
+            ys,
+            first_row,
+            first_column,
+            codes_ptr,
+            scales_ptr,
+            codes_t_ptr,
+            scales_t_ptr,
+            num_rows,
+            num_columns,
+            FORMAT,
+            MODE,
+            HARDWARE,
+        )
+    else:
+        store_tile(
+            ys,
+            first_row,
+            first_column,
+            codes_ptr,
+            scales_ptr,
+            codes_t_ptr,
+            scales_t_ptr,
+            inexact_ptr,
+            num_rows,
+            num_columns,
+            R8,
+            C,
+            B,
+            FORMAT,
+            MODE,
+            REGROUP,
+            DIRECTIONS,
+            True,
+            HARDWARE,
+        )
 
 
 @triton.jit(do_not_specialize=["num_column_tiles", "real_rows"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from gemworks.precision.kernel_square import store_squares
 from gemworks.precision.kernel_tile import load_tile, store_pairs, store_tile
 from gemworks.precision.kernel_words import high_half, low_half, quads, round_to_bf16, sum_of_pairs, value
 
@@ -151,8 +152,10 @@ def apply_tile(
     REGROUP: tl.constexpr,
     RAGGED: tl.constexpr,
     HARDWARE: tl.constexpr,
+    SQUARES: tl.constexpr,
 ):
-    """A tile of the sum, normalised and quantised; planes as in `store_tile`."""
+    """A tile of the sum, normalised and quantised; planes as in `store_tile`, or as in `store_squares`, whose squares
+    go to scales_t."""
     left_rows = real_rows - first_row
     octet = tl.arange(0, R8) * 8
     half = (num_columns // 16) * 8
@@ -184,27 +187,43 @@ def apply_tile(
         C,
         HARDWARE,
     )
-    store_tile(
-        ys,
-        first_row,
-        first_column,
-        codes_ptr,
-        scales_ptr,
-        codes_t_ptr,
-        scales_t_ptr,
-        inexact_ptr,
-        num_rows,
-        num_columns,
-        R8,
-        C,
-        B,
-        FORMAT,
-        MODE,
-        REGROUP,
-        DIRECTIONS,
-        True,
-        HARDWARE,
-    )
+    if SQUARES:
+        store_squares(
+            ys,
+            first_row,
+            first_column,
+            codes_ptr,
+            scales_ptr,
+            codes_t_ptr,
+            scales_t_ptr,
+            num_rows,
+            num_columns,
+            FORMAT,
+            MODE,
+            HARDWARE,
+        )
+    else:
+        store_tile(
+            ys,
+            first_row,
+            first_column,
+            codes_ptr,
+            scales_ptr,
+            codes_t_ptr,
+            scales_t_ptr,
+            inexact_ptr,
+            num_rows,
+            num_columns,
+            R8,
+            C,
+            B,
+            FORMAT,
+            MODE,
+            REGROUP,
+            DIRECTIONS,
+            True,
+            HARDWARE,
+        )
 
 
 # Else widths of 16 tiles and every length of a turn are other kernels.
@@ -246,6 +265,7 @@ def norm_cast_kernel(
     REGROUP: tl.constexpr,
     RAGGED: tl.constexpr,
     HARDWARE: tl.constexpr,
+    SQUARES: tl.constexpr = False,
 ):
     """Two kinds of programs in one grid, so that the sum is read back from cache and one kind computes while the other
     waits for memory: STEPS times ROWS rows of the sum with their statistics, and tiles of R8 * 8 rows of it, normalised
@@ -321,4 +341,5 @@ def norm_cast_kernel(
                 REGROUP,
                 RAGGED,
                 HARDWARE,
+                SQUARES,
             )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 from gemworks.precision.activation import ACTIVATIONS, activation_cast, activation_gradient_cast
-from gemworks.precision.casts import cast_backend, cast_both
+from gemworks.precision.casts import cast_backend, cast_both, cast_squares
 from gemworks.precision.gemms import gemm
 from gemworks.precision.linear import linear_backward, specs_of, weight_plane
 from gemworks.precision.mxtensor import MXTensor
@@ -26,10 +26,14 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, b1, w2, b2, activation: str, chosen: Recipe):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec, kind = specs_of(chosen.text).forward, chosen.forward.kind
-        rows, columns_x, _ = cast_both(x, spec, chosen.backend)
+        if chosen.square_inputs:
+            made = cast_squares(x, spec, chosen.backend)
+            rows, columns_x = made.rows, made.transposed
+        else:
+            rows, columns_x, _ = cast_both(x, spec, chosen.backend)
         h = gemm(rows, weight_plane(w1, chosen.forward, chosen, transposed=False)[0], kind, x.dtype, chosen.backend)
         h = h if b1 is None else h.add_(b1)
-        a = activation_cast(h, spec, activation, backend=cast_backend(chosen))
+        a = activation_cast(h, spec, activation, square=chosen.square_inputs, backend=cast_backend(chosen))
         assert a.columns is not None
         y = gemm(a.rows, weight_plane(w2, chosen.forward, chosen, transposed=False)[0], kind, x.dtype, chosen.backend)
         ctx.metas = columns_x.meta, a.columns.meta
@@ -66,7 +70,8 @@ class _MLP(torch.autograd.Function):
                 dx = gemm(dh.rows, plane, spec.kind, h.dtype, chosen.backend)
             if need_w1:
                 assert dh.columns is not None
-                dw1 = gemm(dh.columns.t(), x_plane.t(), chosen.wgrad.kind, w1.dtype, chosen.backend)
+                plane_x_t = x_plane if x_plane.dim is None else x_plane.t()
+                dw1 = gemm(dh.columns.t(), plane_x_t, chosen.wgrad.kind, w1.dtype, chosen.backend)
         return dx, dw1, db1, dw2, db2, None, None
 
 
@@ -86,8 +91,8 @@ def mx_mlp(
         x: `[..., K]`.
         w1, b1: `[F, K]` and `[F]`.
         w2, b2: `[N, F]` and `[N]`.
-        recipe_or_name: a recipe of one quantised kind for all three products, without squares of inputs or gradients,
-            transforms or noise. Planes are kept for backward, whatever its `save` says.
+        recipe_or_name: a recipe of one quantised kind for all three products, without squares of gradients, transforms
+            or noise. Planes are kept for backward, whatever its `save` says.
         activation: `relu`, `silu`, `gelu` (by erf) or `gelu_tanh`.
 
     Returns:
@@ -105,12 +110,11 @@ def mx_mlp(
         raise ValueError(f"activation: got {activation!r}, expected one of {sorted(ACTIVATIONS)}")
     products = {(gemm_recipe.kind, gemm_recipe.left) for gemm_recipe in (chosen.forward, chosen.dgrad, chosen.wgrad)}
     products |= {(gemm_recipe.kind, gemm_recipe.right) for gemm_recipe in (chosen.forward, chosen.dgrad, chosen.wgrad)}
-    plain = not (chosen.square_inputs or chosen.square_gradients or chosen.hadamard_size or chosen.stochastic_gradients)
+    plain = not (chosen.square_gradients or chosen.hadamard_size or chosen.stochastic_gradients)
     if len(products) > 1 or chosen.forward.kind is GemmKind.BF16 or not plain:
         raise ValueError(
             f"recipe {chosen.name!r}: mx_mlp takes one quantised kind and format for all products, without "
-            "square_inputs, square_gradients, hadamard_size and stochastic_gradients; use two mx_linear around the "
-            "activation"
+            "square_gradients, hadamard_size and stochastic_gradients; use two mx_linear around the activation"
         )
     (f, k), n = w1.shape, w2.shape[0]
     multiple = chosen.feature_multiple

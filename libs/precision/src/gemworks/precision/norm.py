@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from gemworks.precision.backends import choose
-from gemworks.precision.casts import CastSpec, cast, cast_backend, device_of
+from gemworks.precision.casts import CastSpec, cast, cast_backend, cast_squares, device_of
 from gemworks.precision.gemms import gemm
 from gemworks.precision.linear import linear_backward, weight_plane
 from gemworks.precision.mxtensor import MXTensor, padded_rows
@@ -42,7 +42,8 @@ class NormCast:
     """Result of `norm_cast`.
 
     Attributes:
-        rows, columns: planes of y along K and along M (None if not asked for).
+        rows, columns: planes of y along K and along M (None if not asked for). Of squares, columns is the square plane
+            of y's transpose.
         hidden: x + residual in x's dtype (x itself without a residual).
         mean, rstd: fp32 `[M]`, for backward; mean is zero for RMSNorm.
         y: the normalised values, None unless asked for.
@@ -68,6 +69,7 @@ def norm_cast(
     residual: Tensor | None = None,
     eps: float = 1e-6,
     columns: bool = True,
+    square: bool = False,
     return_y: bool = False,
     backend: str = "auto",
 ) -> NormCast:
@@ -81,11 +83,13 @@ def norm_cast(
         residual: `[M, K]`, added before the norm; the sum is returned as `hidden`.
         eps: added to the variance (mean square).
         columns: also the plane along M.
+        square: quantise squares once, for both contractions (`cast_squares`); with columns.
         return_y: also y.
         backend: as in `choose`.
 
     Raises:
-        ValueError: shapes, norm name, or a Hadamard transform (which no fused norm can share between directions).
+        ValueError: shapes, norm name, squares of one plane, or a Hadamard transform (which no fused norm can share
+            between directions).
     """
     if norm not in NORMS:
         raise ValueError(f"norm: got {norm!r}, expected one of {NORMS}")
@@ -99,9 +103,11 @@ def norm_cast(
         raise ValueError("bias: RMSNorm has none; use norm='layer'")
     if spec.hadamard is not None:
         raise ValueError("hadamard: not fused with a norm; cast y separately")
+    if square and not columns:
+        raise ValueError("square: squares serve both contractions; leave columns set, or unset square")
     chosen = choose("cast", spec.kind, (0, 0, 0), device_of(x), backend).backend
     if chosen == "triton" and (x.is_cuda or backend == "triton") and x.numel():
-        return _triton_norm_cast(x, weight, spec, norm, bias, residual, eps, columns, return_y)
+        return _triton_norm_cast(x, weight, spec, norm, bias, residual, eps, columns, square, return_y)
     hidden = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     h = hidden.float()
     mean = h.mean(1) if norm == "layer" else torch.zeros(x.shape[0], device=x.device)
@@ -111,6 +117,10 @@ def norm_cast(
     if bias is not None:
         y = y + bias.float()
     y = y.to(x.dtype)
+    if square:
+        made = cast_squares(y, spec, "reference")
+        kept = y if return_y else None
+        return NormCast(made.rows, made.transposed, hidden, mean, rstd, kept, made.inexact)
     rows, inexact = cast(y, 1, spec, "reference")
     plane_columns = None
     if columns:
@@ -139,21 +149,31 @@ def _triton_norm_cast(
     residual: Tensor | None,
     eps: float,
     columns: bool,
+    square: bool,
     return_y: bool,
 ) -> NormCast:
     from gemworks.precision.triton_casts import fits_tiles, packs
+    from gemworks.precision.triton_squares import fits_squares
 
     x = x.contiguous()
+    residual = residual.contiguous() if residual is not None else None
     hidden = torch.empty_like(x) if residual is not None else x
-    y = torch.empty_like(x) if return_y else None
+    tiles = fits_tiles(x, spec, spec.block) and packs(x) and (residual is None or packs(residual))
+    fused = not square or (tiles and fits_squares(x, spec))
+    y = torch.empty_like(x) if return_y or not fused else None
     rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if norm == "layer" else _zero(x.device).expand(x.shape[0])
-    residual = residual.contiguous() if residual is not None else None
-    run = _norm_general
-    if fits_tiles(x, spec, spec.block) and packs(x) and (residual is None or packs(residual)):
-        run = _norm_tiles
-    planes, inexact = run(x, weight, bias, residual, hidden, y, mean, rstd, spec, norm, eps, columns)
-    return NormCast(planes[0], planes[1] if columns else None, hidden, mean, rstd, y, inexact)
+    tensors = (x, weight, bias, residual, hidden, y, mean, rstd)
+    if tiles:
+        planes, inexact = _norm_tiles(*tensors, spec, norm, eps, columns, square and fused)
+    else:
+        planes, inexact = _norm_general(*tensors, spec, norm, eps, columns)
+    if not fused:
+        assert y is not None
+        made = cast_squares(y, spec)
+        planes, inexact = (made.rows, made.transposed), made.inexact
+    kept = y if return_y else None
+    return NormCast(planes[0], planes[1] if columns else None, hidden, mean, rstd, kept, inexact)
 
 
 def _norm_general(
@@ -221,6 +241,7 @@ def _norm_setup(
     subtract: bool,
     write_y: bool,
     ragged: bool,
+    square: bool,
 ) -> TileSetup:
     from gemworks.precision.triton_casts import tile_setup
 
@@ -238,6 +259,7 @@ def _norm_setup(
         ROWS=rows,
         STEPS=min(NORM_STEPS, config.rows // rows),
         WIDTH=width,
+        SQUARES=square,
     )
 
 
@@ -254,16 +276,18 @@ def _norm_tiles(
     norm: str,
     eps: float,
     columns: bool,
+    square: bool,
 ) -> tuple[tuple[MXTensor, MXTensor], Tensor]:
     """Contiguous bf16: the sum with each row's statistics, and tiles of the sum, in one grid (decision 0252)."""
     from gemworks.precision.kernel_norm_tile import norm_cast_kernel
     from gemworks.precision.launch import launch
-    from gemworks.precision.triton_casts import planes_of, tile_planes, tile_words
+    from gemworks.precision.triton_casts import TilePlanes, planes_of, tile_planes, tile_words
+    from gemworks.precision.triton_squares import empty_squares, planes_of_squares
 
     num_rows, num_columns = x.shape
     directions = ALONG_ROWS | ALONG_COLUMNS if columns else ALONG_ROWS
     config = fused_tile_config(spec.block, spec.regroups, directions)
-    flags = (residual is not None, bias is not None, norm == "layer", y is not None, num_rows % 16 != 0)
+    flags = (residual is not None, bias is not None, norm == "layer", y is not None, num_rows % 16 != 0, square)
     setup = _norm_setup(config, spec, directions, num_columns, *flags)
     column_tiles = -(-num_columns // config.columns)
     sizes = (padded_rows(num_rows), num_columns)
@@ -273,14 +297,18 @@ def _norm_tiles(
     programs = (-(-row_blocks // turn) + 1) * (sums + turn * column_tiles)
     # One kernel makes all zeros: the count of inexact codes, and behind it what tiles wait for.
     zeros = torch.zeros(row_blocks + 4, dtype=torch.int32, device=x.device)
-    written, ready = tile_planes(x, spec, spec.block, directions, zeros[:2].view(torch.int64)[0]), zeros[4:]
+    count, ready = zeros[:2].view(torch.int64)[0], zeros[4:]
+    squares = empty_squares(num_rows, num_columns, x.device) if square else None
+    written = tile_planes(x, spec, spec.block, directions, count) if squares is None else TilePlanes(*squares, count)
     added = (x, residual if residual is not None else hidden, hidden)
     affine = (weight, bias if bias is not None else weight, y if y is not None else hidden)
     arguments = (*added, *affine, mean, rstd, ready, *written.tensors, *sizes, column_tiles, num_rows, turn, eps)
     pairs = torch.int32
     words = (pairs, pairs, pairs, None, None, pairs, None, None, None, *tile_words(directions))
     launch(norm_cast_kernel, (programs, 1, 1), arguments, setup.constants, setup.options, None, words)
-    return planes_of(x, spec, spec.block, written, directions), written.inexact
+    if squares is not None:
+        return planes_of_squares(squares, num_rows, spec), count
+    return planes_of(x, spec, spec.block, written, directions), count
 
 
 def norm_backward(
@@ -379,6 +407,7 @@ class _NormLinear(torch.autograd.Function):
             residual=residual,
             eps=eps,
             columns=keep,
+            square=keep and chosen.square_inputs,
             return_y=not keep,
             backend=cast_backend(chosen),
         )
@@ -452,11 +481,6 @@ def mx_norm_linear(
     chosen = recipe(recipe_or_name)
     if chosen.forward.kind is GemmKind.BF16:
         raise ValueError(f"recipe {chosen.name!r}: forward is bf16, there is no cast to fuse; use a norm and mx_linear")
-    if chosen.square_inputs:
-        raise ValueError(
-            f"recipe {chosen.name!r}: square_inputs, but the norm's epilogue makes blocks along one dim; unset it, or "
-            "use a norm and mx_linear"
-        )
     n, k = weight.shape
     multiple = chosen.feature_multiple
     if k % multiple or n % multiple or x.shape[-1] != k:

@@ -27,19 +27,36 @@ def _setup(spec: CastSpec, ragged: bool) -> tuple[dict[str, int | bool], dict[st
     return {**constants, "RAGGED": ragged}, {"num_warps": SQUARES_WARPS}
 
 
+def empty_squares(real_rows: int, k: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `store_squares` writes of a matrix: codes `[M, K]`, scales `[K / 128, M]`, codes `[K, M]`, squares."""
+    m = padded_rows(real_rows)
+    row_tiles, column_tiles = m // 128, -(-k // 128)
+    padded = -(-row_tiles // 4) * 4
+    codes = torch.empty(m, k, dtype=torch.uint8, device=device)
+    codes_t = torch.empty(k, m, dtype=torch.uint8, device=device)
+    scales = torch.empty(column_tiles, m, dtype=torch.float32, device=device)
+    # What pads a contraction must be finite.
+    fresh = torch.empty if padded == row_tiles else torch.ones
+    return codes, scales, codes_t, fresh(column_tiles, padded, dtype=torch.float32, device=device)
+
+
+def planes_of_squares(
+    made: tuple[Tensor, Tensor, Tensor, Tensor], real_rows: int, spec: CastSpec
+) -> tuple[MXTensor, MXTensor]:
+    """The plane along K, and the square one of the transpose."""
+    codes, scales, codes_t, square = made
+    k = codes.shape[1]
+    transposed = (codes_t, None, square.t(), (k, real_rows), None, 128, spec.format, spec.scale_mode)
+    return plane_of(codes, scales, 1, (real_rows, k), 128, spec), MXTensor.unchecked(*transposed)
+
+
 def triton_cast_squares(x: Tensor, spec: CastSpec) -> SquarePlanes:
     """`casts.cast_squares` by one kernel: 2 bytes an element read, 2 written, and each element rounded once."""
     real_rows, k = x.shape
     m, ragged = padded_rows(real_rows), real_rows % 16 != 0
     row_tiles, column_tiles = m // 128, -(-k // 128)
-    padded = -(-row_tiles // 4) * 4
-    codes = torch.empty(m, k, dtype=torch.uint8, device=x.device)
-    codes_t = torch.empty(k, m, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(column_tiles, m, dtype=torch.float32, device=x.device)
+    codes, scales, codes_t, square = made = empty_squares(real_rows, k, x.device)
     scales_t = torch.empty(row_tiles, k, dtype=torch.float32, device=x.device)
-    # What pads a contraction must be finite.
-    fresh = torch.empty if padded == row_tiles else torch.ones
-    square = fresh(column_tiles, padded, dtype=torch.float32, device=x.device)
     stride = x.stride(0) // 2
     launch(
         cast_squares_kernel,
@@ -55,18 +72,12 @@ def triton_cast_squares(x: Tensor, spec: CastSpec) -> SquarePlanes:
             k,
             stride,
             column_tiles,
-            padded,
             real_rows,
         ),
         *_setup(spec, ragged),
         (spec, ragged, stride % 16 == 0, x.data_ptr() % 16 == 0),
         (torch.int32, torch.int32, None, torch.int64),
     )
-    shape = (real_rows, k)
-    form = (None, 128, spec.format, spec.scale_mode)
-    return SquarePlanes(
-        plane_of(codes, scales, 1, shape, 128, spec),
-        plane_of(codes_t, scales_t, 0, shape, 128, spec),
-        MXTensor.unchecked(codes_t, None, square.t(), (k, real_rows), *form),
-        no_count(x.device),
-    )
+    rows, transposed = planes_of_squares(made, real_rows, spec)
+    columns = plane_of(codes_t, scales_t, 0, (real_rows, k), 128, spec)
+    return SquarePlanes(rows, columns, transposed, no_count(x.device))
