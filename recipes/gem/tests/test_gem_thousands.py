@@ -4,7 +4,9 @@ import csv
 from pathlib import Path
 
 import pytest
-from gemworks.gem.ladder.page import chart, long_run, predictions, read, write_page
+from gemworks.gem.ladder.page import write_page
+from gemworks.gem.ladder.plan_page import long_run, predictions
+from gemworks.gem.ladder.tables import chart, read
 from gemworks.gem.ladder.thousands import layer_times, main, measured_profile, read_layers
 from gemworks.gem.layers.report import COLUMNS, Row, append_csv
 from gemworks.gem.presets import load_config
