@@ -59,7 +59,8 @@ def test_predictions_say_where_a_step_goes(tmp_path: Path):
         assert sum(mine.values()) == pytest.approx(step, rel=1e-3)
     text = predictions([row | {"command": "python -m gemworks.gem.ladder.thousands"} for row in rows], [])
     assert "The simulator's error is not measured" in text
-    assert "| 256 | large, block attention, without BBS" in text
+    assert "| large, block attention | 256 GPUs |" in text
+    assert "\n| without BBS | " in text
 
 
 def test_layers_that_are_missing_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -22,16 +22,21 @@ def predictions(rows: Sequence[Row], errors: Sequence[Row]) -> str:
         "Nothing in this section was measured on more than the GPUs of the tables above: the planner's simulator takes "
         "the layers measured on one GPU to a published kind of cluster.\n",
         _simulator_error(errors),
-        "| GPUs | model, plan | step ms | end-to-end MFU | Scaling Ratio |",
-        "|---|---|---|---|---|",
+        "End-to-end MFU, and in brackets the Scaling Ratio; step times are in `plan_predictions.csv`.",
     ]
+    plans: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     for row in ours:
         if row["item"] == "step":
-            name = row["plan"].split(": dense shard")[0]
-            lines.append(
-                f"| {row['gpus']} | {name} | {float(row['ms']):.1f} | {percent(row['e2e_mfu'])} "
-                f"| {percent(row['scaling_ratio'])} |"
-            )
+            model, _, plan = row["plan"].split(": dense shard")[0].partition(" attention, ")
+            share = f"{percent(row['e2e_mfu'])} ({percent(row['scaling_ratio'])})"
+            plans[model][plan][row["gpus"]] = share
+    for model, named in plans.items():
+        sizes = sorted({size for cells in named.values() for size in cells}, key=int)
+        lines += ["", f"| {model} attention | " + " | ".join(f"{size} GPUs" for size in sizes) + " |"]
+        lines.append("|---" * (len(sizes) + 1) + "|")
+        lines += [
+            f"| {plan} | " + " | ".join(cells.get(size, "") for size in sizes) + " |" for plan, cells in named.items()
+        ]
     lines += ["", "Where the step of the whole plan goes (ms):", ""]
     whole: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for row in ours:
