@@ -77,7 +77,6 @@ def write_page(page: Path, measured: Path) -> None:
         f"With lengths of the law `{law}`:\n\n" + in_short(by_attention(rows, law), runs, law)
         for law in sorted({law_of(row) for row in rows} - {MAIN_LAW})
     ]
-    parts += [TECHNIQUES, REPEAT]
     for title, file in detail_page.LADDERS.items():
         parts.append(f"## {title}\n")
         found = read(measured / file)
@@ -98,7 +97,7 @@ def write_page(page: Path, measured: Path) -> None:
     parts += _two_gpus(read(measured / "ladder_h200x2.csv"))
     predicted = read(measured / "plan_predictions.csv")
     parts += ["## Thousands of GPUs, predicted\n", predictions(predicted, read(measured / "simulator_error.csv"))]
-    parts += ["## Long run\n", long_run(read(measured / "long_run_h200.csv"))]
+    parts += ["## Long run\n", long_run(read(measured / "long_run_h200.csv")), TECHNIQUES, REPEAT]
     page.write_text("\n".join(parts).rstrip() + "\n")
     detail_page.write_details(details, measured, page.name)
 

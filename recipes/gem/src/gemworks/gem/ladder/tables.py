@@ -92,7 +92,7 @@ def _over(row: Row, base: Row | None) -> str:
     ratio = float(row["samples_per_s"]) / float(base["samples_per_s"])
     is_named = any(rung.name == row["row"] and rung.over == base["row"] for rung in RUNGS)
     name = f" `{base['row']}`" if is_named else ""
-    return f"x{ratio:.3f}{name}" + ("" if row["commit"] == base["commit"] else " \\*")
+    return f"x{ratio:.3f}{name}" + ("" if row["commit"] == base["commit"] else "\\*")
 
 
 def _added(row: Row, batch: str) -> str:
