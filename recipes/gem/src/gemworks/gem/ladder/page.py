@@ -82,14 +82,16 @@ def write_page(page: Path, measured: Path) -> None:
         found = read(measured / file)
         if not found:
             parts.append(f"Not measured yet: there is no `{file}`.\n")
-        for case, group in cases(found).items():
-            ordered, chained = in_order(group), file.startswith("ladder")
+        chained = file.startswith("ladder")
+        for case, group in cases(found, by_batch=not chained).items():
+            ordered = in_order(group)
             parts += [f"### {case}\n", ladder_table(ordered, partial(local_of, runs=runs), chained=chained)]
             parts.append(takeaways(ordered, chained=chained))
             if file == "ladder_h200.csv" and law_of(group[0]) == MAIN_LAW:
                 parts.append(not_measured(ordered))
             law = "" if law_of(group[0]) == MAIN_LAW else f"_{law_of(group[0])}"
-            picture = measured / f"{file.removesuffix('.csv')}_{group[0]['attention']}{law}.png"
+            batch = "" if chained else f"_b{group[0]['batch']}"
+            picture = measured / f"{file.removesuffix('.csv')}_{group[0]['attention']}{batch}{law}.png"
             if chart(picture, ordered, case):
                 parts.append(f"![samples/s of each row]({detail_page.relative(picture.parent, page)}/{picture.name})\n")
     parts.append("## Sequence layers\n")

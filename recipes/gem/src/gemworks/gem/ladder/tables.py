@@ -37,12 +37,13 @@ def percent(text: str) -> str:
     return f"{100 * float(text):.1f} %" if text else ""
 
 
-def cases(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by what they compare in, the ladder's own law first."""
+def cases(rows: Sequence[Row], *, by_batch: bool = False) -> dict[str, list[Row]]:
+    """Rows by what they compare in, the ladder's own law first; with `by_batch` another batch is another case."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: law_of(row) != MAIN_LAW):
         lengths = LAWS.get(law_of(row), f"{law_of(row)} lengths up to {{}}").format(row["max_len"])
-        groups[f"{row['attention']} attention, {lengths}, {row['gpu'] or 'a CPU'}"].append(row)
+        batch = f"batch {row['batch']}, " if by_batch else ""
+        groups[f"{row['attention']} attention, {batch}{lengths}, {row['gpu'] or 'a CPU'}"].append(row)
     return groups
 
 
@@ -114,7 +115,7 @@ def ladder_table(
         chained: of `compared`.
     """
     lines = [
-        f"Batch {rows[0]['batch']}.\n",
+        f"Of {rows[0]['batch']} samples each, where nothing else is said.\n",
         "| row | adds | samples/s | over | step MFU | Local MFU | peak GiB | NE |",
         "|---|---|---|---|---|---|---|---|",
     ]
