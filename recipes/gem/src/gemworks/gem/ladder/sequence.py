@@ -64,18 +64,20 @@ def sequence_runs(layers: Sequence[Row]) -> list[SequenceRun]:
     """The Local MFU of each last run that timed one of the parts."""
     out = []
     for group in last_runs(layers):
-        timed = {row["layer"]: row for row in group if row["ms"]}
-        parts = [timed[name] for name in PARTS if name in timed]
+        timed: dict[str, list[Row]] = {}  # by layer, whatever the type of its events
+        for row in group:
+            if row["ms"]:
+                timed.setdefault(row["layer"].rpartition(".")[2], []).append(row)
+        parts = [row for name in PARTS for row in timed.get(name, ())]
         if parts:
-            ms = sum(_ms(row) for row in parts)
-            layer, events = timed.get(ONE_GRAPH), timed.get(EVENTS)
+            ms, graphs, events = _ms(parts), timed.get(ONE_GRAPH), timed.get(EVENTS)
             out.append(
                 SequenceRun(
                     group[0],
                     ms,
                     _mfu(parts, ms),
-                    _mfu([layer], float(layer["ms"]), count=1) if layer else None,
-                    _mfu([*parts, events], ms + _ms(events)) if events else None,
+                    _mfu(graphs, sum(float(row["ms"]) for row in graphs), count=1) if graphs else None,
+                    _mfu([*parts, *events], ms + _ms(events)) if events else None,
                     _mfu(parts, sum(int(row["count"]) * float(row["bound_ms"]) for row in parts)),
                     tuple(name for name in PARTS if name not in timed),
                 )
@@ -83,8 +85,8 @@ def sequence_runs(layers: Sequence[Row]) -> list[SequenceRun]:
     return out
 
 
-def _ms(row: Row) -> float:
-    return int(row["count"]) * float(row["ms"])
+def _ms(rows: Sequence[Row]) -> float:
+    return sum(int(row["count"]) * float(row["ms"]) for row in rows)
 
 
 def _mfu(rows: Sequence[Row], ms: float, *, count: int | None = None) -> float:
