@@ -221,20 +221,18 @@ class Pair:
             row.close()
             return cost, length
 
-        note = ""
         try:
             if rung.alone:
                 cost, length = self.ranks.on_first(lambda: measure(Ranks()))
             else:
                 cost, length = measure(self.ranks, ready)
+            return cost, "", length
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if self.ranks.world_size > 1 and not rung.alone:
                 raise  # the ranks may no longer be in step with each other
             note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-        if note:
-            free(self.device)  # only here: as long as the error is there its frames hold the row's memory
-            return None, note, None
-        return cost, "", length
+        free(self.device)  # only here: as long as the error is there its frames hold the row's memory
+        return None, note, None
 
     def _write(self, rung: PairRung, config: GemConfig, cost: PairCost | None, note: str, length: float | None) -> None:
         if not self.ranks.is_first:
