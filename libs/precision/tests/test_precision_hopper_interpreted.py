@@ -18,7 +18,7 @@ from gemworks.precision.hopper import HopperLinear, Plan, plan_of
 from gemworks.precision.linear import linear_with_counts, mx_linear, specs_of
 from gemworks.precision.recipe import GemmKind, GemmRecipe, recipe
 from gemworks.precision.scaled_mm import SQUARES128
-from gemworks.precision.triton_casts import readable_length
+from gemworks.precision.triton_reading import readable_length
 
 pytestmark = pytest.mark.interpret
 

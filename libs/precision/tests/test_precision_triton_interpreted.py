@@ -21,7 +21,8 @@ from gemworks.precision.gemms import gemm
 from gemworks.precision.head_tiles import head_tiles
 from gemworks.precision.recipe import GemmKind, recipe
 from gemworks.precision.scales import ScaleMode
-from gemworks.precision.triton_casts import readable_length, triton_cast, triton_dequantize
+from gemworks.precision.triton_casts import triton_cast
+from gemworks.precision.triton_reading import readable_length, triton_dequantize
 
 pytestmark = [
     pytest.mark.interpret,
@@ -189,7 +190,7 @@ def test_long_lines_use_the_first_grid_axis(monkeypatch):
 
 def test_wide_scales_in_the_layout_of_the_product():
     from gemworks.precision.scaled_mm import square_scales, wide_scales
-    from gemworks.precision.triton_casts import triton_wide_scales
+    from gemworks.precision.triton_reading import triton_wide_scales
 
     x = uneven(300, 700)
     rows, square = quantize(x, 1, block=128), cast(x, None, CastSpec(GemmKind.FP8_BLOCK128), "reference")[0]

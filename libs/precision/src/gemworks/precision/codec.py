@@ -101,7 +101,7 @@ class MXCodec:
 
     def _dequantize(self, plane: MXTensor, dtype: torch.dtype) -> Tensor:
         if plane.codes.is_cuda and plane.codes.numel() and plane.format is not Format.E2M1:
-            from gemworks.precision.triton_casts import triton_dequantize
+            from gemworks.precision.triton_reading import triton_dequantize
 
             length = line_length(plane.shape[0], plane.block)
             shape = (plane.shape[0] // length, length)

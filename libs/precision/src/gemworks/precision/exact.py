@@ -61,7 +61,7 @@ class ExactPlan:
         """`[K, L]` of the column plane of a matrix, as a right operand `[L, K]`."""
         read = self.made.get((m, k, ALONG_COLUMNS, right))
         if read is None:
-            from gemworks.precision.triton_casts import readable_length
+            from gemworks.precision.triton_reading import readable_length
 
             made = Reading(k, readable_length(m), padded_rows(m), 1, k, right)
             read = self.made.keep((m, k, ALONG_COLUMNS, right), made)

@@ -51,7 +51,7 @@ def gemm(a: MXTensor, b: MXTensor, kind: GemmKind, out_dtype: torch.dtype, backe
 
         return scaled_mm(a, b, out_dtype)
     if backend == "triton":
-        from gemworks.precision.triton_casts import readable_length, triton_dequantize
+        from gemworks.precision.triton_reading import readable_length, triton_dequantize
 
         length = readable_length(a.padded_shape[1])
         left, right = (triton_dequantize(plane, length=length) for plane in (a, b))

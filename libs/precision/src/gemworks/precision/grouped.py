@@ -31,7 +31,7 @@ def _values(x: Tensor, dim: int | None, spec: CastSpec, backend: str) -> Tensor:
     """Quantise a matrix and read it back, keeping a transform and its padding: what the product sees."""
     plane, _ = cast(x, dim, spec, backend)
     if plane.codes.is_cuda and plane.codes.numel():
-        from gemworks.precision.triton_casts import triton_dequantize
+        from gemworks.precision.triton_reading import triton_dequantize
 
         return triton_dequantize(plane)
     return plane.dequantize(torch.float32 if x.device.type == "cpu" else torch.bfloat16, keep_transform=True)

@@ -39,7 +39,7 @@ def wide_scales(plane: MXTensor, num_rows: int, num_blocks: int) -> Tensor:
     if plane.wide is not None and plane.wide.shape == (num_rows, num_blocks):
         return plane.wide
     if plane.scales.is_cuda:
-        from gemworks.precision.triton_casts import triton_wide_scales
+        from gemworks.precision.triton_reading import triton_wide_scales
 
         return triton_wide_scales(plane.scales, num_rows, num_blocks)
     scales = _pad(plane.scales, num_rows, num_blocks, 127)
@@ -53,7 +53,7 @@ def square_scales(plane: MXTensor, num_blocks: int) -> Tensor:
     if plane.wide is not None and plane.wide.shape == (padded, -(-plane.shape[0] // 128)):
         return plane.wide
     if plane.scales.is_cuda:
-        from gemworks.precision.triton_casts import triton_wide_scales
+        from gemworks.precision.triton_reading import triton_wide_scales
 
         return triton_wide_scales(plane.scales.t(), padded, plane.scales.shape[0])
     return scale_values(_pad(plane.scales, plane.scales.shape[0], padded, 127).contiguous()).t()

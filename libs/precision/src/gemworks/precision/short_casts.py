@@ -242,7 +242,7 @@ class Reading:
     __slots__ = ("grid", "key", "launcher", "numbers", "setup", "shape", "strides")
 
     def __init__(self, lines: int, length: int, code_line: int, scale_line: int, scale_block: int, right: bool) -> None:
-        from gemworks.precision.triton_casts import reading_grid, reading_setup
+        from gemworks.precision.triton_reading import reading_grid, reading_setup
 
         self.shape, self.strides = ((length, lines), (1, length)) if right else ((lines, length), (length, 1))
         self.launcher = launchers()[4]
