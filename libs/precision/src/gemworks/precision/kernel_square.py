@@ -147,7 +147,7 @@ def store_squares(
     return scale
 
 
-@triton.jit(do_not_specialize=["num_column_tiles", "real_rows"])
+@triton.jit(do_not_specialize=["num_column_tiles", "num_padded", "real_rows"])
 def cast_squares_kernel(
     x_ptr,
     codes_ptr,
@@ -159,6 +159,7 @@ def cast_squares_kernel(
     num_columns,
     stride_row,
     num_column_tiles,
+    num_padded,
     real_rows,
     RAGGED: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -168,7 +169,8 @@ def cast_squares_kernel(
     """x: bf16 `[real_rows, K]` as int32. Codes as int32 `[M, K / 4]`, transposed as int64 `[K, M / 8]`; K is a multiple
     of 16, M (num_rows) of 128, zero behind the real rows.
 
-    The scale of a square as fp32, three times: as in `store_squares`, and for each column `[M / 128, K]`.
+    The scale of a square as fp32, three times: for each row `[K / 128, M]`, for each column `[M / 128, K]`, and once in
+    `[K / 128, M / 128]` (rows padded to `num_padded`), as its three readers take it.
     """
     R8: tl.constexpr = 16
     C: tl.constexpr = 128
@@ -179,21 +181,16 @@ def cast_squares_kernel(
     first_column = column_tile * 128
     base = x_ptr + first_row * stride_row
     xs = load_tile(base, stride_row, real_rows - first_row, first_column, num_columns, R8, C, True, RAGGED, False)
-    scale = store_squares(
-        xs,
-        first_row,
-        first_column,
-        codes_ptr,
-        scales_ptr,
-        codes_t_ptr,
-        square_ptr,
-        num_rows,
-        num_columns,
-        FORMAT,
-        MODE,
-        HARDWARE,
-    )
+    m = tl.maximum(largest_halves(xs, 0, HARDWARE), 0)
+    n = tl.maximum(largest_halves(xs, 1, HARDWARE), 0)
+    amax = tl.max(tl.maximum(tl.maximum(m & 0xFFFF, m >> 16), tl.maximum(n & 0xFFFF, n >> 16)))
+    byte = scale_byte(amax << 16, FORMAT, MODE, 1)
+    words = square_words(xs, byte, FORMAT, HARDWARE)
+    store_codes(words, codes_ptr, codes_t_ptr, first_row, first_column, num_rows, num_columns, 3, HARDWARE)
+    scale = wide_value(byte)
+    store_line(scale, scales_ptr, column_tile.to(tl.int64) * num_rows, first_row, num_rows, 128)
     store_line(scale, scales_t_ptr, row_tile.to(tl.int64) * num_columns, first_column, num_columns, 128)
+    tl.store(square_ptr + column_tile * num_padded + row_tile, scale)
 
 
 @triton.jit

@@ -159,7 +159,7 @@ class SquareCast:
         self.launcher = launchers()[1]
         self.setup = _square_setup(spec, (torch.int32, torch.int32, None, torch.int64), RAGGED=ragged)
         self.grid = (rows * columns, 1, 1)
-        self.numbers = (p, k, stride, columns, m)
+        self.numbers = (p, k, stride, columns, self.padded, m)
         self.key = (self.setup, stride % 16 == 0)
 
     def __call__(self, x: Tensor) -> Four:

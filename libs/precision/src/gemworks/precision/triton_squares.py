@@ -72,6 +72,7 @@ def triton_cast_squares(x: Tensor, spec: CastSpec) -> SquarePlanes:
             k,
             stride,
             column_tiles,
+            square.shape[1],
             real_rows,
         ),
         *_setup(spec, ragged),
