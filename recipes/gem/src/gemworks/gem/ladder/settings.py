@@ -190,8 +190,8 @@ def build(base: GemConfig, rungs: tuple[Rung, ...] = RUNGS) -> dict[str, GemConf
 # Rows whose batches are dealt otherwise than the others': their NE is of other samples.
 OTHER_BATCHES = frozenset({"bbs"})
 
-# What a stack loses when one technique is taken away. "without" -> change of the stack; one that changes nothing is left
-# out: norms are the compiler's in the full stack, and the eager one ends before compilation and GELU.
+# What a stack loses when one technique is taken away. "without" -> change of the stack; one that changes nothing is
+# left out: norms are the compiler's in the full stack, and the eager one ends before compilation and GELU.
 FULL_STACK = "fast_gelu"
 WITHOUT: Mapping[str, Change] = {
     "jagged attention kernel": kernels(attention="varlen", fused_qk=False),
