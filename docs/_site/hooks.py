@@ -132,7 +132,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         return re.sub(r"(?<=<code>)[^<\s]{24,}(?=</code>)", fold, text)
 
     def frame(match: re.Match[str]) -> str:
-        return f'<div class="rows">{match[0]}</div>' if match[0].count("<tr>") > 60 else match[0]
+        return f'<div class="rows">{match[0]}</div>' if match[0].count("<tr>") > 45 else match[0]
 
     html = re.sub(r"<td.*?</td>", cell, html, flags=re.DOTALL)
     return re.sub(r"<table>.*?</table>", frame, html, flags=re.DOTALL)

@@ -161,4 +161,4 @@ def _short(text: str) -> str:
     try:
         return f"{float(text):.4g}" if "." in text or "e" in text else text
     except ValueError:
-        return text if len(text) <= 60 else text[:57] + "..."
+        return text if len(text) <= 120 else text[:117] + "..."
