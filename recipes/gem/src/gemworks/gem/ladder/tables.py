@@ -223,7 +223,7 @@ def chart(path: Path, rows: Sequence[Row], title: str) -> bool:
     axes.set_xlim(right=1.35 * max(speeds))
     beside = "; grey: measured beside the ladder" if any(is_side(row["row"]) for row in shown) else ""
     axes.set_xlabel(f"samples/s of whole training steps\nlabel: step MFU against 989 TFLOP/s (commit){beside}")
-    axes.set_title(title)
+    figure.suptitle(title, fontsize=11)  # over the whole width: over the axes alone long ones are cut
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
