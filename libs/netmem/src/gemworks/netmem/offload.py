@@ -207,12 +207,12 @@ class OffloadEngine:
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield self
         with self._lock:
-            self._reap()
+            self._tidy()
 
     def stats(self) -> OffloadStats:
         """Counters of this moment."""
         with self._lock:
-            self._reap()
+            self._tidy()
             return OffloadStats(
                 **self._count,
                 num_live=len(self._live),
@@ -248,7 +248,7 @@ class OffloadEngine:
         does.
         """
         with self._lock, torch.no_grad():
-            self._reap()
+            self._tidy()
             while self._leaving and self._leaving_bytes - self._leaving[0].nbytes >= leaving_bytes:
                 self._depart_oldest()
 
@@ -277,7 +277,7 @@ class OffloadEngine:
 
     def _pack(self, x: torch.Tensor, codec: Codec | None, move: bool, excluded: set[int], exact: bool) -> Any:
         with self._lock, torch.no_grad():
-            self._reap()
+            self._tidy()
             self._count["saved_bytes"] += x.numel() * x.element_size()
             size_bytes = x.numel() * x.element_size()
             if not movable(x) or x.device != self.device or x.untyped_storage()._cdata in excluded:
@@ -497,4 +497,13 @@ class OffloadEngine:
             self._identity = {k: v for k, v in self._identity.items() if v.valid()}
         if len(self._wholes) > 2 * len(self._live) + 64:
             self._wholes = {k: v for k, v in self._wholes.items() if v[0]() is not None}
+
+    def _tidy(self) -> None:
+        """As above, and let the bytes go whose copies the host finds done.
+
+        In forward only. The host is ahead of the device by as much as it happens to be, so what it finds done in
+        backward lies anywhere on the device's way: a tensor let go there may be the next one to be asked for, and come
+        back while compute waits. In backward the pace says what has to go, and what may stay until it is asked for.
+        """
+        self._reap()
         self._drain(self.window_bytes)
