@@ -65,6 +65,24 @@ def test_no_host_synchronisation():
             torch.cuda.set_sync_debug_mode("default")
 
 
+def test_the_wait_for_a_copy_is_measured():
+    from gemworks.netmem.bench.waits import MeteredMover
+
+    mover = MeteredMover(torch.device("cuda", torch.cuda.current_device()))
+    host = torch.ones(256 << 20, dtype=torch.uint8).pin_memory()
+    device = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
+
+    def copy_and_wait() -> None:
+        mover.compute_waits(mover.copy("down", device, host, [mover.mark()]))
+
+    copy_and_wait()
+    assert mover.measure_ms(copy_and_wait) > 1.0  # 268 MB: 5 ms at 54 GB/s, and no link is five times as fast
+    done = mover.copy("down", device, host, [mover.mark()])
+    mover.synchronize()
+    assert mover.measure_ms(lambda: mover.compute_waits(done)) < 0.5
+    assert device.all()
+
+
 def test_device_memory_is_flat_over_100_steps():
     device = torch.device("cuda", 0)
     model, batch = make_stack(SIZE, device)
