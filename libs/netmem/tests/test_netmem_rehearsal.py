@@ -9,7 +9,7 @@ from gemworks.netmem.contention import measure_contention, rate_within
 from gemworks.netmem.ledger import BandwidthLedger, Link
 from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.rehearsal import rehearse
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.reference
@@ -70,6 +70,25 @@ def test_both_ways_share_the_duplex_rate():
     alone, shared = rehearse(step, plan), rehearse(step, plan, duplex_bytes_per_s=8)
     assert shared.step_s >= alone.step_s
     assert rehearse(step, plan, duplex_bytes_per_s=16).step_s == pytest.approx(alone.step_s)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    choices=st.lists(st.sampled_from(["keep", "offload"]), min_size=2, max_size=6),
+    parcels=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    rate=st.integers(3, 30),
+    window=st.integers(10, 80),
+    issue_s=st.floats(0.1, 3.0),
+)
+@example(choices=["offload", "keep", "offload"], parcels=[4, 4], rate=6, window=20, issue_s=0.9)
+def test_what_the_host_finds_done_decides_nothing(choices, parcels, rate, window, issue_s):
+    """A host that is nearly as slow as the device sees most copies done, one that is slower sees all of them."""
+    step = make_step(len(choices), tuple(parcels), rate, window, held=sum(parcels))
+    plan = evaluate(step, choices)
+    ahead, found = rehearse(step, plan), rehearse(step, plan, issue_s=issue_s)
+    assert found.moved_down_bytes == ahead.moved_down_bytes
+    if issue_s <= 1.0:  # a forward's time, half a backward's
+        assert found.step_s == pytest.approx(ahead.step_s)
 
 
 @settings(max_examples=40, deadline=None)
@@ -158,7 +177,8 @@ def test_an_engine_that_lets_go_in_backward_what_is_done_waits_for_it(monkeypatc
 
     def reap_and_let_go(engine: OffloadEngine) -> None:
         reap(engine)
-        engine._drain(engine.window_bytes)
+        while engine._leaving and engine._leaving[0].has_left():
+            engine._depart_oldest()
 
     monkeypatch.setattr(OffloadEngine, "_reap", reap_and_let_go)
     step = h200_step()

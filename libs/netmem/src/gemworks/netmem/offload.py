@@ -150,6 +150,7 @@ class OffloadEngine:
         self._ahead_of = 0
         self._ahead_bytes = math.inf
         self._staying_bytes = math.inf
+        self._num_paced = 0  # forwards under way that end in `end_forward`
         self._warned = False
         self._count = dict.fromkeys(
             (
@@ -229,6 +230,19 @@ class OffloadEngine:
 
     # -- pace ----------------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def paced(self) -> Iterator[None]:
+        """Around a forward that `end_forward` follows: only the window and the pace decide what goes, and not which
+        copies the host finds done.
+        """
+        with self._lock:
+            self._num_paced += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_paced -= 1
+
     @property
     def position(self) -> int:
         """Number of parcels sent so far. What a region sends lies between its position before and after."""
@@ -248,7 +262,7 @@ class OffloadEngine:
         does.
         """
         with self._lock, torch.no_grad():
-            self._tidy()
+            self._reap()
             while self._leaving and self._leaving_bytes - self._leaving[0].nbytes >= leaving_bytes:
                 self._depart_oldest()
 
@@ -465,8 +479,8 @@ class OffloadEngine:
         self._count["peak_in_flight_bytes"] = max(self._count["peak_in_flight_bytes"], now)
 
     def _drain(self, limit_bytes: int) -> None:
-        """Let departed bytes go, and wait (compute only) until at most that many bytes are still leaving."""
-        while self._leaving and (self._leaving_bytes > limit_bytes or self._leaving[0].has_left()):
+        """Let bytes go, oldest first, until at most that many are leaving; compute waits for their copies."""
+        while self._leaving and self._leaving_bytes > limit_bytes:
             self._depart_oldest()
 
     def _depart_oldest(self) -> None:
@@ -499,11 +513,12 @@ class OffloadEngine:
             self._wholes = {k: v for k, v in self._wholes.items() if v[0]() is not None}
 
     def _tidy(self) -> None:
-        """As above, and let the bytes go whose copies the host finds done.
+        """As above, and let the bytes go whose copies the host finds done: in forward, and where no pace says it.
 
-        In forward only. The host is ahead of the device by as much as it happens to be, so what it finds done in
-        backward lies anywhere on the device's way: a tensor let go there may be the next one to be asked for, and come
-        back while compute waits. In backward the pace says what has to go, and what may stay until it is asked for.
+        The host is ahead of the device by as much as it happens to be, so what it finds done in backward lies anywhere
+        on the device's way: a tensor let go there may be the next one to be asked for, and come back while compute
+        waits.
         """
         self._reap()
-        self._drain(self.window_bytes)
+        while not self._num_paced and self._leaving and self._leaving[0].has_left():
+            self._depart_oldest()
