@@ -213,7 +213,7 @@ class OffloadEngine:
     def stats(self) -> OffloadStats:
         """Counters of this moment."""
         with self._lock:
-            self._tidy()
+            self._reap()
             return OffloadStats(
                 **self._count,
                 num_live=len(self._live),
