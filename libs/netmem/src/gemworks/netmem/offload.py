@@ -340,8 +340,10 @@ class OffloadEngine:
         filed = self._identity.get(key)
         return filed.content if filed is not None and filed.valid() else None
 
-    def _file(self, key: tuple[Any, ...], content: Any, x: torch.Tensor) -> None:
-        self._identity[key] = Filed(content, StorageWeakRef(x.untyped_storage()), Probe(x))
+    def _file(self, key: tuple[Any, ...], content: Any, x: torch.Tensor) -> Probe:
+        probe = Probe(x)
+        self._identity[key] = Filed(content, StorageWeakRef(x.untyped_storage()), probe)
+        return probe
 
     def _move(self, x: torch.Tensor, exact: bool) -> Moved:
         storage = x.untyped_storage()
@@ -350,12 +352,12 @@ class OffloadEngine:
         key: tuple[Any, ...] = (storage._cdata, x._version)
         if compact:
             key += (x.storage_offset(), x.shape, x.stride(), x.dtype)
-        parcel = self._look_up(key)
+        parcel, probe = self._look_up(key), None
         if parcel is None:
             source = x.clone(memory_format=torch.contiguous_format).untyped_storage() if compact else storage
             parcel = self._send(source)
-            self._file(key, parcel, x)
-        handle = Moved(self, x, parcel, compact)
+            probe = self._file(key, parcel, x)
+        handle = Moved(self, x, parcel, compact, probe)
         self._drain(self.window_bytes)
         return handle
 
