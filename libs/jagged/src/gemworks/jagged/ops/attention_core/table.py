@@ -51,6 +51,7 @@ class GluonConfig:
         registers: per thread of a consumer.
         one_release: one signal for K of a tile and V of the one before (forward).
         chained: the last step of a tile computes the first scores of the next one (forward; resident_stages 2).
+        in_turn: consumers issue their products one after the other (forward without a mask).
     """
 
     block: int
@@ -60,6 +61,13 @@ class GluonConfig:
     resident_stages: int = 1
     one_release: bool = False
     chained: bool = False
+    in_turn: bool = False
+    looks_ahead: bool = False
+
+    @property
+    def producer_registers(self) -> int:
+        """Per thread of the loading warp, of which a consumer's registers are what is left."""
+        return 24 if not self.looks_ahead else 32 if self.groups == 3 else 40
 
     @property
     def programs(self) -> int:
