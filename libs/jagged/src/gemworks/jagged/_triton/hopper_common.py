@@ -160,7 +160,7 @@ def _asm(TEXT: gl.constexpr, CONSTRAINTS: gl.constexpr, arguments):
 
 @gluon.jit
 def wait_for_turn(GROUP: gl.constexpr, groups):
-    """Before products of a tile that `groups` consumers share; of one alone, or of all but one, it is always the turn."""
+    """Before products of a tile that `groups` consumers share; one alone does not wait."""
     if GROUP == 0:
         _asm(TURN_0, "=r,r", [groups])
     elif GROUP == 1:
@@ -171,6 +171,7 @@ def wait_for_turn(GROUP: gl.constexpr, groups):
 
 @gluon.jit
 def pass_turn(GROUP: gl.constexpr, groups):
+    """After these products have been issued."""
     following_group = gl.where(groups == GROUP + 1, 0, GROUP + 1)
     _asm(NEXT_TURN, "=r,r,r", [groups, 8 + following_group])
 

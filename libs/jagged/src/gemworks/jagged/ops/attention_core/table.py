@@ -250,6 +250,19 @@ def choose_fused(shape: Shape, architecture: str) -> FusedConfig | None:
     return FUSED.get(("softmax" if shape.activation == SOFTMAX else "activation", shape.lengths))
 
 
+def backward_products(shape: Shape, architecture: str) -> int | None:
+    """Matrix products of a backward: the five that it needs, or seven where each of two kernels computes the scores and
+    the gradient of the weights. None where no kernel takes the call.
+
+    >>> shape = Shape(SOFTMAX, torch.bfloat16, 128, 128, False, False, False, 1024)
+    >>> [backward_products(replace(shape, head_dim=h, value_dim=h), "sm_90") for h in (64, 128)]
+    [7, 5]
+    """
+    if choose_fused(shape, architecture) is not None:
+        return 5
+    return None if choose("backward_kv", shape, architecture) is None else 7
+
+
 def triton_refusal(shape: Shape, architecture: str) -> str | None:
     """Why plain Triton does not take this call, or None."""
     if architecture not in TRITON_ARCHITECTURES:
