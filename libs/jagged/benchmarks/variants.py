@@ -164,6 +164,8 @@ GROUPS: dict[str, Group] = {
                 two_groups(64, 4, 1),
                 two_groups(64, 4, 1, looks_ahead=True),
                 two_groups(64, 4, 2, looks_ahead=True, one_release=True),
+                two_groups(64, 4, 2, looks_ahead=True, in_turn=True),
+                two_groups(128, 2, 2, looks_ahead=True, in_turn=True),
                 two_groups(128, 2, 1, looks_ahead=True),
                 two_groups(128, 2, 2, looks_ahead=True, one_release=True),
             ),

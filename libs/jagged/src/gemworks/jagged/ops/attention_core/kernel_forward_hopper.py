@@ -54,6 +54,20 @@ def _span(
 
 
 @gluon.jit
+def _own_tiles(
+    GROUP: gl.constexpr, row, q_len, k_len, left, right, begin, all_trips,
+    MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """(tiles of keys before the first that the rows of one consumer meet, how many these are)."""
+    if MASKED:
+        _shift, own_begin, own_end = _span(row + GROUP * 64, q_len, k_len, left, right, MASKED, BOTTOM_RIGHT, 64, BN)
+        before = gl.minimum((own_begin - begin) // BN, all_trips)
+        return before, gl.minimum((own_end - own_begin + BN - 1) // BN, all_trips - before)
+    else:
+        return 0, all_trips
+
+
+@gluon.jit
 def _admit(
     scores, n, k_len, first, own, column, shift, left, right, last,
     OTHERS: gl.constexpr, SOFTMAX: gl.constexpr, MASKED: gl.constexpr, BN: gl.constexpr,
@@ -271,15 +285,11 @@ def _consumer(
             shift, begin, end = _span(row, q_end - q_begin, k_len, left, right, MASKED, BOTTOM_RIGHT, GROUPS * 64, BN)
             all_trips = (end - begin + BN - 1) // BN
             first = row + GROUP * 64
-            before = 0
-            trips = all_trips
-            if MASKED:  # tiles of keys that only rows of other consumers meet are passed over
-                _shift, own_begin, own_end = _span(
-                    first, q_end - q_begin, k_len, left, right, MASKED, BOTTOM_RIGHT, 64, BN
-                )
-                before = gl.minimum((own_begin - begin) // BN, all_trips)
-                trips = gl.minimum((own_end - own_begin + BN - 1) // BN, all_trips - before)
-                begin += before * BN
+            groups = groups_with_rows(q_end - q_begin - row, GROUPS)
+            before, trips = _own_tiles(
+                GROUP, row, q_end - q_begin, k_len, left, right, begin, all_trips, MASKED, BOTTOM_RIGHT, BN
+            )
+            begin += before * BN
             o = gl.zeros([64, HV], gl.float32, O_LAYOUT)
             peak = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
             total_p = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
@@ -291,7 +301,7 @@ def _consumer(
                 o, peak, total_p, stage, phase = _attend(
                     column, own, zero, scale, scale2, folded, stage, phase, k_len, qs, shift, left, right,
                     begin, trips, first, o, peak, total_p, q, q_free, k_smem, v_smem, k_full, k_free, v_full,
-                    v_free, groups_with_rows(q_end - q_begin - row, GROUPS),
+                    v_free, groups,
                     ACT, BN, STAGES, DTYPE, FOLD, ONE_RELEASE, MASKED, O_LAYOUT, GROUP, IN_TURN,
                 )  # fmt: skip
                 if MASKED:
@@ -300,6 +310,19 @@ def _consumer(
             else:
                 stage, phase = _hand_on(all_trips, stage, phase, k_full, k_free, v_full, v_free, STAGES, ONE_RELEASE)
                 mbarrier.arrive(q_free.index(qs), count=1)
+            if MASKED:
+                if IN_TURN:  # as many turns as the consumer that has the most
+                    most = trips
+                    for g in gl.static_range(GROUPS):
+                        _before, others = _own_tiles(
+                            g, row, q_end - q_begin, k_len, left, right, begin - before * BN, all_trips,
+                            MASKED, BOTTOM_RIGHT, BN,
+                        )  # fmt: skip
+                        most = gl.maximum(most, gl.where(g < groups, others, 0))
+                    missing = gl.where(trips > 0, most - trips, gl.where(most > 0, most + 1, 0))
+                    for _turn in range(gl.where(first_row < q_end, missing, 0)):
+                        wait_for_turn(GROUP, groups)
+                        pass_turn(GROUP, groups)
             if first_row < q_end:
                 store_tile(o, peak, total_p, results, first_row, q_end, head, scale, S_LAYOUT, O_LAYOUT, ACT, FOLD)
         t = t1
