@@ -289,6 +289,17 @@ def _consumer(
             before, trips = _own_tiles(
                 GROUP, row, q_end - q_begin, k_len, left, right, begin, all_trips, MASKED, BOTTOM_RIGHT, BN
             )
+            turns = trips
+            if MASKED:
+                if IN_TURN:  # each consumer takes as many as the one with the most; none if one of them has no key
+                    least = trips
+                    for g in gl.static_range(GROUPS):
+                        _before, others = _own_tiles(
+                            g, row, q_end - q_begin, k_len, left, right, begin, all_trips, MASKED, BOTTOM_RIGHT, BN
+                        )
+                        turns = gl.maximum(turns, gl.where(g < groups, others, 0))
+                        least = gl.minimum(least, gl.where(g < groups, others, all_trips))
+                    groups = gl.where(least > 0, groups, 1)
             begin += before * BN
             o = gl.zeros([64, HV], gl.float32, O_LAYOUT)
             peak = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
@@ -311,16 +322,8 @@ def _consumer(
                 stage, phase = _hand_on(all_trips, stage, phase, k_full, k_free, v_full, v_free, STAGES, ONE_RELEASE)
                 mbarrier.arrive(q_free.index(qs), count=1)
             if MASKED:
-                if IN_TURN:  # as many turns as the consumer that has the most
-                    most = trips
-                    for g in gl.static_range(GROUPS):
-                        _before, others = _own_tiles(
-                            g, row, q_end - q_begin, k_len, left, right, begin - before * BN, all_trips,
-                            MASKED, BOTTOM_RIGHT, BN,
-                        )  # fmt: skip
-                        most = gl.maximum(most, gl.where(g < groups, others, 0))
-                    missing = gl.where(trips > 0, most - trips, gl.where(most > 0, most + 1, 0))
-                    for _turn in range(gl.where(first_row < q_end, missing, 0)):
+                if IN_TURN:
+                    for _turn in range(gl.where(first_row < q_end, turns - trips, 0)):
                         wait_for_turn(GROUP, groups)
                         pass_turn(GROUP, groups)
             if first_row < q_end:
