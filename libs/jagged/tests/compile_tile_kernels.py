@@ -172,7 +172,7 @@ def epilogue_cases(gluon: bool) -> dict[str, tuple[Any, Callable[[str], str], di
         constants = {
             "ACT": "fast_gelu", "HEADS": 4, "H": 128, "BN": config.block, "STAGES": config.stages, "FOLD": True,
             "QSTAGES": config.resident_stages, "CONSUMER_REGS": config.registers,
-            "FINISHER_REGS": config.norm_registers, "IN_TURN": config.in_turn,
+            "FINISHER_REGS": config.norm_registers,
         }  # fmt: skip
 
         def pointer(name: str) -> str:

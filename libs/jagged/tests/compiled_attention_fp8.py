@@ -50,7 +50,7 @@ def gluon(capability: int, width: int) -> Any:
 
     constants: dict[str, Any] = {"HEADS": 4, "GROUP_HEADS": 1, "H": width, "BN": HOPPER.block}
     constants |= {"STAGES": HOPPER.stages, "QSTAGES": HOPPER.query_stages}
-    constants |= {"IN_TURN": HOPPER.in_turn, "CONSUMER_REGS": HOPPER.registers}
+    constants |= {"CONSUMER_REGS": HOPPER.registers}
     special = {"q_desc": box(64, width), "k_desc": box(HOPPER.block, width), "v_desc": box(width, HOPPER.block)}
     special |= dict.fromkeys(("sq_ptr", "sk_ptr", "sv_ptr"), "*u8") | {"out_ptr": "*bf16"}
     names = kernel.arg_names

@@ -18,17 +18,7 @@ softmax masks them, and v's tiles end in zeros.
 """
 
 from gemworks.jagged._triton.activations import LOG2_E
-from gemworks.jagged._triton.hopper_common import (
-    attention_barriers,
-    first_turn,
-    groups_with_rows,
-    last_turn,
-    pass_over,
-    pass_turn,
-    store_rows,
-    wait_for_turn,
-    zigzag,
-)
+from gemworks.jagged._triton.hopper_common import attention_barriers, pass_over, store_rows, zigzag
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -145,10 +135,8 @@ def _factor_and_shift(sq, k_byte, v_byte):
 def _consumer(
     GROUP: gl.constexpr, scale, scales, results, tiles, smem, barriers,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    QSTAGES: gl.constexpr, IN_TURN: gl.constexpr,
+    QSTAGES: gl.constexpr,
 ):  # fmt: skip
-    if IN_TURN:
-        first_turn(GROUP)
     sq_ptr, sk_ptr, sv_ptr = scales
     out_ptr, lse_ptr, out_stride_t, out_stride_n, lse_stride_n = results
     bounds_q, bounds_k, tile_sample, tile_row, total = tiles
@@ -183,18 +171,13 @@ def _consumer(
             o = gl.zeros([64, H], gl.float32, O_LAYOUT)
             peak = gl.full([64], float("-inf"), gl.float32, ROWS)
             total_p = gl.zeros([64], gl.float32, ROWS)
-            groups = groups_with_rows(q_end - q_begin - row, 2)
             if first_row < q_end and trips > 0:
                 q = q_smem.index(2 * qs + GROUP)
                 k_byte = gl.load(sk_at).to(gl.int32)
                 v_byte = gl.load(sv_at).to(gl.int32)
                 s0 = fill % STAGES
                 mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
-                if IN_TURN:
-                    wait_for_turn(GROUP, groups)
                 scores = warpgroup_mma(q, k_smem.index(s0).permute((1, 0)), zero, use_acc=False, is_async=True)
-                if IN_TURN:
-                    pass_turn(GROUP, groups)
                 scores = warpgroup_mma_wait(0, [scores])
                 mbarrier.arrive(k_free.index(s0), count=1)
                 if k_len < BN:
@@ -213,13 +196,9 @@ def _consumer(
                     k_byte = gl.load(sk_at + at).to(gl.int32)
                     v_byte = gl.load(sv_at + at).to(gl.int32)
                     mbarrier.wait(k_full.index(s1), phase1)
-                    if IN_TURN:
-                        wait_for_turn(GROUP, groups)
                     upcoming = warpgroup_mma(q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
                     v_now = v_smem.index(fill % STAGES).permute((1, 0))
                     acc = warpgroup_mma(_unpack(p, BN, P_LAYOUT), v_now, o, is_async=True)
-                    if IN_TURN:
-                        pass_turn(GROUP, groups)
                     scores = warpgroup_mma_wait(1, [upcoming])
                     factor, shift = _factor_and_shift(sq, k_byte, v_byte)
                     mbarrier.arrive(k_free.index(s1), count=1)
@@ -240,11 +219,7 @@ def _consumer(
                     fill += 1
                 mbarrier.arrive(q_free.index(qs), count=1)
                 v_now = v_smem.index(fill % STAGES).permute((1, 0))
-                if IN_TURN:
-                    wait_for_turn(GROUP, groups)
                 acc = warpgroup_mma(_unpack(p, BN, P_LAYOUT), v_now, o, is_async=True)
-                if IN_TURN:
-                    pass_turn(GROUP, groups)
                 o = warpgroup_mma_wait(0, [acc])
                 mbarrier.arrive(v_free.index(fill % STAGES), count=1)
                 fill += 1
@@ -258,8 +233,6 @@ def _consumer(
                 gl.store(lse_ptr + head.to(gl.int64) * lse_stride_n + lrow, lse, mask=lrow < q_end)
                 o = o * gl.convert_layout(1.0 / safe, O_ROWS)[:, None]
                 store_rows(out_ptr, o, first_row, q_end, head, out_stride_t, out_stride_n)
-    if IN_TURN:
-        last_turn(GROUP)
 
 
 @gluon.jit(do_not_specialize=["lse_stride_n"])  # the number of rows, other in every batch
@@ -267,7 +240,7 @@ def fp8_hopper_kernel(
     q_desc, k_desc, v_desc, sq_ptr, sk_ptr, sv_ptr, out_ptr, lse_ptr,
     bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale, out_stride_t, out_stride_n, lse_stride_n,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    QSTAGES: gl.constexpr, IN_TURN: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    QSTAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     CODE: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(CODE, [2 * QSTAGES, 64, H], q_desc.layout)
@@ -283,9 +256,9 @@ def fp8_hopper_kernel(
     gl.warp_specialize(
         [
             (_consumer, (G(0), scale, scales, results, tiles, smem, barriers,
-                         HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES, IN_TURN)),
+                         HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES)),
             (_consumer, (G(1), scale, scales, results, tiles, smem, barriers,
-                         HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES, IN_TURN)),
+                         HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES)),
             (_producer, (q_desc, k_desc, v_desc, tiles, smem, barriers, HEADS, GROUP_HEADS, H, BN, STAGES, QSTAGES)),
         ],
         [4, 1], [CONSUMER_REGS, 24],

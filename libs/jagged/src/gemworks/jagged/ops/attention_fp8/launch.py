@@ -32,14 +32,12 @@ class HopperConfig:
         stages: steps in flight, at least 2.
         query_stages: query tiles in flight.
         registers: per thread of a consumer.
-        in_turn: the consumers issue their products one after the other.
     """
 
     block: int = 128
     stages: int = 4
     query_stages: int = 2
     registers: int = 240
-    in_turn: bool = False
 
 
 HOPPER = HopperConfig()
@@ -110,7 +108,7 @@ def hopper_forward(
         *scales, out, lse, bounds[0], bounds[3], sample, row, count, p.rule.scale,
         out.stride(0), out.stride(1), lse.stride(0),
         HEADS=heads, GROUP_HEADS=heads // heads_k, H=width, BN=config.block, STAGES=config.stages,
-        QSTAGES=config.query_stages, IN_TURN=config.in_turn, CONSUMER_REGS=config.registers, num_warps=4,
+        QSTAGES=config.query_stages, CONSUMER_REGS=config.registers, num_warps=4,
     )  # fmt: skip
     return out, lse
 

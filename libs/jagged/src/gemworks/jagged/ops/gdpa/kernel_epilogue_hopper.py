@@ -11,17 +11,12 @@ norm reads is in the L2 cache, and its waiting costs the tensor cores nothing.
 from gemworks.jagged._triton.activations_hopper import fold, weigh
 from gemworks.jagged._triton.hopper_common import (
     attention_barriers,
-    first_turn,
-    groups_with_rows,
-    last_turn,
     load_keys,
     load_query_tile,
     pass_over,
-    pass_turn,
     store_rows,
     sync_threads,
     tile_of,
-    wait_for_turn,
     zigzag,
 )
 from triton.experimental import gluon
@@ -70,10 +65,8 @@ def _producer(
 def _consumer(
     GROUP: gl.constexpr, out_ptr, scale, tiles, smem, barriers, signals,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    QSTAGES: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr, IN_TURN: gl.constexpr,
+    QSTAGES: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
-    if IN_TURN:
-        first_turn(GROUP)
     bounds_q, bounds_k, tile_sample, tile_row, total = tiles
     q_smem, k_smem, v_smem = smem
     q_full, q_free, k_full, k_free, v_full, v_free = barriers
@@ -94,7 +87,6 @@ def _consumer(
             row, q_begin, q_end, _k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
             first_row = q_begin + row + GROUP * 64
             trips = (k_len + BN - 1) // BN
-            groups = groups_with_rows(q_end - q_begin - row, 2)
             for head in range(HEADS):
                 qs = qi % QSTAGES
                 mbarrier.wait(q_full.index(qs), (qi // QSTAGES) & 1)
@@ -105,11 +97,7 @@ def _consumer(
                     s0 = fill % STAGES
                     phase0 = (fill // STAGES) & 1
                     mbarrier.wait(k_full.index(s0), phase0)
-                    if IN_TURN:
-                        wait_for_turn(GROUP, groups)
                     scores = warpgroup_mma(q, k_smem.index(s0).permute((1, 0)), zero, use_acc=False, is_async=True)
-                    if IN_TURN:
-                        pass_turn(GROUP, groups)
                     scores = warpgroup_mma_wait(0, [scores])
                     mbarrier.arrive(k_free.index(s0), count=1)
                     probs = weigh(scores, scale, folded, ACT, FOLD)
@@ -119,14 +107,10 @@ def _consumer(
                         s1 = (fill + 1) % STAGES
                         phase1 = ((fill + 1) // STAGES) & 1
                         mbarrier.wait(k_full.index(s1), phase1)
-                        if IN_TURN:
-                            wait_for_turn(GROUP, groups)
                         upcoming = warpgroup_mma(
                             q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True
                         )
                         acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
-                        if IN_TURN:
-                            pass_turn(GROUP, groups)
                         scores = warpgroup_mma_wait(1, [upcoming])
                         mbarrier.arrive(k_free.index(s1), count=1)
                         probs = weigh(scores, scale, folded, ACT, FOLD)
@@ -138,11 +122,7 @@ def _consumer(
                         p = p_next
                         fill += 1
                     mbarrier.arrive(q_free.index(qs), count=1)
-                    if IN_TURN:
-                        wait_for_turn(GROUP, groups)
                     acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
-                    if IN_TURN:
-                        pass_turn(GROUP, groups)
                     o = warpgroup_mma_wait(0, [acc])
                     mbarrier.arrive(v_free.index(fill % STAGES), count=1)
                     fill += 1
@@ -157,8 +137,6 @@ def _consumer(
             sync_threads()
             mbarrier.arrive(rows_done, count=1)
             done += 1
-    if IN_TURN:
-        last_turn(GROUP)
 
 
 @gluon.jit
@@ -222,7 +200,7 @@ def gdpa_norm_hopper_kernel(
     q_desc, k_desc, v_desc, h_ptr, y_ptr, residual_ptr, add_ptr, weight_ptr, bias_ptr, end_ptr, bounds_q,
     bounds_k, tile_sample, tile_row, num_tiles, scale, eps, residual_stride_t, add_stride_t,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    QSTAGES: gl.constexpr, FOLD: gl.constexpr, IN_TURN: gl.constexpr, CENTER: gl.constexpr,
+    QSTAGES: gl.constexpr, FOLD: gl.constexpr, CENTER: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, HAS_ADD: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, FINISHER_REGS: gl.constexpr,
 ):  # fmt: skip
@@ -247,9 +225,9 @@ def gdpa_norm_hopper_kernel(
     gl.warp_specialize(
         [
             (_consumer, (G(0), h_ptr, scale, tiles, smem, barriers, signals,
-                         ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, IN_TURN)),
+                         ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD)),
             (_consumer, (G(1), h_ptr, scale, tiles, smem, barriers, signals,
-                         ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD, IN_TURN)),
+                         ACT, HEADS, H, BN, STAGES, QSTAGES, DTYPE, FOLD)),
             (_finisher, (h_ptr, y_ptr, operands, eps, tiles, signals,
                          HEADS * H, CENTER, HAS_RESIDUAL, HAS_ADD, HAS_WEIGHT, HAS_BIAS, DTYPE)),
             (_producer, (q_desc, k_desc, v_desc, tiles, smem, barriers, HEADS, H, BN, STAGES, QSTAGES)),

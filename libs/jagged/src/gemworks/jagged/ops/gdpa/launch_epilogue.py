@@ -55,7 +55,6 @@ class GluonNormConfig:
     resident_stages: int = 2
     registers: int = 192
     norm_registers: int = 96
-    in_turn: bool = False  # the consumers issue their products one after the other
 
 
 def gluon_refusal(p: Problem) -> str | None:
@@ -103,8 +102,7 @@ def gluon_forward(p: Problem, args: NormArgs, y: Tensor, h: Tensor, config: Gluo
         args.eps, *strides,
         ACT=p.rule.activation, HEADS=q.shape[1], H=q.shape[2], BN=config.block, STAGES=config.stages,
         QSTAGES=config.resident_stages, FOLD=launch_hopper.folds(p.rule.activation, p.rule.scale, q.dtype),
-        IN_TURN=config.in_turn, CONSUMER_REGS=config.registers, FINISHER_REGS=config.norm_registers,
-        num_warps=4, **args.constants,
+        CONSUMER_REGS=config.registers, FINISHER_REGS=config.norm_registers, num_warps=4, **args.constants,
     )  # fmt: skip
 
 
