@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+from compiled_signals import idle_barriers, signals
 from gemworks.jagged.ops.attention_core import table
 from triton.backends.compiler import GPUTarget
 
@@ -68,30 +69,6 @@ def describe(
     attributes.pop((kernel.arg_names.index(name),), None)
 
 
-def signals(ptx: str) -> dict[str, int]:
-    """What of the signals between the warps of a program rests on luck; all 0 in a right kernel.
-
-    One thread signals a barrier for the warps of its partition, so they have to meet between their last access and the
-    signal (`loose_signals`). `cp.async` counts itself into a barrier, in all lanes before the one that expects bytes
-    arrives (`early_expects`). A kernel that writes descriptors writes them into the memory of the ones before, which
-    loads that were issued earlier may still be reading (`device_descriptors`).
-    """
-    met = counted_in = False
-    counts = {"loose_signals": 0, "early_expects": 0, "device_descriptors": ptx.count("tensormap.cp_fenceproxy")}
-    for line in ptx.splitlines():
-        if re.search(r"\b(bar|barrier)(\.warp)?\.sync", line):
-            met, counted_in = True, False
-        elif "cp.async.mbarrier.arrive" in line:
-            counted_in = True
-        elif "mbarrier.arrive.expect_tx" in line:
-            counts["early_expects"] += counted_in
-        elif "mbarrier.arrive" in line:
-            counts["loose_signals"] += not met
-        elif line.startswith("$L") or re.search(r"\b(ld|st|red|atom|cp|stmatrix|ldmatrix|wgmma|mbarrier)\b", line):
-            met = False
-    return counts
-
-
 def report(label: str, compiled: Any) -> None:
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -109,7 +86,8 @@ def report(label: str, compiled: Any) -> None:
     }
     counts["waits"] = len(re.findall(r"WARPGROUP\.DEPBAR", sass))
     row = {"label": label, "registers": int(found[1]), "stack": int(found[2]), "shared": compiled.metadata.shared}
-    print(json.dumps(row | counts | signals(compiled.asm["ptx"])), flush=True)
+    counts |= signals(compiled.asm["ptx"]) | {"idle_barriers": idle_barriers(compiled.asm["ttgir"])}
+    print(json.dumps(row | counts), flush=True)
 
 
 def compile_triton(

@@ -13,7 +13,7 @@ from gemworks.jagged.ops.attention_core import table
 
 pytestmark = pytest.mark.compile
 SCRIPT = Path(__file__).parent / "compiled_attention.py"
-SIGNALS = ("loose_signals", "early_expects", "device_descriptors")
+SIGNALS = ("loose_signals", "early_expects", "device_descriptors", "idle_barriers")
 SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}  # bytes that one block may have
 
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from gemworks.gem.ladder.page import read
 from gemworks.gem.ladder.pair import FILE, LOSS_TOLERANCE, RUNGS
 from gemworks.gem.ladder.pair_page import latest_in_order, pair_table, pair_takeaways
+from gemworks.gem.ladder.tables import read
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 LAUNCH = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2"]

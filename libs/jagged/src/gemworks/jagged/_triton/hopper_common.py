@@ -57,15 +57,24 @@ def load_rows(desc, begin, length, row, head, barrier, smem):
 
 
 @gluon.jit
-def attention_barriers(STAGES: gl.constexpr, QSTAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """(full, free) of q's ring, of k's and of v's: the producer fills a stage, each consumer signals it free."""
+def attention_barriers(
+    STAGES: gl.constexpr, QSTAGES: gl.constexpr, CONSUMERS: gl.constexpr, ONE_RELEASE: gl.constexpr = False
+):  # fmt: skip
+    """(full, free) of q's ring, of k's and of v's: the producer fills a stage, each consumer signals it free.
+
+    ONE_RELEASE: k's signals speak for v too, and v has none of its own. A barrier that is made and never used must not
+    be: the compiler gives its memory to other data, and a device that is shared writes the barrier's state over them
+    when it comes back to the program (decision 0470).
+    """
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
     q_free = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_free = k_free
+    if not ONE_RELEASE:
+        v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     for s in gl.static_range(QSTAGES):
         mbarrier.init(q_full.index(s), count=1)
         mbarrier.init(q_free.index(s), count=CONSUMERS)
@@ -73,7 +82,8 @@ def attention_barriers(STAGES: gl.constexpr, QSTAGES: gl.constexpr, CONSUMERS: g
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(k_free.index(s), count=CONSUMERS)
         mbarrier.init(v_full.index(s), count=1)
-        mbarrier.init(v_free.index(s), count=CONSUMERS)
+        if not ONE_RELEASE:
+            mbarrier.init(v_free.index(s), count=CONSUMERS)
     return q_full, q_free, k_full, k_free, v_full, v_free
 
 

@@ -25,6 +25,7 @@ from gemworks.gem.ladder import rows
 from gemworks.gem.ladder.page import write_page
 from gemworks.gem.ladder.settings import FULL_STACK, RUNGS, WITHOUT, build
 from gemworks.gem.ladder.step import StepCost, TrainingRow, compile_small, free, read_batches, run_steps
+from gemworks.gem.ladder.tables import MAIN_LAW
 from gemworks.gem.layers.__main__ import measure
 from gemworks.gem.layers.report import COLUMNS as LAYER_COLUMNS
 from gemworks.gem.layers.report import Measured, Row, Total, append_csv, common_columns, rows_of, total_of
@@ -260,11 +261,12 @@ class Ladder:
         split = cost.split
         assert split is not None
         lines = [f"{ms:9.4f} ms  x{launches:<7.1f} {kernel}" for kernel, ms, launches in split.kernels[:40]]
+        law = "" if case.law == MAIN_LAW else f" ({case.law})"
         head = (
-            f"one step of {name}, {case.attention} attention: tensor cores {split.tensor_core_ms:.2f} ms, "
+            f"one step of {name}, {case.attention} attention{law}: tensor cores {split.tensor_core_ms:.2f} ms, "
             f"other kernels {split.memory_ms:.2f} ms, gaps {split.gap_ms:.2f} ms"
         )
-        path = self.args.out / f"ladder_{case.attention}_{name}_kernels.txt"
+        path = self.args.out / f"ladder_{case.attention}_{name}{'' if not law else f'_{case.law}'}_kernels.txt"
         path.write_text("\n".join([head, *lines]) + "\n")
         print("\n".join([head, *lines[:15]]))
 

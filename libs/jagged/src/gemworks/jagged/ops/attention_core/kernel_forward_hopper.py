@@ -355,7 +355,7 @@ def forward_hopper_kernel(
     q_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * QSTAGES, 64, H], Q_LAYOUT)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, H], K_LAYOUT)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, HV], V_LAYOUT)
-    barriers = attention_barriers(STAGES, QSTAGES, GROUPS)
+    barriers = attention_barriers(STAGES, QSTAGES, GROUPS, ONE_RELEASE)
     fence_async_shared()
     total = gl.load(num_tiles) * HEADS
     results = (out_ptr, lse_ptr, out_stride_t, out_stride_n, lse_stride_n)
