@@ -102,9 +102,9 @@ GROUPS: dict[str, Group] = {
             BOTH_PEERS[0],
             *forward(
                 two_groups(128, 2, 2, one_release=True, chained=True),
-                two_groups(128, 2, 2, one_release=True, chained=True, looks_ahead=True),
-                two_groups(128, 2, 2, one_release=True, chained=True, looks_ahead=True, in_turn=True),
-                two_groups(128, 2, 2, one_release=True, looks_ahead=True, in_turn=True),
+                two_groups(128, 2, 2, one_release=True),
+                two_groups(128, 2, 2, one_release=True, in_turn=True),
+                two_groups(128, 2, 1, one_release=True, in_turn=True),
             ),
         ),
         activations=("softmax",),
@@ -112,18 +112,14 @@ GROUPS: dict[str, Group] = {
     "forward activation": Group(
         forward(
             three_groups(64, 3, 2, one_release=True),
-            three_groups(64, 3, 2, one_release=True, looks_ahead=True),
-            three_groups(64, 3, 2, one_release=True, looks_ahead=True, in_turn=True),
-            two_groups(128, 2, 2, one_release=True, looks_ahead=True, in_turn=True),
-            two_groups(64, 4, 2, one_release=True, looks_ahead=True, in_turn=True),
+            three_groups(64, 3, 2, one_release=True, in_turn=True),
         ),
         activations=("fast_gelu",),
     ),
     "forward one-row sequences": Group(
         forward(
             two_groups(128, 2, 2, one_release=True, chained=True),
-            two_groups(128, 2, 2, one_release=True, chained=True, looks_ahead=True),
-            two_groups(128, 2, 2, one_release=True, looks_ahead=True, in_turn=True),
+            two_groups(128, 2, 2, one_release=True, in_turn=True),
         ),
         ("B1024 max1024",),
         ("softmax",),
@@ -131,18 +127,25 @@ GROUPS: dict[str, Group] = {
     "forward short keys": Group(
         forward(
             two_groups(128, 2, 2),
-            two_groups(128, 2, 2, looks_ahead=True),
-            two_groups(128, 2, 2, looks_ahead=True, in_turn=True),
-            two_groups(128, 2, 2, looks_ahead=True, in_turn=True, chained=True),
-            three_groups(64, 3, 2, looks_ahead=True, in_turn=True, one_release=True),
+            three_groups(64, 3, 2, one_release=True),
+            three_groups(64, 3, 2, one_release=True, in_turn=True),
+            three_groups(64, 3, 2, in_turn=True),
         ),
         ("B256 max2048 kv256",),
         ("fast_gelu",),
     ),
+    "softmax short keys": Group(
+        forward(
+            two_groups(128, 2, 2, one_release=True, chained=True),
+            two_groups(128, 2, 2, one_release=True, in_turn=True),
+        ),
+        ("B256 max2048 kv256",),
+        ("softmax",),
+    ),
     "forward shared query": Group(
         forward(
             three_groups(64, 3, 2, one_release=True),
-            three_groups(64, 3, 2, one_release=True, looks_ahead=True, in_turn=True),
+            three_groups(64, 3, 2, one_release=True, in_turn=True),
         ),
         ("B128 max2048 seeds256",),
         ("fast_gelu",),
@@ -150,7 +153,6 @@ GROUPS: dict[str, Group] = {
     "forward few queries": Group(
         forward(
             two_groups(64, 4, 2),
-            two_groups(64, 4, 2, looks_ahead=True),
             GluonConfig(64, 2, 1),  # two programs a multiprocessor
             GluonConfig(64, 2, 1, one_release=True),
         ),
@@ -162,16 +164,11 @@ GROUPS: dict[str, Group] = {
             BOTH_PEERS[0],
             *forward(
                 two_groups(64, 4, 1),
-                two_groups(64, 4, 1, looks_ahead=True),
-                two_groups(64, 4, 2, looks_ahead=True, one_release=True),
-                two_groups(64, 4, 2, looks_ahead=True, in_turn=True),
-                two_groups(128, 2, 2, looks_ahead=True, in_turn=True),
-                two_groups(128, 2, 1, looks_ahead=True),
-                two_groups(128, 2, 2, looks_ahead=True, one_release=True),
+                two_groups(64, 4, 2, one_release=True),
+                three_groups(64, 3, 2, one_release=True),
             ),
         ),
         ("B128 max2048 window100", "B128 max2048 causal"),
-        ("softmax",),
     ),
     "backward": Group((BOTH_PEERS[1], FUSED)),
     "backward all": Group(
@@ -187,11 +184,6 @@ GROUPS: dict[str, Group] = {
     ),
     "backward short keys": Group((FUSED,), ("B256 max2048 kv256",), ("fast_gelu",)),
     "backward shared query": Group((FUSED, IN_TWO), ("B128 max2048 seeds256", "B128 max2048 seeds64"), ("fast_gelu",)),
-    "softmax short keys": Group(
-        forward(two_groups(128, 2, 2, one_release=True, chained=True), two_groups(128, 2, 2), three_groups(64, 3, 2)),
-        ("B256 max2048 kv256",),
-        ("softmax",),
-    ),
     "masked backward": Group((BOTH_PEERS[1], FUSED), ("B128 max2048 window100", "B128 max2048 causal"), ("softmax",)),
     "masks": Group(
         (

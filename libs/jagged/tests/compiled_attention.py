@@ -148,8 +148,7 @@ def compile_gluon(
         constants |= {"GROUPS": config.groups, "FOLD": activation == "fast_gelu" and dtype == "bf16"}
         constants["ONE_RELEASE"] = config.one_release
         constants |= {"MASKED": masked, "BOTTOM_RIGHT": True, "CHAINED": config.chained}
-        constants |= {"IN_TURN": config.in_turn, "LOOKS_AHEAD": config.looks_ahead}
-        constants["PRODUCER_REGS"] = config.producer_registers
+        constants["IN_TURN"] = config.in_turn and not masked
     else:
         kernel = kernel_backward_pair_hopper.backward_hopper_kernel
         described = {"a_desc": 64, "b_desc": 64, "c_desc": config.block, "d_desc": config.block}

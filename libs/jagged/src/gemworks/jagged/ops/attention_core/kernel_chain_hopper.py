@@ -9,15 +9,7 @@ of a tile computes the first scores of the next one, as every step does those of
 
 from gemworks.jagged._triton.activations import LOG2_E
 from gemworks.jagged._triton.activations_hopper import fold, weigh
-from gemworks.jagged._triton.hopper_common import (
-    groups_with_rows,
-    last_turn,
-    pass_turn,
-    pick,
-    store_rows,
-    tile_of,
-    wait_for_turn,
-)
+from gemworks.jagged._triton.hopper_common import pick, store_rows, tile_of
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -67,7 +59,7 @@ def chained_consumer(
     GROUP: gl.constexpr, scale, results, tiles, smem, barriers,
     ACT: gl.constexpr, HEADS: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
-    ONE_RELEASE: gl.constexpr, IN_TURN: gl.constexpr,
+    ONE_RELEASE: gl.constexpr,
 ):  # fmt: skip
     bounds_q, bounds_k, tile_sample, tile_row, total = tiles
     q_smem, k_smem, v_smem = smem
@@ -109,7 +101,6 @@ def chained_consumer(
         qs1 = (i + 1) % QSTAGES
         trips = (k_len + BN - 1) // BN
         after = fill + trips
-        groups = groups_with_rows(q_end - q_begin - row, GROUPS)
         if active:
             if not ready:
                 mbarrier.wait(q_full.index(qs), (i // QSTAGES) & 1)
@@ -140,12 +131,8 @@ def chained_consumer(
                 phase1 = (upcoming_fill // STAGES) & 1
                 mbarrier.wait(k_full.index(s1), phase1, pred=more)
                 q = q_smem.index(GROUPS * gl.where(final, qs1, qs) + GROUP)
-                if IN_TURN:
-                    wait_for_turn(GROUP, groups)
                 upcoming = warpgroup_mma(q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
                 acc = warpgroup_mma(p, v_smem.index(fill % STAGES), o, is_async=True)
-                if IN_TURN:
-                    pass_turn(GROUP, groups)
                 scores = warpgroup_mma_wait(1, [upcoming])
                 if not ONE_RELEASE:
                     mbarrier.arrive(k_free.index(s1), count=1, pred=more)
@@ -199,5 +186,3 @@ def chained_consumer(
         q_end = q_end1
         k_len = k_len1
         active = active1
-    if IN_TURN:
-        last_turn(GROUP)

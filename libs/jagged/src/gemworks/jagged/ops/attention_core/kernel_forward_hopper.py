@@ -95,7 +95,7 @@ def _producer(
     q_desc, k_desc, v_desc, left, right, tiles, smem, barriers,
     HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
-    ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, LOOKS_AHEAD: gl.constexpr,
+    ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
 ):  # fmt: skip
     bounds_q, bounds_k, tile_sample, tile_row, total = tiles
     q_smem, k_smem, v_smem = smem
@@ -105,23 +105,10 @@ def _producer(
     fill = 0
     qi = 0
     rounds = (total + programs - 1) // programs
-    t, tile, head = pick(0, pid, programs, HEADS)
-    row, q_begin, q_end, k_begin, k_len = tile_of(
-        gl.where(t < total, tile, 0), tile_sample, tile_row, bounds_q, bounds_k
-    )
     for i in range(rounds):
-        t1, tile1, head1 = pick(i + 1, pid, programs, HEADS)
-        if LOOKS_AHEAD:  # two loads that depend on each other, behind the waits of this tile
-            there1 = (i + 1 < rounds) & (t1 < total)
-            row1, q_begin1, q_end1, k_begin1, k_len1 = tile_of(
-                gl.where(there1, tile1, 0), tile_sample, tile_row, bounds_q, bounds_k
-            )
-        else:
-            t, tile, head = pick(i, pid, programs, HEADS)
-            row, q_begin, q_end, k_begin, k_len = tile_of(
-                gl.where(t < total, tile, 0), tile_sample, tile_row, bounds_q, bounds_k
-            )
+        t, tile, head = pick(i, pid, programs, HEADS)
         if t < total:
+            row, q_begin, q_end, k_begin, k_len = tile_of(tile, tile_sample, tile_row, bounds_q, bounds_k)
             _shift, begin, end = _span(row, q_end - q_begin, k_len, left, right, MASKED, BOTTOM_RIGHT, GROUPS * 64, BN)
             q_from = 0 if SHARED else q_begin
             load_query_tile(
@@ -134,14 +121,6 @@ def _producer(
                     k_full, k_free, v_full, v_free, H, HV, BN, STAGES, ONE_RELEASE,
                 )  # fmt: skip
                 fill += 1
-        if LOOKS_AHEAD:
-            t = t1
-            head = head1
-            row = row1
-            q_begin = q_begin1
-            q_end = q_end1
-            k_begin = k_begin1
-            k_len = k_len1
 
 
 @gluon.jit
@@ -242,14 +221,15 @@ def _consumer(
     ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CHAINED: gl.constexpr,
     IN_TURN: gl.constexpr,
 ):  # fmt: skip
-    if IN_TURN:
-        first_turn(GROUP)
     if CHAINED:
         chained_consumer(
             GROUP, scale, results, tiles, smem, barriers,
-            ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE, IN_TURN,
+            ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
         )  # fmt: skip
         return
+    if IN_TURN:  # a mask gives the consumers of a tile different numbers of products
+        gl.static_assert(GROUPS > 1 and not MASKED)
+        first_turn(GROUP)
     bounds_q, bounds_k, tile_sample, tile_row, total = tiles
     q_smem, k_smem, v_smem = smem
     q_full, q_free, k_full, k_free, v_full, v_free = barriers
@@ -289,17 +269,6 @@ def _consumer(
             before, trips = _own_tiles(
                 GROUP, row, q_end - q_begin, k_len, left, right, begin, all_trips, MASKED, BOTTOM_RIGHT, BN
             )
-            turns = trips
-            if MASKED:
-                if IN_TURN:  # each consumer takes as many as the one with the most; none if one of them has no key
-                    least = trips
-                    for g in gl.static_range(GROUPS):
-                        _before, others = _own_tiles(
-                            g, row, q_end - q_begin, k_len, left, right, begin, all_trips, MASKED, BOTTOM_RIGHT, BN
-                        )
-                        turns = gl.maximum(turns, gl.where(g < groups, others, 0))
-                        least = gl.minimum(least, gl.where(g < groups, others, all_trips))
-                    groups = gl.where(least > 0, groups, 1)
             begin += before * BN
             o = gl.zeros([64, HV], gl.float32, O_LAYOUT)
             peak = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
@@ -321,11 +290,6 @@ def _consumer(
             else:
                 stage, phase = _hand_on(all_trips, stage, phase, k_full, k_free, v_full, v_free, STAGES, ONE_RELEASE)
                 mbarrier.arrive(q_free.index(qs), count=1)
-            if MASKED:
-                if IN_TURN:
-                    for _turn in range(gl.where(first_row < q_end, turns - trips, 0)):
-                        wait_for_turn(GROUP, groups)
-                        pass_turn(GROUP, groups)
             if first_row < q_end:
                 store_tile(o, peak, total_p, results, first_row, q_end, head, scale, S_LAYOUT, O_LAYOUT, ACT, FOLD)
         t = t1
@@ -346,7 +310,7 @@ def forward_hopper_kernel(
     BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
     FOLD: gl.constexpr, ONE_RELEASE: gl.constexpr,
     MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CHAINED: gl.constexpr, IN_TURN: gl.constexpr,
-    LOOKS_AHEAD: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, H], DTYPE)
@@ -369,9 +333,9 @@ def forward_hopper_kernel(
                              MASKED, BOTTOM_RIGHT, CHAINED, IN_TURN)),
                 (_producer, (q_desc, k_desc, v_desc, left, right, tiles, smem, barriers,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT, LOOKS_AHEAD)),
+                             MASKED, BOTTOM_RIGHT)),
             ],
-            [1], [PRODUCER_REGS],
+            [1], [24],
         )  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize(
@@ -384,9 +348,9 @@ def forward_hopper_kernel(
                              MASKED, BOTTOM_RIGHT, CHAINED, IN_TURN)),
                 (_producer, (q_desc, k_desc, v_desc, left, right, tiles, smem, barriers,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT, LOOKS_AHEAD)),
+                             MASKED, BOTTOM_RIGHT)),
             ],
-            [4, 1], [CONSUMER_REGS, PRODUCER_REGS],
+            [4, 1], [CONSUMER_REGS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -402,7 +366,7 @@ def forward_hopper_kernel(
                              MASKED, BOTTOM_RIGHT, CHAINED, IN_TURN)),
                 (_producer, (q_desc, k_desc, v_desc, left, right, tiles, smem, barriers,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT, LOOKS_AHEAD)),
+                             MASKED, BOTTOM_RIGHT)),
             ],
-            [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
+            [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, 24],
         )  # fmt: skip
