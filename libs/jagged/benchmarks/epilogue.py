@@ -120,7 +120,7 @@ def variants(case: Case, clock: Clock, context: report.Context) -> None:
     made = {name: f().detach() for name, f in functions(x, residual, add).items()}
     make = launch_epilogue.GluonNormConfig
     norm = launch_epilogue.NormArgs(residual, add, None, None, 1e-6, False)
-    for config in (make(), make(64, 4), make(64, 4, 2, 184, 112), make(64, 5, 1)):
+    for config in (make(), make(128, 2), make(64, 4, 2, 184, 112), make(64, 5, 1)):
         y, h = torch.full_like(x.d_out, float("nan")), torch.full_like(x.d_out, float("nan"))
 
         def run(config: Any = config, y: Tensor = y, h: Tensor = h) -> None:

@@ -14,7 +14,7 @@ from gemworks.jagged.ops.attention_core.kernel_backward_fused_hopper import back
 from gemworks.jagged.ops.attention_core.kernel_backward_pair_hopper import backward_hopper_kernel as _pair
 from gemworks.jagged.ops.attention_core.kernel_forward_hopper import forward_hopper_kernel as _forward
 from gemworks.jagged.ops.attention_core.launch import Problem, limits
-from gemworks.jagged.ops.attention_core.table import FEW_QUERIES, FusedConfig, GluonConfig, Step
+from gemworks.jagged.ops.attention_core.table import FusedConfig, GluonConfig, Step
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -73,9 +73,7 @@ def folds(activation: str, scale: float, dtype: torch.dtype) -> bool:
 
 
 def forward(p: Problem, out: Tensor, lse: Tensor, config: GluonConfig, *, fold: bool | None = None) -> None:
-    # A short shared query has the same tiles, one a sequence, at every height: take one that a schedule has.
-    few = p.rule.shared_query and p.q.shape[0] <= FEW_QUERIES
-    sample, row, count = p.tiles("q128" if few else config.height("forward"))
+    sample, row, count = p.tiles(config.height("forward"))
     q, k, v, bounds = streamable(p.q), streamable(p.k), streamable(p.v), p.schedule.bounds
     if fold is None:
         fold = folds(p.rule.activation, p.rule.scale, q.dtype)

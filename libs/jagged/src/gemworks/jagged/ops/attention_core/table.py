@@ -103,10 +103,10 @@ Config = TritonConfig | GluonConfig
 # (step, softmax or activation, class of lengths); 128-wide heads. Narrower heads use the same. The backward's entries
 # serve what FUSED does not.
 GLUON: dict[tuple[Step, str, str], GluonConfig] = {
-    ("forward", "softmax", "long"): GluonConfig(128, 2, resident_stages=2, one_release=True, in_turn=True),
-    ("forward", "softmax", "short"): GluonConfig(128, 2, resident_stages=2, one_release=True, in_turn=True),
+    ("forward", "softmax", "long"): GluonConfig(128, 2, resident_stages=2, one_release=True, chained=True),
+    ("forward", "softmax", "short"): GluonConfig(128, 2, resident_stages=2, one_release=True, chained=True),
     ("forward", "activation", "long"): GluonConfig(64, 3, 3, 160, resident_stages=2, one_release=True),
-    ("forward", "activation", "short"): GluonConfig(64, 3, 3, 160, resident_stages=2, one_release=True, in_turn=True),
+    ("forward", "activation", "short"): GluonConfig(128, 2, resident_stages=2),
     ("backward_kv", "softmax", "long"): GluonConfig(64, 3, registers=240),
     ("backward_kv", "softmax", "short"): GluonConfig(64, 3, registers=240),
     ("backward_kv", "activation", "long"): GluonConfig(64, 3, registers=240),
@@ -116,7 +116,7 @@ GLUON: dict[tuple[Step, str, str], GluonConfig] = {
     ("backward_q", "activation", "long"): GluonConfig(64, 4, registers=240),
     ("backward_q", "activation", "short"): GluonConfig(64, 4, registers=240),
     ("forward", "softmax", "few"): GluonConfig(128, 2),
-    ("forward", "activation", "few"): GluonConfig(64, 2, 1),
+    ("forward", "activation", "few"): GluonConfig(64, 4, resident_stages=2),
     ("backward_kv", "softmax", "few"): GluonConfig(64, 3, registers=240),
     ("backward_kv", "activation", "few"): GluonConfig(64, 3, registers=240),
     ("backward_q", "softmax", "few"): GluonConfig(64, 4, registers=240),
@@ -125,8 +125,8 @@ GLUON: dict[tuple[Step, str, str], GluonConfig] = {
 
 # The forward with a causal or window mask: small tiles, most of which lie wholly inside it.
 GLUON_MASKED: dict[str, GluonConfig] = {
-    "softmax": GluonConfig(64, 4, resident_stages=2, one_release=True),
-    "activation": GluonConfig(64, 4, resident_stages=2, one_release=True),
+    "softmax": GluonConfig(64, 4),
+    "activation": GluonConfig(64, 4, resident_stages=2),
 }
 
 # (softmax or activation, class of lengths): a backward that takes neither backward_kv nor backward_q

@@ -50,8 +50,8 @@ class NormArgs:
 class GluonNormConfig:
     """Key tiles of `block` rows, `stages` of them in flight; registers per thread of a consumer and of the norm's."""
 
-    block: int = 128
-    stages: int = 2
+    block: int = 64
+    stages: int = 4
     resident_stages: int = 2
     registers: int = 192
     norm_registers: int = 96
