@@ -5,7 +5,8 @@ Letters: M query rows of a tile (2 x 64), n key rows of a tile (BN), H head widt
 Loads go through descriptors that end boxes where their sequence ends (launch_hopper.ragged): rows past it arrive as
 zeros, never as a neighbour's. An element-wise activation has act(0) = 0, so zeros need no mask at all; softmax masks
 the columns of the last tile only. Each consumer owns 64 query rows; while P V of tile j runs on the tensor cores, the
-consumer works on the scores of tile j + 1.
+consumer works on the scores of tile j + 1. Under a mask it hands on the tiles of keys that its rows do not meet.
+IN_TURN: consumers issue their products one after the other (hopper_common.wait_for_turn).
 """
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
