@@ -170,6 +170,19 @@ def test_one_line_of_support_says_no_more_than_its_rows(monkeypatch: pytest.Monk
         tables.grouped_support(rows[1:])
 
 
+def test_a_long_file_shows_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours with the best peer of each, or whole steps; and the page says so. Short files are shown whole."""
+    monkeypatch.syspath_prepend(ROOT / "docs/_site")
+    tables = importlib.import_module("tables")
+    rows = [{"impl": impl, "ms": str(n), "best_peer": "x"} for n in range(200) for impl in ("gemworks", "x", "y")]
+    page = tables.measurement(Path("long.csv"), rows)
+    assert "600 rows" in page and "the 200 rows of gemworks" in page and "impl gemworks" in page
+    assert page.count("\n| ") == 201
+    steps = [{"plan": str(n), "item": item, "ms": "1"} for n in range(150) for item in ("step", "a", "b")]
+    assert tables.measurement(Path("plans.csv"), steps).count("\n| ") == 151
+    assert tables.measurement(Path("short.csv"), steps[:300]).count("\n| ") == 301
+
+
 @pytest.mark.slow
 def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
     page = ROOT / "docs/howto/_broken.md"
