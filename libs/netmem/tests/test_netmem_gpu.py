@@ -65,6 +65,24 @@ def test_no_host_synchronisation():
             torch.cuda.set_sync_debug_mode("default")
 
 
+def test_the_wait_for_a_copy_is_measured():
+    from gemworks.netmem.bench.waits import MeteredMover
+
+    mover = MeteredMover(torch.device("cuda", torch.cuda.current_device()))
+    host = torch.ones(256 << 20, dtype=torch.uint8).pin_memory()
+    device = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
+
+    def copy_and_wait() -> None:
+        mover.compute_waits(mover.copy("down", device, host, [mover.mark()]))
+
+    copy_and_wait()
+    assert mover.measure_ms(copy_and_wait) > 1.0  # 268 MB: 5 ms at 54 GB/s, and no link is five times as fast
+    done = mover.copy("down", device, host, [mover.mark()])
+    mover.synchronize()
+    assert mover.measure_ms(lambda: mover.compute_waits(done)) < 0.5
+    assert device.all()
+
+
 def test_device_memory_is_flat_over_100_steps():
     device = torch.device("cuda", 0)
     model, batch = make_stack(SIZE, device)
@@ -144,16 +162,21 @@ def test_a_paced_plan_moves_ahead_of_need_and_frees_memory():
     model, batch = make_stack(SIZE, device)
     expected = gradients(model, batch)
     engine = OffloadEngine(PinnedArena(256 << 20), device=device, window_bytes=64 << 20, min_bytes=1 << 12)
-    keep = Option("keep", 0.1, 0.2, 0, 0, 0)
-    away = Option("offload", 0.1, 0.2, 0, 0, 0, moved_bytes=8 << 20)
+    regions = []
+    for name in model.regions:
+        # the last one's backward sets the peak, and leaves no room for what is late or early
+        own = (0, 64 << 20, (128 if name == model.regions[-1] else 64) << 20)
+        away = Option("offload", 0.1, 0.2, *own, moved_bytes=8 << 20)
+        regions.append(Region(name, (Option("keep", 0.1, 0.2, *own), away)))
     step = StepProfile(
-        tuple(Region(name, (keep, away)) for name in model.regions),
+        tuple(regions),
         up_bytes_per_s=1e8,
         down_bytes_per_s=1e8,
         window_bytes=64 << 20,
     )
     plan = evaluate(step, ["offload"] + ["keep"] * (len(model.regions) - 1))
     assert plan.stall_s == 0
+    assert plan.pace[model.regions[-1]].leaving_bytes == 0
     with apply_policy(model, plan, engine=engine):
         for _ in range(3):
             for a, b in zip(gradients(model, batch), expected, strict=True):

@@ -12,7 +12,7 @@ from gemworks.gem.config import ConfigError, GemConfig
 from gemworks.gem.data import open_source
 from gemworks.gem.efficiency import count_expected_flops
 from gemworks.gem.implement import implement, quantise_linears
-from gemworks.gem.ladder.__main__ import main
+from gemworks.gem.ladder.__main__ import main, planned_rows
 from gemworks.gem.ladder.page import write_page
 from gemworks.gem.ladder.rows import COLUMNS, NE_TOLERANCE, Case, make_row, wrong_answer
 from gemworks.gem.ladder.sequence import local_of, sequence_runs, sequence_table
@@ -94,9 +94,13 @@ def test_every_row_adds_one_thing():
         assert changed[name] == keys, name
     for rung in RUNGS:
         assert bool(changed[rung.name]) != bool(rung.refusal(config)), rung.name
-    full = configs[FULL_STACK].to_mapping()
+    stacks = configs[FULL_STACK], configs["half_tables"]
     for name, change in WITHOUT.items():
-        assert differing(full, change(configs[FULL_STACK]).to_mapping()), name
+        assert any(differing(stack.to_mapping(), change(stack).to_mapping()) for stack in stacks), name
+    left_out = {plan.name for plan in planned_rows(config, leave_one_out=True, stack="half_tables")}
+    assert "half_tables without fused norms" in left_out
+    assert "half_tables without torch.compile" not in left_out
+    assert "without torch.compile" in {plan.name for plan in planned_rows(config, leave_one_out=True)}
 
 
 @pytest.mark.parametrize("attention", ["block", "full"])
@@ -356,6 +360,8 @@ def test_a_row_is_compared_with_what_it_builds_on():
     assert "- Nearly flat in this run: `bf16_batch_x2` x1.007." in text
     assert "`bf16_batch_x2` over `norms`: x1.51 samples/s" in text
     alone = [ladder_row("full stack"), ladder_row("without GDPA", samples_per_s="90")]
+    other = [ladder_row("half_tables"), ladder_row("half_tables without GDPA"), ladder_row("full stack", batch="16")]
+    assert [len(group) for group in cases([*alone, *other], chained=False).values()] == [2, 2, 1]
     assert "- Loses: `without GDPA` x0.900." in takeaways(alone, chained=False)
 
 

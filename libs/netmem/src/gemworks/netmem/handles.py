@@ -77,9 +77,9 @@ class Kept(Handle):
 class Moved(Handle):
     """A view of a storage that travels as raw bytes."""
 
-    def __init__(self, engine: Owner, x: torch.Tensor, parcel: Parcel, compact: bool) -> None:
+    def __init__(self, engine: Owner, x: torch.Tensor, parcel: Parcel, compact: bool, probe: Probe | None) -> None:
         super().__init__(engine, x, (parcel,))
-        self.probe = Probe(x)
+        self.probe = probe or Probe(x)
         self.stride = row_major(x.shape) if compact else x.stride()
         self.offset = 0 if compact else x.storage_offset()
 

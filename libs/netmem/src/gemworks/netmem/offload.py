@@ -150,6 +150,7 @@ class OffloadEngine:
         self._ahead_of = 0
         self._ahead_bytes = math.inf
         self._staying_bytes = math.inf
+        self._num_paced = 0  # forwards under way that end in `end_forward`
         self._warned = False
         self._count = dict.fromkeys(
             (
@@ -207,7 +208,7 @@ class OffloadEngine:
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield self
         with self._lock:
-            self._reap()
+            self._tidy()
 
     def stats(self) -> OffloadStats:
         """Counters of this moment."""
@@ -228,6 +229,19 @@ class OffloadEngine:
             self._reap()
 
     # -- pace ----------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def paced(self) -> Iterator[None]:
+        """Around a forward that `end_forward` follows: only the window and the pace decide what goes, and not which
+        copies the host finds done.
+        """
+        with self._lock:
+            self._num_paced += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_paced -= 1
 
     @property
     def position(self) -> int:
@@ -277,7 +291,7 @@ class OffloadEngine:
 
     def _pack(self, x: torch.Tensor, codec: Codec | None, move: bool, excluded: set[int], exact: bool) -> Any:
         with self._lock, torch.no_grad():
-            self._reap()
+            self._tidy()
             self._count["saved_bytes"] += x.numel() * x.element_size()
             size_bytes = x.numel() * x.element_size()
             if not movable(x) or x.device != self.device or x.untyped_storage()._cdata in excluded:
@@ -326,8 +340,10 @@ class OffloadEngine:
         filed = self._identity.get(key)
         return filed.content if filed is not None and filed.valid() else None
 
-    def _file(self, key: tuple[Any, ...], content: Any, x: torch.Tensor) -> None:
-        self._identity[key] = Filed(content, StorageWeakRef(x.untyped_storage()), Probe(x))
+    def _file(self, key: tuple[Any, ...], content: Any, x: torch.Tensor) -> Probe:
+        probe = Probe(x)
+        self._identity[key] = Filed(content, StorageWeakRef(x.untyped_storage()), probe)
+        return probe
 
     def _move(self, x: torch.Tensor, exact: bool) -> Moved:
         storage = x.untyped_storage()
@@ -336,12 +352,12 @@ class OffloadEngine:
         key: tuple[Any, ...] = (storage._cdata, x._version)
         if compact:
             key += (x.storage_offset(), x.shape, x.stride(), x.dtype)
-        parcel = self._look_up(key)
+        parcel, probe = self._look_up(key), None
         if parcel is None:
             source = x.clone(memory_format=torch.contiguous_format).untyped_storage() if compact else storage
             parcel = self._send(source)
-            self._file(key, parcel, x)
-        handle = Moved(self, x, parcel, compact)
+            probe = self._file(key, parcel, x)
+        handle = Moved(self, x, parcel, compact, probe)
         self._drain(self.window_bytes)
         return handle
 
@@ -465,8 +481,8 @@ class OffloadEngine:
         self._count["peak_in_flight_bytes"] = max(self._count["peak_in_flight_bytes"], now)
 
     def _drain(self, limit_bytes: int) -> None:
-        """Let departed bytes go, and wait (compute only) until at most that many bytes are still leaving."""
-        while self._leaving and (self._leaving_bytes > limit_bytes or self._leaving[0].has_left()):
+        """Let bytes go, oldest first, until at most that many are leaving; compute waits for their copies."""
+        while self._leaving and self._leaving_bytes > limit_bytes:
             self._depart_oldest()
 
     def _depart_oldest(self) -> None:
@@ -497,4 +513,14 @@ class OffloadEngine:
             self._identity = {k: v for k, v in self._identity.items() if v.valid()}
         if len(self._wholes) > 2 * len(self._live) + 64:
             self._wholes = {k: v for k, v in self._wholes.items() if v[0]() is not None}
-        self._drain(self.window_bytes)
+
+    def _tidy(self) -> None:
+        """As above, and let the bytes go whose copies the host finds done: in forward, and where no pace says it.
+
+        The host is ahead of the device by as much as it happens to be, so what it finds done in backward lies anywhere
+        on the device's way: a tensor let go there may be the next one to be asked for, and come back while compute
+        waits.
+        """
+        self._reap()
+        while not self._num_paced and self._leaving and self._leaving[0].has_left():
+            self._depart_oldest()

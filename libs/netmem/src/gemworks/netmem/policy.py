@@ -232,7 +232,8 @@ def paced_forward(forward: Callable[..., Any], engine: OffloadEngine, pace: Pace
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         start = engine.position
-        out = forward(*args, **kwargs)
+        with engine.paced():
+            out = forward(*args, **kwargs)
         end = engine.position
         engine.end_forward(pace.leaving_bytes)
 

@@ -5,8 +5,9 @@ the tensor at the head of the queue has left altogether, and what is still leavi
 leaves. A rehearsal runs the engine's own code on a profile's times and tensor sizes and says what the step then takes.
 
 Clocks: compute is one, each direction of the link serves in order of arrival at its rate, and both directions share
-what the link gives both ways at once. The host is ahead of the device at every moment, so the engine never finds a copy
-done, as on a GPU with short launches; it only makes compute wait.
+what the link gives both ways at once. The host has a clock too: it issues a region in a given time, and finds a copy
+done if that has ended by then. At no time per region it is ahead of the device at every moment, finds nothing done and
+only makes compute wait, as on a GPU with short launches.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class _Copy:
     end_s: float = math.inf
 
     def done(self) -> bool:
-        """The host is ahead: whatever it asks for has not happened yet."""
-        return False
+        """Has it ended by the time of the host, which is ahead of the device?"""
+        return self.clocks.ended_for_the_host(self)
 
 
 class _Clocks:
@@ -63,6 +64,7 @@ class _Clocks:
 
     def __init__(self, up_bytes_per_s: float, down_bytes_per_s: float, duplex_bytes_per_s: float, scale: float) -> None:
         self.now_s = 0.0  # of compute
+        self.host_s = 0.0  # of the host, which issues
         self.wait_s = 0.0
         self.moved: dict[Way, float] = {"up": 0.0, "down": 0.0}
         self._rates: dict[Way, float] = {"up": up_bytes_per_s, "down": down_bytes_per_s}
@@ -71,18 +73,24 @@ class _Clocks:
         self._lanes: dict[Way, deque[_Copy]] = {"up": deque(), "down": deque()}
         self._played_s = 0.0  # until when the copies are known
 
-    def compute(self, seconds: float) -> None:
-        self.now_s += seconds
+    def compute(self, seconds: float, issue_s: float = 0.0) -> None:
+        self.now_s = max(self.now_s, self.host_s) + seconds
+        self.host_s += issue_s
+
+    def ended_for_the_host(self, copy: _Copy) -> bool:
+        self._play(min(self.host_s, self.now_s))
+        return copy.end_s <= self.host_s
 
     def mark(self) -> Fence:
-        return _Copy(self, self.now_s, 0.0, (), end_s=self.now_s)
+        present_s = max(self.now_s, self.host_s)
+        return _Copy(self, present_s, 0.0, (), end_s=present_s)
 
     def copy(self, way: Way, target: torch.Tensor, source: torch.Tensor, after: Sequence[Fence]) -> Fence:
         # nothing that is issued from now on can start before compute's present: what went before is settled
         self._play(self.now_s)
         num_bytes = source.numel() * self._scale
         before = tuple(f for f in after if isinstance(f, _Copy))
-        copy = _Copy(self, self.now_s, num_bytes, before)
+        copy = _Copy(self, max(self.now_s, self.host_s), num_bytes, before)
         self._lanes[way].append(copy)
         self.moved[way] += num_bytes
         return copy
@@ -135,6 +143,7 @@ class _Work:
     forward_s: float
     backward_s: float
     sizes: tuple[int, ...]
+    issue_s: float  # of the host, each way
 
 
 class _Compute(torch.autograd.Function):
@@ -142,7 +151,7 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, work: _Work) -> torch.Tensor:
-        work.clocks.compute(work.forward_s)
+        work.clocks.compute(work.forward_s, work.issue_s)
         ctx.work = work
         ctx.save_for_backward(*[torch.empty(n, dtype=torch.uint8) for n in work.sizes])
         return x.clone()
@@ -150,7 +159,7 @@ class _Compute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         assert len(ctx.saved_tensors) == len(ctx.work.sizes)  # asks for all of them, in the order of saving
-        ctx.work.clocks.compute(ctx.work.backward_s)
+        ctx.work.clocks.compute(ctx.work.backward_s, ctx.work.issue_s)
         return grads[0].clone(), None
 
 
@@ -163,7 +172,9 @@ def _sizes(profile: StepProfile, option: Option) -> tuple[int, ...]:
     return (granule,) * whole + ((rest,) if rest else ())
 
 
-def rehearse(profile: StepProfile, plan: Plan, *, duplex_bytes_per_s: float | None = None) -> Rehearsal:
+def rehearse(
+    profile: StepProfile, plan: Plan, *, duplex_bytes_per_s: float | None = None, issue_s: float = 0.0
+) -> Rehearsal:
     """The step time of a plan with whole tensors, under the engine's own rules.
 
     Args:
@@ -171,6 +182,9 @@ def rehearse(profile: StepProfile, plan: Plan, *, duplex_bytes_per_s: float | No
         plan: choices and pace.
         duplex_bytes_per_s: what the link gives both ways at once (`ledger.capacity["host.duplex"]`); None: both
             directions in full.
+        issue_s: of the host for the forward of a region, and for its backward. 0: it is ahead of the device at every
+            moment. The engine's decisions in backward don't depend on it; a host that is too slow for the device makes
+            the step longer.
 
     Returns:
         Time and traffic. Without moved bytes it is `plan.step_s`.
@@ -204,7 +218,7 @@ def rehearse(profile: StepProfile, plan: Plan, *, duplex_bytes_per_s: float | No
     y = x
     for region, option, parcels in zip(profile.regions, chosen, sizes, strict=True):
         scaled = tuple(max(1, round(n / scale)) for n in parcels)
-        work = _Work(clocks, option.forward_s, option.backward_s, scaled)
+        work = _Work(clocks, option.forward_s, option.backward_s, scaled, issue_s)
 
         def forward(y: torch.Tensor, work: _Work = work) -> torch.Tensor:
             with engine.saving():

@@ -147,3 +147,54 @@ def store_rows(ptr, x, first, end, head, stride_t, stride_n):
     cols = gl.arange(0, W, layout=gl.SliceLayout(0, STORE))
     at = ptr + (rows.to(gl.int64) * stride_t)[:, None] + head.to(gl.int64) * stride_n + cols[None, :]
     gl.store(at, gl.convert_layout(x.to(ptr.dtype.element_ty), STORE), mask=(rows < end)[:, None])
+
+
+# Turns on the tensor cores. Consumers that issue their products at the same time end them at the same time, and then
+# all of them compute while no product runs; one after the other, one computes under the products of the next. Barrier
+# 8 + g is of consumer g: its four warps meet there those of the consumer before it (FlashAttention-3, section 3.1).
+_TURN = "{ .reg .pred p; setp.gt.s32 p, $1, 1; @p bar.sync %d, 256; mov.b32 $0, 0; }"
+TURN_0, TURN_1, TURN_2 = (gl.constexpr(_TURN % (8 + g)) for g in range(3))
+NEXT_TURN = gl.constexpr("{ .reg .pred p; setp.gt.s32 p, $1, 1; @p bar.arrive $2, 256; mov.b32 $0, 0; }")
+
+
+@gluon.jit
+def groups_with_rows(rows, GROUPS: gl.constexpr):
+    """How many consumers, of 64 rows each, share a tile of `rows` rows: these take turns."""
+    return gl.minimum((rows + 63) // 64, GROUPS)
+
+
+@gluon.jit
+def _asm(TEXT: gl.constexpr, CONSTRAINTS: gl.constexpr, arguments):
+    gl.inline_asm_elementwise(TEXT, CONSTRAINTS, arguments, gl.int32, False, 1)
+
+
+@gluon.jit
+def wait_for_turn(GROUP: gl.constexpr, groups):
+    """Before products of a tile that `groups` consumers share; one alone does not wait."""
+    if GROUP == 0:
+        _asm(TURN_0, "=r,r", [groups])
+    elif GROUP == 1:
+        _asm(TURN_1, "=r,r", [groups])
+    else:
+        _asm(TURN_2, "=r,r", [groups])
+
+
+@gluon.jit
+def pass_turn(GROUP: gl.constexpr, groups):
+    """After these products have been issued."""
+    following_group = gl.where(groups == GROUP + 1, 0, GROUP + 1)
+    _asm(NEXT_TURN, "=r,r,r", [groups, 8 + following_group])
+
+
+@gluon.jit
+def first_turn(GROUP: gl.constexpr):
+    """At the start: it is consumer 0's turn."""
+    if GROUP == 1:
+        _asm(NEXT_TURN, "=r,r,r", [2, 8])
+
+
+@gluon.jit
+def last_turn(GROUP: gl.constexpr):
+    """At the end: leaves the barriers as they were found."""
+    if GROUP == 0:
+        _asm(TURN_0, "=r,r", [2])

@@ -1,8 +1,9 @@
 """Activation budgets on a stack of GEM layers: one global budget against a choice per region, the solver's mix, offload
 alone, quantised activations.
 
-`memory_gib` is the peak of the whole step. Ratios of activation memory in the setting column leave out what is there
-all the time: parameters, gradients, the batch and its gradient.
+`memory_gib` is the peak of the whole step, `exposed_ms` how long compute stood still for copies in a step of its own.
+Ratios of activation memory in the setting column leave out what is there all the time: parameters, gradients, the batch
+and its gradient.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from gemworks.netmem.arena import PinnedArena
 from gemworks.netmem.bench.rows import synchronize, timed_on_device_ms
 from gemworks.netmem.bench.single import GIB, Setup
 from gemworks.netmem.bench.stack import StackSize, make_stack
+from gemworks.netmem.bench.waits import MeteredMover
 from gemworks.netmem.budget import (
     KEEP,
     OFFLOAD,
@@ -54,6 +56,7 @@ NEARLY = 1.01  # options closer than this are one
 MAX_LABELS = 4000
 FREE_SLOWDOWN = 0.03
 ROUNDS = 3
+STEPS = 3  # timed in a row
 PARTS = ("target", "curve", "quantise", "offload")
 KEEP_EVERYTHING = "keep everything"
 _START = time.perf_counter()
@@ -84,11 +87,13 @@ class Study:
         self.keep_point: Point | None = None
         self.compile_kwargs: dict[str, object] | None = {} if s.compile else None
         self.arena_bytes = s.gib(4) if not s.smoke else 64 << 20
+        self.mover = MeteredMover(s.device) if s.device.type == "cuda" else None
         self.engine = OffloadEngine(
             PinnedArena(self.arena_bytes, pin=s.device.type == "cuda"),
             device=s.device,
             window_bytes=s.gib(3),
             min_bytes=1024 if s.smoke else 1 << 20,
+            mover=self.mover,
         )
         for p in (self.batch, *self.model.parameters()):
             p.grad = torch.zeros_like(p)
@@ -105,10 +110,14 @@ class Study:
         self.model(self.batch).backward()
 
     def times(self, plan: Plan, repeats: int) -> list[float]:
-        """Milliseconds of that many steps."""
+        """Milliseconds of a step, from that many runs of some steps in a row, as training runs them.
+
+        After a synchronisation the host is ahead of nothing, and the device waits while it issues the copies of the
+        first region.
+        """
         with apply_policy(self.model, plan, engine=self.engine, compile_kwargs=self.compile_kwargs):
             self.step()
-            return [timed_on_device_ms(self.step, self.s.device, 1)[0] for _ in range(repeats)]
+            return [timed_on_device_ms(self.step, self.s.device, 1, STEPS)[0] for _ in range(repeats)]
 
     def peak_gib(self, plan: Plan) -> float | str:
         """Peak of a step."""
@@ -121,6 +130,14 @@ class Study:
             self.step()
             synchronize(self.s.device)
             return torch.cuda.max_memory_allocated(self.s.device) / GIB
+
+    def exposed_ms(self, plan: Plan) -> float | str:
+        """How long compute waits for copies in a step."""
+        if self.mover is None:
+            return ""
+        with apply_policy(self.model, plan, engine=self.engine, compile_kwargs=self.compile_kwargs):
+            self.step()
+            return self.mover.measure_ms(self.step)
 
     def row(self, setting: str, impl: str, plan: Plan, against: Point | None = None, peer: str = "") -> Point:
         """Measure a plan, in turns with keeping everything, and report it."""
@@ -138,7 +155,9 @@ class Study:
         ms, p20, p80 = statistics.median(times), times[round(0.2 * last)], times[round(0.8 * last)]
         keep_ms = statistics.median(keep_times) if keep_times else ms
         peak = self.peak_gib(plan)
-        text = f"{setting}; predicted {plan.step_s * 1e3:.2f} ms, {plan.peak_bytes / GIB:.3f} GiB"
+        text = f"{setting}; predicted {plan.step_s * 1e3:.2f} ms"
+        text += f" with {plan.stall_s * 1e3:.2f} of waiting" if plan.moved_bytes else ""
+        text += f", {plan.peak_bytes / GIB:.3f} GiB"
         point = Point(plan, ms, peak if isinstance(peak, float) else plan.peak_bytes / GIB, keep_ms)
         if self.keep_point is not None:
             keep, base = self.keep_point, self.base_bytes / GIB
@@ -154,7 +173,7 @@ class Study:
             ms=ms,
             ms_p20=p20,
             ms_p80=p80,
-            exposed_ms=plan.stall_s * 1e3,
+            exposed_ms=self.exposed_ms(plan) if plan.moved_bytes else 0.0,
             best_peer=peer,
             ratio_to_best_peer=against_ms / ms if peer else "",
             dtype=str(self.batch.dtype).removeprefix("torch."),
@@ -219,7 +238,9 @@ def warm_compiler(size: StackSize, parts: Sequence[str] = PARTS, timeout_s: floa
     What they compile ends up in the compiler's cache on disk; one after the other it would take minutes.
     """
     budgets = (*FINER, *GLOBAL) if "curve" in parts else FINER
-    choices = [KEEP, *sorted(set(_recomputes(budgets))), *_fused()]
+    choices = [KEEP]
+    if set(parts) != {"offload"}:
+        choices += [*sorted(set(_recomputes(budgets))), *_fused()]
     code = (
         "import sys, torch\n"
         "from gemworks.netmem.bench.stack import StackSize, make_stack\n"
@@ -270,10 +291,11 @@ def budgets(s: Setup, size: StackSize, parts: Sequence[str] = PARTS) -> None:
     """Measure and predict. A part that fails leaves its traceback, and the others their rows."""
     study = Study(s, size)
     partitioned = _recomputes(GLOBAL) if s.compile else ["recompute_cheap", RECOMPUTE]
-    finer = _recomputes(FINER) if s.compile else []
-    fused = _fused() if s.compile else []
+    alone = set(parts) == {"offload"}
+    finer = _recomputes(FINER) if s.compile and not alone else []
+    fused = _fused() if s.compile and not alone else []
     coded = [QUANTISE] if "quantise" in parts else []
-    compared = partitioned if "curve" in parts or not s.compile else []
+    compared = partitioned if "curve" in parts or not (s.compile or alone) else []
     lossless = [*finer, *(c for c in compared if c not in finer)]
     try:
         step = _profile(study, [KEEP, *lossless, OFFLOAD, *coded, *fused])

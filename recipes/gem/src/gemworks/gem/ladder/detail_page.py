@@ -41,7 +41,7 @@ def write_details(page: Path, measured: Path, main: str) -> None:
     layers, rows = read(measured / "layers_h200.csv"), read(measured / "ladder_h200.csv")
     parts = [INTRO.format(page=main)]
     for title, file in LADDERS.items():
-        for case, group in cases(read(measured / file), by_batch=not file.startswith("ladder")).items():
+        for case, group in cases(read(measured / file), chained=file.startswith("ladder")).items():
             parts.append(f"## {title}: {case}\n\n" + more_table(in_order(group)))
     if kernels := where_time_goes(measured, rows, layers):
         parts += ["## Where a step's time goes\n", kernels]

@@ -22,6 +22,7 @@ from gemworks.gem.ladder.tables import (
     law_of,
     not_measured,
     read,
+    stack_of,
     takeaways,
 )
 
@@ -83,14 +84,14 @@ def write_page(page: Path, measured: Path) -> None:
         if not found:
             parts.append(f"Not measured yet: there is no `{file}`.\n")
         chained = file.startswith("ladder")
-        for case, group in cases(found, by_batch=not chained).items():
+        for case, group in cases(found, chained=chained).items():
             ordered = in_order(group)
             parts += [f"### {case}\n", ladder_table(ordered, partial(local_of, runs=runs), chained=chained)]
             parts.append(takeaways(ordered, chained=chained))
             if file == "ladder_h200.csv" and law_of(group[0]) == MAIN_LAW:
                 parts.append(not_measured(ordered))
             law = "" if law_of(group[0]) == MAIN_LAW else f"_{law_of(group[0])}"
-            batch = "" if chained else f"_b{group[0]['batch']}"
+            batch = "" if chained else f"_{stack_of(group[0]).replace(' ', '_')}_b{group[0]['batch']}"
             picture = measured / f"{file.removesuffix('.csv')}_{group[0]['attention']}{batch}{law}.png"
             if chart(picture, ordered, case):
                 parts.append(f"![samples/s of each row]({detail_page.relative(picture.parent, page)}/{picture.name})\n")

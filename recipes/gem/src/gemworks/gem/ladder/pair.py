@@ -143,12 +143,13 @@ class Pair:
 
     def planned(self, base: GemConfig) -> list[tuple[PairRung, GemConfig]]:
         """The rows of this command, in the order given, each with its configuration."""
-        stack, names = build(base)[self.args.setting], self.args.rows or [rung.name for rung in RUNGS]
-        chosen = sorted((rung for rung in RUNGS if rung.name in names), key=lambda rung: names.index(rung.name))
-        local = self.args.batch_size
-        everybody = local * (self.args.ranks or self.ranks.world_size)
-        sizes = [local if rung.alone == "local" else everybody for rung in chosen]
-        return [(r, r.change(stack.with_data(batch_size=n))) for r, n in zip(chosen, sizes, strict=True)]
+        stack, num_ranks = build(base)[self.args.setting], self.args.ranks or self.ranks.world_size
+        rungs, chosen = {rung.name: rung for rung in RUNGS}, []
+        for text in self.args.rows or rungs:
+            name, _, size = text.partition("@")
+            batch = int(size or self.args.batch_size) * (1 if rungs[name].alone == "local" else num_ranks)
+            chosen.append((rungs[name], rungs[name].change(stack.with_data(batch_size=batch))))
+        return chosen
 
     def climb(self, base: GemConfig) -> None:
         """Every row; with `--turns` beside other commands until the time counts."""
@@ -291,6 +292,15 @@ class Pair:
         return row
 
 
+def _row(text: str) -> str:
+    """A row's name, or with its samples of a rank: "fsdp@128"."""
+    name, _, size = text.partition("@")
+    if name not in {rung.name for rung in RUNGS} or (size and not size.isdecimal()):
+        names = ", ".join(rung.name for rung in RUNGS)
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected one of {names}, or such as fsdp@128")
+    return text
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="torchrun -m gemworks.gem.ladder.pair", description=(__doc__ or "").splitlines()[0]
@@ -302,7 +312,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, help="how many share a batch, where one process measures rows of one GPU")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--rows", action="append", default=[])
+    parser.add_argument(
+        "--rows", action="append", default=[], type=_row, metavar="ROW", help="in this order; row@samples of a rank"
+    )
     parser.add_argument("--no-trace", action="store_false", dest="trace", help="no exposed communication")
     parser.add_argument("--turns", type=Path, help="folder where commands meet that measure one ladder together")
     parser.add_argument("--of", type=int, default=1, help="how many of them")

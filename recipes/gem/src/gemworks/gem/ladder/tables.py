@@ -37,14 +37,23 @@ def percent(text: str) -> str:
     return f"{100 * float(text):.1f} %" if text else ""
 
 
-def cases(rows: Sequence[Row], *, by_batch: bool = False) -> dict[str, list[Row]]:
-    """Rows by what they compare in, the ladder's own law first; with `by_batch` another batch is another case."""
+def cases(rows: Sequence[Row], *, chained: bool = True) -> dict[str, list[Row]]:
+    """Rows by what they compare in, the ladder's own law first; those without one technique by batch and stack too."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: law_of(row) != MAIN_LAW):
         lengths = LAWS.get(law_of(row), f"{law_of(row)} lengths up to {{}}").format(row["max_len"])
-        batch = f"batch {row['batch']}, " if by_batch else ""
-        groups[f"{row['attention']} attention, {batch}{lengths}, {row['gpu'] or 'a CPU'}"].append(row)
+        stack = "" if chained else f"{stack_of(row)}, batch {row['batch']}, "
+        groups[f"{row['attention']} attention, {stack}{lengths}, {row['gpu'] or 'a CPU'}"].append(row)
     return groups
+
+
+def stack_of(row: Row) -> str:
+    """
+    >>> stack_of({"row": "half_tables without GDPA"}), stack_of({"row": "without GDPA"})
+    ('half_tables', 'full stack')
+    """
+    stack, without, _ = row["row"].partition("without ")
+    return (stack.strip() or "full stack") if without else row["row"]
 
 
 def by_attention(rows: Sequence[Row], law: str = MAIN_LAW) -> dict[str, list[Row]]:
@@ -214,7 +223,7 @@ def chart(path: Path, rows: Sequence[Row], title: str) -> bool:
     axes.set_xlim(right=1.35 * max(speeds))
     beside = "; grey: measured beside the ladder" if any(is_side(row["row"]) for row in shown) else ""
     axes.set_xlabel(f"samples/s of whole training steps\nlabel: step MFU against 989 TFLOP/s (commit){beside}")
-    axes.set_title(title)
+    figure.suptitle(title, fontsize=11)  # over the whole width: over the axes alone long ones are cut
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
