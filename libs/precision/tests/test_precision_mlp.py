@@ -13,7 +13,9 @@ pytestmark = pytest.mark.reference
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_mlp_equals_its_parts(name, changes, with_bias):
     torch.manual_seed(0)
-    leaves = [torch.randn(3, 20, 128), torch.randn(256, 128) / 11, torch.randn(128, 256) / 16]
+    # Rows of very different sizes: squares are told from rows with a scale of their own.
+    rows = torch.logspace(-12, 0, 60, base=2).reshape(3, 20, 1)
+    leaves = [torch.randn(3, 20, 128) * rows, torch.randn(256, 128) / 11, torch.randn(128, 256) / 16]
     biases = [torch.randn(256), torch.randn(128)]
     dy = torch.randn(3, 20, 128)
     activation = "silu" if with_bias else "gelu_tanh"
@@ -30,7 +32,25 @@ def test_mlp_equals_its_parts(name, changes, with_bias):
         made = [t.grad for t in (x, w1, w2)] + [b.grad for b in (b1, b2) if b is not None]
         results.append([y, *made])
     for ours, parts in zip(*results, strict=True):
-        torch.testing.assert_close(ours, parts, rtol=1e-3, atol=2e-2)
+        assert torch.equal(ours, parts)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block128"])
+def test_without_gradients_nothing_is_kept(name):
+    """No plane for a weight that is frozen, none at all under no_grad; the result is the same."""
+    x, w1, w2 = torch.randn(8, 128), torch.randn(128, 128).requires_grad_(), torch.randn(128, 128).requires_grad_()
+    kept: list[torch.Tensor] = []
+    results = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        for first, second, num_kept in ((w1, w2, 7), (w1.detach(), w2, 5), (w1, w2.detach(), 5)):
+            kept.clear()
+            results.append(mx_mlp(x, first, second, name))
+            assert len(kept) == num_kept
+        kept.clear()
+        with torch.no_grad():
+            results.append(mx_mlp(x, w1, w2, name))
+        assert not kept
+    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 def test_only_what_is_needed_is_computed():

@@ -111,10 +111,11 @@ def test_pieces_of_a_contraction_add_up(monkeypatch, pieces):
         def wait_stream(self, other):
             multiplied.append(other)
 
-    caller, others = Stream(), tuple(Stream() for _ in range(min(pieces, 4) - 1))
+    caller, streams = Stream(), tuple(Stream() for _ in range(module.MAX_STREAMS - 1))
+    others = streams[: pieces - 1]
     monkeypatch.setattr(torch, "_scaled_mm_v2", stand_in)
     monkeypatch.setattr(module, "num_pieces", lambda *_: pieces)
-    monkeypatch.setattr(module, "side_streams", lambda *_: others)
+    monkeypatch.setattr(module, "side_streams", lambda *_: streams)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: caller)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     a = quantize(torch.randn(48, 2048), 1, block=128)

@@ -14,7 +14,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs under TRITON_INTERPRET=1, see test_precision_tiers.py", allow_module_level=True)
 
-from gemworks.precision import triton_casts
+from gemworks.precision import triton_casts, triton_squares
 from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
 from gemworks.precision.formats import Format
 from gemworks.precision.recipe import GemmKind
@@ -207,11 +207,13 @@ def test_activation_in_the_kernel(activation):
         assert torch.equal(plane.scales, reference.scales)
 
 
-def test_squares_of_an_activation_and_of_a_norm():
-    """P8: tiles that end inside a matrix, rows that are no multiple of 16."""
+@pytest.mark.parametrize("in_epilogues", [False, True])
+def test_squares_of_an_activation_and_of_a_norm(monkeypatch, in_epilogues):
+    """P8: tiles that end inside a matrix, rows that are no multiple of 16; squares of y, and those of the epilogues."""
     from gemworks.precision.activation import activation_cast
     from gemworks.precision.norm import norm_cast
 
+    monkeypatch.setattr(triton_squares, "IN_EPILOGUES", in_epilogues)
     x, spec = torch.randn(139, 144, generator=torch.Generator().manual_seed(8)).bfloat16(), CastSpec(KINDS[-1])
     made = activation_cast(x, spec, "silu", square=True, return_y=True, backend="triton")
     check_squares((made.rows, made.columns), cast_squares(made.y, spec, "reference"))

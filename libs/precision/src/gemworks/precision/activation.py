@@ -73,9 +73,11 @@ def activation_cast(
         raise ValueError("square: squares serve both contractions; leave columns set, or unset square")
     chosen = choose("cast", spec.kind, (0, 0, 0), device_of(x), backend).backend
     if chosen == "triton" and (x.is_cuda or backend == "triton") and x.numel():
+        from gemworks.precision import triton_squares
         from gemworks.precision.triton_casts import fits_tiles, packs
 
-        if x.is_contiguous() and fits_tiles(x, spec, spec.block) and packs(x) and (not square or spec.block == 128):
+        fused = not square or (triton_squares.IN_EPILOGUES and triton_squares.fits_squares(x, spec))
+        if fused and x.is_contiguous() and fits_tiles(x, spec, spec.block) and packs(x):
             return _activation_tiles(x, spec, activation, columns, return_y, square=square)
     y = ACTIVATIONS[activation](x.float()).to(x.dtype)
     if square:

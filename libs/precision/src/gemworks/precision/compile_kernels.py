@@ -78,10 +78,6 @@ def tile_variants() -> Iterator[Variant]:
     backward |= dict.fromkeys(("mean_ptr", "rstd_ptr", "d_weight_ptr", "d_bias_ptr"), "*fp32")
     types = argument_types(norm_backward_kernel, backward, constants)
     yield "norm_backward", "1024", norm_backward_kernel, types, constants, 8, None
-    from gemworks.precision.kernel_parts import sum_parts_kernel
-
-    types = {"parts_ptr": "*fp32", "out_ptr": "*bf16", "size": "i32", "num_parts": "i32"}
-    yield "sum_parts", "bf16", sum_parts_kernel, types, {"BLOCK": 1024}, 4, None
     from gemworks.precision.kernel_square import cast_squares_kernel, cast_weight_kernel
     from gemworks.precision.kernel_square_tile import cast_square_tile_kernel
     from gemworks.precision.tiles import square_config

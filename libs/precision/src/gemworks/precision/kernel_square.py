@@ -133,6 +133,7 @@ def store_squares(
     Codes as int32 `[M, K / 4]` with the scale for each row, fp32 `[K / 128, M]`, and as int64 `[K, M / 8]` with one
     scale a square, `[K / 128, M / 128]`, whose rows are padded to four.
     """
+    tl.static_assert(xs[0][0].shape[0] == 16 and xs[0][0].shape[1] == 32, "squares take tiles of 128 x 128")
     m = tl.maximum(largest_halves(xs, 0, HARDWARE), 0)
     n = tl.maximum(largest_halves(xs, 1, HARDWARE), 0)
     amax = tl.max(tl.maximum(tl.maximum(m & 0xFFFF, m >> 16), tl.maximum(n & 0xFFFF, n >> 16)))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 from gemworks.precision.activation import ACTIVATIONS, activation_cast, activation_gradient_cast
-from gemworks.precision.casts import cast_backend, cast_both, cast_squares
+from gemworks.precision.casts import cast, cast_backend, cast_both, cast_squares
 from gemworks.precision.gemms import gemm
 from gemworks.precision.linear import linear_backward, specs_of, weight_plane
 from gemworks.precision.mxtensor import MXTensor
@@ -24,9 +24,13 @@ from torch import Tensor
 
 class _MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w1, b1, w2, b2, activation: str, chosen: Recipe):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, x, w1, b1, w2, b2, activation: str, chosen: Recipe, save: bool):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec, kind = specs_of(chosen.text).forward, chosen.forward.kind
-        if chosen.square_inputs:
+        keep_x, keep_a = save and w1.requires_grad, save and w2.requires_grad
+        columns_x = None
+        if not keep_x and not chosen.square_inputs:
+            rows = cast(x, 1, spec, chosen.backend)[0]
+        elif chosen.square_inputs:
             made = cast_squares(x, spec, chosen.backend)
             rows, columns_x = made.rows, made.transposed
         else:
@@ -34,11 +38,13 @@ class _MLP(torch.autograd.Function):
         h = gemm(rows, weight_plane(w1, chosen.forward, chosen, transposed=False)[0], kind, x.dtype, chosen.backend)
         h = h if b1 is None else h.add_(b1)
         a = activation_cast(h, spec, activation, square=chosen.square_inputs, backend=cast_backend(chosen))
-        assert a.columns is not None
         y = gemm(a.rows, weight_plane(w2, chosen.forward, chosen, transposed=False)[0], kind, x.dtype, chosen.backend)
-        ctx.metas = columns_x.meta, a.columns.meta
-        ctx.count = len(columns_x.tensors)
-        ctx.save_for_backward(h, w1, w2, *columns_x.tensors, *a.columns.tensors)
+        # Planes of inputs are kept for gradients of weights alone.
+        kept = columns_x if keep_x else None, a.columns if keep_a else None
+        ctx.metas = [None if plane is None else plane.meta for plane in kept]
+        tensors = [() if plane is None else plane.tensors for plane in kept]
+        ctx.count = len(tensors[0])
+        ctx.save_for_backward(h if save else None, w1, w2, *tensors[0], *tensors[1])
         ctx.activation, ctx.chosen = activation, chosen
         ctx.bias_dtypes = tuple(None if b is None else b.dtype for b in (b1, b2))
         return y if b2 is None else y.add_(b2)
@@ -47,12 +53,15 @@ class _MLP(torch.autograd.Function):
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         h, w1, w2, *kept = ctx.saved_tensors
         chosen: Recipe = ctx.chosen
-        x_plane = MXTensor.unchecked(*kept[: ctx.count], *ctx.metas[0])
-        a_plane = MXTensor.unchecked(*kept[ctx.count :], *ctx.metas[1])
+        x_plane, a_plane = (
+            None if meta is None else MXTensor.unchecked(*tensors, *meta)
+            for meta, tensors in zip(ctx.metas, (kept[: ctx.count], kept[ctx.count :]), strict=True)
+        )
         need_x, need_w1, need_b1, need_w2, need_b2 = ctx.needs_input_grad[:5]
         type1, type2 = ctx.bias_dtypes
         inner = need_x or need_w1 or need_b1
-        da, dw2 = linear_backward(dy, a_plane, w2, chosen, 0, inner, need_w2, h.dtype, w2.dtype)
+        source = h if a_plane is None else a_plane  # read for dW2 alone
+        da, dw2 = linear_backward(dy, source, w2, chosen, 0, inner, need_w2, h.dtype, w2.dtype)
         db2 = dy.sum(0, dtype=torch.float32).to(type2) if need_b2 and type2 is not None else None
         dx = dw1 = db1 = None
         if inner:
@@ -70,9 +79,10 @@ class _MLP(torch.autograd.Function):
                 dx = gemm(dh.rows, plane, spec.kind, h.dtype, chosen.backend)
             if need_w1:
                 assert dh.columns is not None
+                assert x_plane is not None
                 plane_x_t = x_plane if x_plane.dim is None else x_plane.t()
                 dw1 = gemm(dh.columns.t(), plane_x_t, chosen.wgrad.kind, w1.dtype, chosen.backend)
-        return dx, dw1, db1, dw2, db2, None, None
+        return dx, dw1, db1, dw2, db2, None, None, None
 
 
 def mx_mlp(
@@ -123,5 +133,5 @@ def mx_mlp(
             f"w1 and w2: got {tuple(w1.shape)} and {tuple(w2.shape)}, expected [F, {x.shape[-1]}] and [N, F] in "
             f"multiples of {multiple}"
         )
-    y = _MLP.apply(x.reshape(-1, k), w1, b1, w2, b2, activation, chosen)
+    y = _MLP.apply(x.reshape(-1, k), w1, b1, w2, b2, activation, chosen, torch.is_grad_enabled())
     return y.reshape(*x.shape[:-1], n)  # pyright: ignore[reportAttributeAccessIssue]

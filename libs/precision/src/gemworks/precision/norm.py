@@ -152,28 +152,29 @@ def _triton_norm_cast(
     square: bool,
     return_y: bool,
 ) -> NormCast:
+    from gemworks.precision import triton_squares
     from gemworks.precision.triton_casts import fits_tiles, packs
-    from gemworks.precision.triton_squares import fits_squares
 
     x = x.contiguous()
     residual = residual.contiguous() if residual is not None else None
     hidden = torch.empty_like(x) if residual is not None else x
     tiles = fits_tiles(x, spec, spec.block) and packs(x) and (residual is None or packs(residual))
-    fused = not square or (tiles and fits_squares(x, spec))
+    fused = not square or (triton_squares.IN_EPILOGUES and tiles and triton_squares.fits_squares(x, spec))
     y = torch.empty_like(x) if return_y or not fused else None
     rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if norm == "layer" else _zero(x.device).expand(x.shape[0])
     tensors = (x, weight, bias, residual, hidden, y, mean, rstd)
+    # Where squares are made of y, the norm's own planes are not read: of its variants with y, the one with both planes
+    # is what a GPU has checked.
     if tiles:
         planes, inexact = _norm_tiles(*tensors, spec, norm, eps, columns, square and fused)
     else:
         planes, inexact = _norm_general(*tensors, spec, norm, eps, columns)
     if not fused:
         assert y is not None
-        made = cast_squares(y, spec)
-        planes, inexact = (made.rows, made.transposed), made.inexact
-    kept = y if return_y else None
-    return NormCast(planes[0], planes[1] if columns else None, hidden, mean, rstd, kept, inexact)
+        made = cast_squares(y, spec, "triton")
+        return NormCast(made.rows, made.transposed, hidden, mean, rstd, y if return_y else None, made.inexact)
+    return NormCast(planes[0], planes[1] if columns else None, hidden, mean, rstd, y, inexact)
 
 
 def _norm_general(

@@ -201,9 +201,9 @@ def num_processors(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=64)
-def side_streams(device: torch.device, count: int) -> tuple[torch.cuda.Stream, ...]:
-    """Streams beside the caller's own, made once."""
-    return tuple(torch.cuda.Stream(device) for _ in range(count))
+def side_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    """Streams beside the caller's own, made once: cuBLAS keeps a workspace for each."""
+    return tuple(torch.cuda.Stream(device) for _ in range(MAX_STREAMS - 1))
 
 
 def multiply_pieces(both: Operands, pieces: int, out_dtype: torch.dtype) -> Tensor:
@@ -215,7 +215,7 @@ def multiply_pieces(both: Operands, pieces: int, out_dtype: torch.dtype) -> Tens
     parts = torch.empty(pieces, both.left.shape[0], both.right.shape[1], dtype=torch.float32, device=both.left.device)
     split = both.pieces(pieces)
     current = torch.cuda.current_stream(both.left.device)
-    streams = side_streams(both.left.device, min(pieces, MAX_STREAMS) - 1)
+    streams = side_streams(both.left.device)[: pieces - 1]
     for stream in streams:
         stream.wait_stream(current)
     for i in range(pieces):
@@ -223,20 +223,7 @@ def multiply_pieces(both: Operands, pieces: int, out_dtype: torch.dtype) -> Tens
             split[i].multiply(parts[i])
     for stream in streams:
         current.wait_stream(stream)
-    return sum_of_parts(parts, out_dtype)
-
-
-def sum_of_parts(parts: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """fp32 `[P, M, N]` added over P in order and rounded once; one kernel on a GPU."""
-    if not parts.is_cuda:
-        return parts.sum(0).to(out_dtype)
-    from gemworks.precision.kernel_parts import sum_parts_kernel
-    from gemworks.precision.launch import launch
-
-    out = torch.empty(parts.shape[1:], dtype=out_dtype, device=parts.device)
-    grid = (-(-out.numel() // 1024), 1, 1)
-    launch(sum_parts_kernel, grid, (parts, out, out.numel(), parts.shape[0]), {"BLOCK": 1024}, {"num_warps": 4})
-    return out
+    return parts.sum(0).to(out_dtype)
 
 
 def _codes(plane: MXTensor) -> Tensor:

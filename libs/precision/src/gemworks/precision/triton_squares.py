@@ -27,6 +27,10 @@ def _setup(spec: CastSpec, ragged: bool) -> tuple[dict[str, int | bool], dict[st
     return {**constants, "RAGGED": ragged}, {"num_warps": SQUARES_WARPS}
 
 
+# Squares in the epilogues of norm and activation: only Triton's interpreter has run them, so they are not the default.
+IN_EPILOGUES = False
+
+
 def empty_squares(real_rows: int, k: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What `store_squares` writes of a matrix: codes `[M, K]`, scales `[K / 128, M]`, codes `[K, M]`, squares."""
     m = padded_rows(real_rows)
