@@ -3,6 +3,7 @@ AssertionError with what differs: bit-equality with the reference for codes, sca
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -44,6 +45,22 @@ def _different_squares(name: str, ours: tuple[MXTensor | None, MXTensor | None],
     made = square_scales(expected.transposed, transposed.scales.shape[1])
     if transposed.wide is not None and not torch.equal(transposed.wide.nan_to_num(-1), made.nan_to_num(-1)):
         raise AssertionError(f"{name}: fp32 scales of squares differ")
+
+
+def _in_and_out_of_epilogues(device: torch.device) -> Iterator[str]:
+    """Squares behind a norm or an activation both ways, whichever is the default."""
+    if device.type != "cuda":
+        yield ""
+        return
+    from gemworks.precision import triton_squares
+
+    default = triton_squares.IN_EPILOGUES
+    try:
+        for inside in (False, True):
+            triton_squares.IN_EPILOGUES = inside
+            yield ", in its epilogue" if inside else ""
+    finally:
+        triton_squares.IN_EPILOGUES = default
 
 
 def _data(m: int, n: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -224,9 +241,10 @@ def check_norm(device: torch.device) -> None:
     for shape, norm in (((304, 528), "rms"), ((1001, 640), "layer"), ((300, 520), "rms")):
         x, w, spec = _data(*shape, device).clamp(-100, 100), torch.randn(shape[1], device=device), CastSpec(KINDS[-1])
         bias = w.flip(0) if norm == "layer" else None
-        out = norm_cast(x, w, spec, norm=norm, bias=bias, residual=x.flip(0), square=True, return_y=True)
-        assert out.y is not None
-        _different_squares(f"norm {norm} {shape}", (out.rows, out.columns), out.y, spec)
+        for where in _in_and_out_of_epilogues(device):
+            out = norm_cast(x, w, spec, norm=norm, bias=bias, residual=x.flip(0), square=True, return_y=True)
+            assert out.y is not None
+            _different_squares(f"norm {norm} {shape}{where}", (out.rows, out.columns), out.y, spec)
 
 
 def check_norm_backward(device: torch.device) -> None:
@@ -276,9 +294,10 @@ def check_activation(device: torch.device) -> None:
             _different(f"{name} {kind.value} rows", out.rows, cast(out.y, 1, spec, "reference")[0])
             _different(f"{name} {kind.value} columns", out.columns, cast(out.y, 0, spec, "reference")[0])
     spec = CastSpec(KINDS[-1])
-    out = activation_cast(x, spec, "gelu_tanh", square=True, return_y=True)
-    assert out.y is not None
-    _different_squares("activation", (out.rows, out.columns), out.y, spec)
+    for where in _in_and_out_of_epilogues(device):
+        out = activation_cast(x, spec, "gelu_tanh", square=True, return_y=True)
+        assert out.y is not None
+        _different_squares(f"activation{where}", (out.rows, out.columns), out.y, spec)
 
 
 def check_projection(device: torch.device) -> None:
