@@ -31,7 +31,7 @@ from gemworks.gem.ladder.rows import COLUMNS as LADDER_COLUMNS
 from gemworks.gem.ladder.settings import FULL_STACK, Change, build, chain, kernels, train
 from gemworks.gem.ladder.step import free
 from gemworks.gem.ladder.tables import law_of
-from gemworks.gem.layers.report import Row, append_csv, common_columns
+from gemworks.gem.layers.report import Row, append_csv, check_columns, common_columns
 from gemworks.gem.presets import load_config
 from gemworks.gem.ranks import Ranks, open_ranks
 from gemworks.gem.turns import Turns
@@ -137,6 +137,7 @@ class Pair:
     def __init__(self, args: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
         self.args, self.ranks, self.device = args, ranks, device
         self.path: Path = args.out / FILE
+        check_columns(self.path, COLUMNS)  # now, and not when the first row has been measured
         self.num_wrong = 0
         self._source: Source | None = None
         self._turns: Turns | None = None
@@ -328,7 +329,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument(
-        "--rows", action="append", default=[], type=_row_name, metavar="ROW", help="in this order; row@samples of a rank"
+        "--rows",
+        action="append",
+        default=[],
+        type=_row_name,
+        metavar="ROW",
+        help="in this order; row@samples of a rank",
     )
     parser.add_argument("--no-trace", action="store_false", dest="trace", help="no exposed communication")
     parser.add_argument("--turns", type=Path, help="folder where commands meet that measure one ladder together")
@@ -342,8 +348,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     alone = {rung.name for rung in RUNGS if rung.alone}
     if args.order > 0 and (refused := [text for text in args.rows or alone if text.partition("@")[0] in alone]):
         parser.error(
-            f"--rows: got {', '.join(sorted(refused))} with --order {args.order}, expected rows of all ranks: others hold "
-            "models by then, so a row of one GPU would not be alone; measure it in the command with --order 0"
+            f"--rows: got {', '.join(sorted(refused))} with --order {args.order}, expected rows of all ranks: others "
+            "hold models by then, so a row of one GPU would not be alone; measure it in the command with --order 0"
         )
     if args.smoke:
         args.preset, args.batch_size, args.steps, args.warmup, args.setting = "tiny", 16, 2, 2, "stream"

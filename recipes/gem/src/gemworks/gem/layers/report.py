@@ -184,21 +184,27 @@ def done(path: Path) -> set[tuple[str, ...]]:
         return {(r["attention"], r["setting"], r["batch"], law_of(r)) for r in rows if r["layer"] == "sequence layers"}
 
 
-def append_csv(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
-    """Adds rows; the header when the file is new.
+def check_columns(path: Path, columns: Sequence[str]) -> None:
+    """Before rows are added to a file that may be there.
 
     Raises:
-        ValueError: the file has other columns, under which the cells would be others' cells.
+        ValueError: it has other columns, under which cells would be taken for others.
     """
+    if not path.exists():
+        return
+    with path.open(newline="") as file:
+        header = next(csv.reader(file), [])
+    if header != list(columns):
+        raise ValueError(
+            f"path: got {path} with the columns {', '.join(header)}, expected {', '.join(columns)}; "
+            "write to another folder"
+        )
+
+
+def append_csv(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
+    """Adds rows; the header when the file is new. Raises what `check_columns` does."""
+    check_columns(path, columns)
     new = not path.exists()
-    if not new:
-        with path.open(newline="") as file:
-            header = tuple(next(csv.reader(file), ()))
-        if header != tuple(columns):
-            raise ValueError(
-                f"path: got {path}, which has the columns {', '.join(header)}; expected {', '.join(columns)}; "
-                "write to another folder"
-            )
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, columns)
