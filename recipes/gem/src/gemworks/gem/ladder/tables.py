@@ -166,8 +166,9 @@ def repeated(rows: Sequence[Row], alone: Sequence[Row] = ()) -> str:
         return ""
     each = ", ".join(f"{float(row['samples_per_s']):.0f} ({row['commit']})" for row in found)
     return (
-        f"How far runs differ: `{name}` with {found[0]['attention']} attention and {batch} samples gave {each} samples/s "
-        f"(commit), x{apart(found):.2f} apart. A smaller gain or loss between rows that were measured once may be its run's.\n"
+        f"How far runs differ: `{name}` with {found[0]['attention']} attention and {batch} samples gave {each} "
+        f"samples/s (commit), x{apart(found):.2f} apart. A smaller gain or loss between rows that were measured once "
+        "may be its run's.\n"
     )
 
 
