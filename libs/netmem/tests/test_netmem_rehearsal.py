@@ -82,7 +82,7 @@ def test_both_ways_share_the_duplex_rate():
 )
 @example(choices=["offload", "keep", "offload"], parcels=[4, 4], rate=6, window=20, issue_s=0.9)
 def test_what_the_host_finds_done_decides_nothing(choices, parcels, rate, window, issue_s):
-    """A host that is nearly as slow as the device sees most copies done, one that is slower sees all of them."""
+    """The slower the host, the more of the copies have ended when it issues the next region."""
     step = make_step(len(choices), tuple(parcels), rate, window, held=sum(parcels))
     plan = evaluate(step, choices)
     ahead, found = rehearse(step, plan), rehearse(step, plan, issue_s=issue_s)
