@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from gemworks.netmem.budget import Option, Region, StepProfile, evaluate
@@ -169,6 +171,21 @@ def test_a_step_takes_as_long_whatever_the_host_finds_done(num):
     plan = evaluate(step, ["offload"] * num + ["keep"] * (16 - num))
     ahead = rehearse(step, plan).step_s
     assert [rehearse(step, plan, issue_s=s).step_s for s in HOSTS_S] == pytest.approx([ahead] * len(HOSTS_S))
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_with_a_plan_no_copy_is_asked_whether_it_is_done(monkeypatch: pytest.MonkeyPatch, num):
+    """But by the arena, which prefers host memory whose copies are over."""
+    asking = set()
+
+    def done(copy: object) -> bool:
+        asking.add(sys._getframe(1).f_globals["__name__"])
+        return False
+
+    monkeypatch.setattr("gemworks.netmem.rehearsal._Copy.done", done)
+    step = h200_step()
+    assert rehearse(step, evaluate(step, ["offload"] * num + ["keep"] * (16 - num))).moved_up_bytes > 0
+    assert asking <= {"gemworks.netmem.arena"}
 
 
 def test_an_engine_that_lets_go_in_backward_what_is_done_waits_for_it(monkeypatch: pytest.MonkeyPatch):
