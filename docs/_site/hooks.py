@@ -68,7 +68,7 @@ def _navigate(files: Files, config: MkDocsConfig) -> None:
         if details:
             entry[title] = [page, *({_title(files, other): other} for other in details)]
         left = [other for other in left if other not in details]
-    sections["Measured"] += [{page[9:-3]: page} for page in left if page.startswith("measured/")]
+    sections["Measured"].append({"Row by row": [{page[9:-3]: page} for page in left if page.startswith("measured/")]})
     sections["Project"] += [page for page in left if "/" not in page]
     changes = [{page[8:-3]: page} for page in left if page.startswith("changes/")]
     sections["Project"].append({"Changes": changes})
@@ -81,6 +81,15 @@ def _title(files: Files, page: str) -> str:
     assert file is not None
     heading = file.content_string.split("\n", 1)[0].removeprefix("# ")
     return heading if len(heading) <= 28 else page.rpartition("/")[2].partition("_")[2].removesuffix(".md")
+
+
+def _lists_apart(markdown: str) -> str:
+    """A blank line between a paragraph and the list below it: GitHub needs none, Python's Markdown does."""
+    blocks = re.split(r"(\n{2,})", markdown)
+    return "".join(
+        block if re.match(r"\s|[-*] |[|>]|\d+\. ", block) else re.sub(r"\n(?=(- |\d+\. ))", "\n\n", block, count=1)
+        for block in blocks
+    )
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -117,5 +126,22 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         kept.append(match[0])
         return f"\x00{len(kept) - 1}\x00"
 
-    rewritten = LINK.sub(replace, FENCE.sub(hide, markdown))
+    rewritten = LINK.sub(replace, _lists_apart(FENCE.sub(hide, markdown)))
     return re.sub(r"\x00(\d+)\x00", lambda match: kept[int(match[1])], rewritten)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """What a browser lays out badly: in tables long names may fold and "27.7 %" may not; many rows get a frame."""
+
+    def fold(name: re.Match[str]) -> str:
+        return re.sub(r"(_|::|/|\.)", r"\1<wbr>", name[0])
+
+    def cell(match: re.Match[str]) -> str:
+        text = re.sub(r"(\d) %", "\\1\u00a0%", match[0])
+        return re.sub(r"(?<=<code>)[^<\s]{24,}(?=</code>)", fold, text)
+
+    def frame(match: re.Match[str]) -> str:
+        return f'<div class="rows">{match[0]}</div>' if match[0].count("<tr>") > 45 else match[0]
+
+    html = re.sub(r"<td.*?</td>", cell, html, flags=re.DOTALL)
+    return re.sub(r"<table>.*?</table>", frame, html, flags=re.DOTALL)

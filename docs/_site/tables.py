@@ -12,11 +12,14 @@ ROOT = Path(__file__).resolve().parents[2]
 # Columns that tell one row of a measurement from another, and what is shown of its result; not the machine's.
 SHOWN = (
     *("op", "layer", "row", "config", "recipe", "shape", "head_dim", "direction", "format", "setting", "attention"),
-    *("impl", "batch", "law", "num_ranks", "method", "plan", "item", "ms", "tflops", "gbps", "roofline_fraction"),
+    *("kernel", "impl", "batch", "law", "num_ranks", "gpus", "method", "plan", "tier", "item", "seed"),
+    *("ms", "tflops", "gbps", "roofline_fraction"),
     *("best_peer", "ratio_to_best_peer", "memory_gib", "exposed_ms", "local_mfu", "step_mfu", "samples_per_s"),
     *("ratio_to_bf16", "sqnr_db", "predicted_ms", "measured_ms", "error_pct", "ne", "auc", "max_over_mean", "gain"),
-    "gpu",
+    *("e2e_mfu", "scaling_ratio", "predicted_bytes", "measured_bytes", "ne_difference_percent", "low_percent"),
+    *("high_percent", "us", "tensor_pipe_percent", "issue_percent", "dram_percent", "l2_percent", "registers", "gpu"),
 )
+MAX_ROWS = 400  # of a page; nobody reads more, and a phone needs seconds to lay them out
 Rows = Sequence[dict[str, str]]
 
 
@@ -73,7 +76,9 @@ def grouped_support(support: Sequence[Any]) -> list[dict[str, str]]:
 def measured() -> dict[str, str]:
     """Page -> text: an index of the committed measurements, and a page for each CSV."""
     index = ["# Measured rows", "", "Each row is a claim: its CSV has the commit, the command and the spread; an early",
-             "one that lacks its commit has a dash here. Losing rows stay in.", "",
+             "one that lacks its commit has a dash here. Losing rows stay in. What they say, in words and pictures:",
+             "[the MFU ladder](../ladder.md), [where Local MFU goes](../local_mfu.md),",
+             "[attention beside its peers](../jagged.md), [five dimensions on three tiers](../parallel.md).", "",
              "| measurement | rows | device | commits | file |", "|---|---:|---|---|---|"]  # fmt: skip
     pages = {}
     for path in sorted((ROOT / "docs/measured").glob("*.csv")):
@@ -91,15 +96,31 @@ def measured() -> dict[str, str]:
 
 def measurement(path: Path, rows: Rows) -> str:
     """The page of one CSV: what all rows have in common as a sentence, the rest as a table."""
+    num_rows = len(rows)
+    rows, which = _main(rows)
     shown = [name for name in SHOWN if any(row.get(name) for row in rows)] or list(rows[0])[:8]
     same = [name for name in shown if len({row.get(name) or "" for row in rows}) == 1 and len(rows) > 1]
     columns = [name for name in shown if name not in same]
-    lines = ["---", "hide: [toc]", "---", "", f"# {path.stem}", "", f"{len(rows)} rows; the whole file, with commits "
-             f"and commands: [{path.name}]({path.name}).", ""]  # fmt: skip
+    same = [name for name in same if name != "seed"]  # says nothing where it is always the same
+    lines = ["---", "hide: [toc]", "---", "", f"# {path.stem}", "", f"{num_rows} rows; the whole file, with commits "
+             f"and commands: [{path.name}]({path.name}).{which}", ""]  # fmt: skip
     if same:
         lines += ["In all of them: " + ", ".join(f"{name} {rows[0][name]}" for name in same) + ".", ""]
     lines += _table([{name: _short(row.get(name) or "") for name in columns} for row in rows])
     return "\n".join(lines) + "\n"
+
+
+def _main(rows: Rows) -> tuple[Rows, str]:
+    """Of a long file our rows, as each names its best peer, or whole steps without their parts; and a note."""
+    if len(rows) <= MAX_ROWS:
+        return rows, ""
+    ours = [row for row in rows if row.get("impl", "").startswith("gemworks")]
+    if ours and any(row.get("best_peer") for row in ours):
+        return ours, f" Here: the {len(ours)} rows of gemworks, with the best peer of each; the file has every peer's."
+    steps = [row for row in rows if row.get("item") == "step"]
+    if steps:
+        return steps, f" Here: the {len(steps)} whole steps; their parts are in the file."
+    return rows, ""
 
 
 def decisions() -> str:
@@ -142,4 +163,4 @@ def _short(text: str) -> str:
     try:
         return f"{float(text):.4g}" if "." in text or "e" in text else text
     except ValueError:
-        return text if len(text) <= 60 else text[:57] + "..."
+        return text if len(text) <= 120 else text[:117] + "..."

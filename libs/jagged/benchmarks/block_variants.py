@@ -11,19 +11,25 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from gemworks.jagged import BlockSchedule, Rope, offsets_from_lengths
+from gemworks.jagged.bench import report
 from gemworks.jagged.bench.bandwidth import assert_near
-from gemworks.jagged.bench.blocks import Shape, block_lengths
+from gemworks.jagged.bench.blocks import SEED, Shape, block_lengths
 from gemworks.jagged.bench.timing import Clock, Time, measure_ceilings
 from gemworks.jagged.ops.block_attention.formulas import BlockArgs
 from torch import Tensor
 
-COLUMNS = ("direction", "front", "tables", "config", "ms", "ms_p20", "ms_p80", "share_of_copy", "error", "note")
+COLUMNS: tuple[str, ...] = (
+    *("op", "shape", "head_dim", "direction", "impl", "tables", "setting", "error", "note"),
+    *report.COLUMNS[report.COLUMNS.index("dtype") :],
+)
+SHOWN = ("op", "direction", "tables", "setting", "ms", "gbps", "roofline_fraction", "error", "note")
 Runner = Callable[[], list[Tensor]]
 
 
@@ -113,10 +119,16 @@ def main() -> None:
         return
     device = torch.device("cuda")
     clock = Clock(device)
-    copy_gbps = measure_ceilings(clock, device).copy_gbps
-    print(f"copy {copy_gbps:.0f} GB/s", flush=True)
+    ceilings = measure_ceilings(clock, device)
+    print(f"copy {ceilings.copy_gbps:.0f} GB/s", flush=True)
+    common = report.Context(ceilings, device, torch.bfloat16, ()).columns()
+    common["command"] = " ".join(["python libs/jagged/benchmarks/block_variants.py", *sys.argv[1:]])
     shape = Shape()
-    batch = Batch(block_lengths(shape.num_sequences, shape.max_length), shape.num_heads, shape.head_dim)
+    lengths = block_lengths(shape.num_sequences, shape.max_length)
+    batch = Batch(lengths, shape.num_heads, shape.head_dim)
+    common |= {"shape": f"B{shape.num_sequences} max{shape.max_length} block64", "head_dim": str(shape.head_dim)}
+    common |= {"impl": report.OURS, "law": "mean70", "mean_len": f"{lengths.double().mean():.1f}", "seed": str(SEED)}
+    common["max_len"] = str(int(lengths.max()))
     with args.out.open("w", newline="") as file:
         writer: csv.DictWriter[str] = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
@@ -124,20 +136,22 @@ def main() -> None:
             shipped = configs(direction, rope is not None, norm)[0]
             moved = (4 if direction == "fwd" else 7) * batch.dout.numel() * 2
             moved += 0 if rope is None else 2 * batch.tables.cos_TJ.numel() * rope.itemsize
-            row = {"direction": direction, "front": "norm rope" if norm else "rope" if rope else "plain"}
-            row |= {"tables": str(rope), "config": str(config)}
+            front = "norm rope" if norm else "rope" if rope else "plain"
+            row = common | {"op": f"block_attention {front}", "direction": direction, "setting": str(config)}
+            row["tables"] = "" if rope is None else str(rope).removeprefix("torch.")
             settings = batch.args(rope, norm)
             try:
                 compare(small, direction, small.args(rope, norm), config, shipped)
                 row["error"] = f"{compare(batch, direction, settings, config, shipped):.1e}"
                 t = Time.of(clock.sample(batch.runner(direction, settings, config), 10)[2:])
                 row |= {"ms": f"{t.ms:.4f}", "ms_p20": f"{t.ms_p20:.4f}", "ms_p80": f"{t.ms_p80:.4f}"}
-                row["share_of_copy"] = f"{moved / t.ms / 1e6 / copy_gbps:.3f}"
+                rate = moved / t.ms / 1e6
+                row |= {"gbps": f"{rate:.4g}", "roofline_fraction": f"{rate / ceilings.copy_gbps:.3f}"}
             except Exception as error:  # a configuration that does not fit the chip is a result too
                 row["note"] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
             writer.writerow(row)
             file.flush()
-            print("  ".join(row.get(c, "") for c in COLUMNS), flush=True)
+            print("  ".join(row.get(c, "") for c in SHOWN), flush=True)
 
 
 if __name__ == "__main__":

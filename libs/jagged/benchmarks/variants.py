@@ -40,6 +40,7 @@ CASES = {
     "B128 max2048 seeds64": Case("flash_attention", "pool", 128, 2048, rows=64),
     "B128 max2048 window100": Case("flash_attention", "self", 128, 2048, window=100),
     "B128 max2048 causal": Case("flash_attention", "self", 128, 2048, causal=True),
+    "B1024 max1024": Case("flash_attention", "self", 1024, 1024, "ones"),
 }
 # The same kinds of work on a few short sequences, for --check
 SMALL = {
@@ -50,6 +51,7 @@ SMALL = {
     "B128 max2048 seeds64": Case("flash_attention", "pool", 9, 700, rows=64),
     "B128 max2048 window100": Case("flash_attention", "self", 9, 700, window=100),
     "B128 max2048 causal": Case("flash_attention", "self", 9, 700, causal=True),
+    "B1024 max1024": Case("flash_attention", "self", 32, 300, "ones"),
 }
 ACTIVATIONS = ("fast_gelu", "softmax")
 COLUMNS: tuple[str, ...] = (
@@ -99,10 +101,10 @@ GROUPS: dict[str, Group] = {
         (
             BOTH_PEERS[0],
             *forward(
-                two_groups(128, 2, 1, one_release=True),
                 two_groups(128, 2, 2, one_release=True, chained=True),
-                three_groups(64, 3, 2, one_release=True),
-                three_groups(64, 3, 2, one_release=True, chained=True),
+                two_groups(128, 2, 2, one_release=True),
+                two_groups(128, 2, 2, one_release=True, in_turn=True),
+                two_groups(128, 2, 1, one_release=True, in_turn=True),
             ),
         ),
         activations=("softmax",),
@@ -110,39 +112,63 @@ GROUPS: dict[str, Group] = {
     "forward activation": Group(
         forward(
             three_groups(64, 3, 2, one_release=True),
-            two_groups(128, 2, 1, one_release=True),
-            three_groups(64, 3, 2, one_release=True, chained=True),
-            two_groups(128, 2, 2, one_release=True, chained=True),
-            two_groups(64, 4, 2, one_release=True, chained=True),
+            three_groups(64, 3, 2, one_release=True, in_turn=True),
         ),
         activations=("fast_gelu",),
+    ),
+    "forward one-row sequences": Group(
+        forward(
+            two_groups(128, 2, 2, one_release=True, chained=True),
+            two_groups(128, 2, 2, one_release=True, in_turn=True),
+        ),
+        ("B1024 max1024",),
+        ("softmax",),
     ),
     "forward short keys": Group(
         forward(
             two_groups(128, 2, 2),
-            two_groups(128, 2, 2, chained=True),
-            three_groups(64, 4, 1),
+            three_groups(64, 3, 2, one_release=True),
+            three_groups(64, 3, 2, one_release=True, in_turn=True),
+            three_groups(64, 3, 2, in_turn=True),
         ),
         ("B256 max2048 kv256",),
         ("fast_gelu",),
     ),
+    "softmax short keys": Group(
+        forward(
+            two_groups(128, 2, 2, one_release=True, chained=True),
+            two_groups(128, 2, 2, one_release=True, in_turn=True),
+        ),
+        ("B256 max2048 kv256",),
+        ("softmax",),
+    ),
     "forward shared query": Group(
         forward(
-            two_groups(128, 2, 2, one_release=True),
-            two_groups(128, 2, 2, one_release=True, chained=True),
             three_groups(64, 3, 2, one_release=True),
+            three_groups(64, 3, 2, one_release=True, in_turn=True),
         ),
         ("B128 max2048 seeds256",),
+        ("fast_gelu",),
     ),
     "forward few queries": Group(
         forward(
             two_groups(64, 4, 2),
-            two_groups(64, 4, 2, one_release=True),
-            two_groups(64, 4, 2, one_release=True, chained=True),
             GluonConfig(64, 2, 1),  # two programs a multiprocessor
             GluonConfig(64, 2, 1, one_release=True),
         ),
         ("B128 max2048 seeds64",),
+        ("fast_gelu",),
+    ),
+    "forward masked": Group(
+        (
+            BOTH_PEERS[0],
+            *forward(
+                two_groups(64, 4, 1),
+                two_groups(64, 4, 2, one_release=True),
+                three_groups(64, 3, 2, one_release=True),
+            ),
+        ),
+        ("B128 max2048 window100", "B128 max2048 causal"),
     ),
     "backward": Group((BOTH_PEERS[1], FUSED)),
     "backward all": Group(
@@ -158,11 +184,6 @@ GROUPS: dict[str, Group] = {
     ),
     "backward short keys": Group((FUSED,), ("B256 max2048 kv256",), ("fast_gelu",)),
     "backward shared query": Group((FUSED, IN_TWO), ("B128 max2048 seeds256", "B128 max2048 seeds64"), ("fast_gelu",)),
-    "softmax short keys": Group(
-        forward(two_groups(128, 2, 2, one_release=True, chained=True), two_groups(128, 2, 2), three_groups(64, 3, 2)),
-        ("B256 max2048 kv256",),
-        ("softmax",),
-    ),
     "masked backward": Group((BOTH_PEERS[1], FUSED), ("B128 max2048 window100", "B128 max2048 causal"), ("softmax",)),
     "masks": Group(
         (

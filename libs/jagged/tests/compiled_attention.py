@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+from compiled_signals import idle_barriers, signals
 from gemworks.jagged.ops.attention_core import table
 from triton.backends.compiler import GPUTarget
 
@@ -26,6 +27,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEADS = 4
 INTEGERS = ("left", "right", "total", "tiles_per_unit", "num_sequences", "radius", "unit")
 BUCKETS = 32
+IN_TURN = {
+    "softmax": table.GluonConfig(128, 2, resident_stages=2, one_release=True, in_turn=True),
+    "fast_gelu": table.GluonConfig(64, 3, 3, 160, resident_stages=2, one_release=True, in_turn=True),
+}
 
 
 def arguments(
@@ -68,30 +73,6 @@ def describe(
     attributes.pop((kernel.arg_names.index(name),), None)
 
 
-def signals(ptx: str) -> dict[str, int]:
-    """What of the signals between the warps of a program rests on luck; all 0 in a right kernel.
-
-    One thread signals a barrier for the warps of its partition, so they have to meet between their last access and the
-    signal (`loose_signals`). `cp.async` counts itself into a barrier, in all lanes before the one that expects bytes
-    arrives (`early_expects`). A kernel that writes descriptors writes them into the memory of the ones before, which
-    loads that were issued earlier may still be reading (`device_descriptors`).
-    """
-    met = counted_in = False
-    counts = {"loose_signals": 0, "early_expects": 0, "device_descriptors": ptx.count("tensormap.cp_fenceproxy")}
-    for line in ptx.splitlines():
-        if re.search(r"\b(bar|barrier)(\.warp)?\.sync", line):
-            met, counted_in = True, False
-        elif "cp.async.mbarrier.arrive" in line:
-            counted_in = True
-        elif "mbarrier.arrive.expect_tx" in line:
-            counts["early_expects"] += counted_in
-        elif "mbarrier.arrive" in line:
-            counts["loose_signals"] += not met
-        elif line.startswith("$L") or re.search(r"\b(ld|st|red|atom|cp|stmatrix|ldmatrix|wgmma|mbarrier)\b", line):
-            met = False
-    return counts
-
-
 def report(label: str, compiled: Any) -> None:
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -109,7 +90,9 @@ def report(label: str, compiled: Any) -> None:
     }
     counts["waits"] = len(re.findall(r"WARPGROUP\.DEPBAR", sass))
     row = {"label": label, "registers": int(found[1]), "stack": int(found[2]), "shared": compiled.metadata.shared}
-    print(json.dumps(row | counts | signals(compiled.asm["ptx"])), flush=True)
+    counts |= signals(compiled.asm["ptx"]) | {"idle_barriers": idle_barriers(compiled.asm["ttgir"])}
+    counts["turns"] = compiled.asm["ptx"].count("bar.arrive")
+    print(json.dumps(row | counts), flush=True)
 
 
 def compile_triton(
@@ -170,6 +153,7 @@ def compile_gluon(
         constants |= {"GROUPS": config.groups, "FOLD": activation == "fast_gelu" and dtype == "bf16"}
         constants["ONE_RELEASE"] = config.one_release
         constants |= {"MASKED": masked, "BOTTOM_RIGHT": True, "CHAINED": config.chained}
+        constants["IN_TURN"] = config.in_turn and not masked
     else:
         kernel = kernel_backward_pair_hopper.backward_hopper_kernel
         described = {"a_desc": 64, "b_desc": 64, "c_desc": config.block, "d_desc": config.block}
@@ -241,6 +225,9 @@ def main(backend: str, architecture: str, dtype: str, width: str, masked: str) -
             if step in steps and (step, activation, config) not in done:
                 done.add((step, activation, config))
                 compile_gluon(step, activation, config, dtype, int(width), SHARED=masked == "1")
+    if backend == "gluon":  # in no table, but to be asked for
+        for activation, config in IN_TURN.items():
+            compile_gluon("forward", activation, config, dtype, int(width), SHARED=masked == "1")
     for (kind, _), fused in table.FUSED.items() if int(width) == table.FUSED_HEAD_DIM else ():
         for activation in activations_of(backend, kind):
             if (activation, fused) not in done:

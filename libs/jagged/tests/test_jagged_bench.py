@@ -56,6 +56,19 @@ def test_smoke_rows_have_every_column_and_keep_failing_peers(tmp_path: Path) -> 
     assert all(not r["ms"] and r["ratio_to_best_peer"].startswith("cannot run: ") for r in absent)
 
 
+def test_a_backward_in_two_kernels_executes_seven_products_for_five(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "architecture_of", lambda device: "sm_90")
+    context = report.Context(timing.Ceilings(1e3, 1e3, None), torch.device("cpu"), torch.bfloat16, ())
+    times = {d: {report.OURS: Time(1.0, 1.0, 1.0), "peer": Time(1.0, 1.0, 1.0)} for d in ("fwd", "bwd")}
+    for width, share in ((64, 1.4), (128, 1.0)):
+        x = cases.make_inputs(cases.Case("gdpa", "self", 3, 300, head_dim=width), torch.device("cpu"), torch.bfloat16)
+        rows = {(r["direction"], r["impl"]): r for r in report.rows_of(x, times, {}, context)}
+        ours = rows["bwd", report.OURS]
+        assert float(ours["executed_tflops"]) == pytest.approx(share * float(ours["tflops"]), rel=2e-3)
+        assert not any(r["executed_tflops"] for key, r in rows.items() if key != ("bwd", report.OURS))
+    assert report.executed_share(x, "cpu") is None
+
+
 def test_a_wrong_kernel_gets_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(x: cases.Inputs) -> peers.Contender:
         right = peers.ours(x)

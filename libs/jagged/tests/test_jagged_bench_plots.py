@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from gemworks.jagged.bench.plots import BAR_INCHES, COLORS, bar_slots, plots, provenance
+from gemworks.jagged.bench.plots import BAR_INCHES, COLORS, EXECUTED, bar_slots, executed, plots, provenance
 from gemworks.jagged.bench.report import COLUMNS, OURS, Row
 
 pytestmark = pytest.mark.reference
@@ -42,6 +42,23 @@ def test_a_plot_says_where_its_rows_come_from():
 def test_names_of_one_plot_have_different_colours():
     bars = [color for name, color in COLORS.items() if name not in ("flash_attention", "gdpa")]
     assert len(bars) == len(set(bars))
+
+
+def test_what_is_computed_twice_is_drawn_behind_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
+    split = [r | {"direction": "bwd", "executed_tflops": "140"} for r in ROWS if r["impl"] == OURS]
+    plots(tmp_path / "a.png", [*ROWS, *split])
+    for figure in figures:
+        assert any(EXECUTED in text.get_text() for text in figure.legends[0].get_texts())
+    assert executed(split[0]) == 140
+    assert executed(split[0] | {"executed_tflops": "100"}) is None
+    assert executed({k: v for k, v in split[0].items() if k != "executed_tflops"}) is None
 
 
 def test_plots_are_drawn_from_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,7 @@ from gemworks.jagged.ops.attention_core import table
 
 pytestmark = pytest.mark.compile
 SCRIPT = Path(__file__).parent / "compiled_attention.py"
-SIGNALS = ("loose_signals", "early_expects", "device_descriptors")
+SIGNALS = ("loose_signals", "early_expects", "device_descriptors", "idle_barriers")
 SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}  # bytes that one block may have
 
 
@@ -62,6 +62,7 @@ def test_gluon_kernels_for_hopper(backend: str, shared_query: str, steps: set[st
         spills = 96 if backend == "gluon-masked" else 80 if label.startswith("backward_kv") else 32
         assert row["stack"] <= spills, label
         assert not any(row[name] for name in SIGNALS), (label, row)
+        assert (row["turns"] > 0) == ("in_turn=True" in label), label
         if label.startswith("backward "):  # products that wait for each other are each followed by a wait
             assert row["waits"] <= 24, label
         assert row["shared"] <= SHARED_LIMIT["sm_90"], label

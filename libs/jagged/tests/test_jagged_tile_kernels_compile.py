@@ -51,6 +51,7 @@ def test_tile_kernels_compile(architecture: str, pattern: str, tmp_path: Path) -
     assert len(lines) == (7 if pattern else 75) + gluon
     for line in lines:
         assert line["registers"] <= 255
+        assert line["idle_barriers"] == 0, line
         assert line["shared_bytes"] <= 227 * 1024
         if line["kernel"].startswith("schedule"):
             assert line["stack_bytes"] == 0, line

@@ -90,6 +90,17 @@ def test_counters_stand_beside_the_useful_share(targets: Any) -> None:
     assert "| 60.0 % | 50% |" in text
 
 
+def test_executed_rates_stand_beside_useful_ones(targets: Any) -> None:
+    split = row(op="gdpa", shape="B256 max1024", head_dim="64", direction="bwd", ms="1", tflops="200", gbps="1")
+    split |= {"executed_tflops": "280"}
+    whole = split | {"shape": "B128 max2048", "executed_tflops": "200"}
+    head, _, first, second = targets.cases_block(targets.Rows([split, whole]), main=False).splitlines()
+    assert head == "| op, shape | law | width |  | TFLOP/s | executed | GB/s |"
+    assert "| 200 | 280 | 1 |" in first
+    assert "| 200 |  | 1 |" in second
+    assert "executed" not in targets.cases_block(targets.Rows([whole]), main=False)
+
+
 def test_every_target_is_a_case_of_the_benchmark(targets: Any) -> None:
     import torch
     from gemworks.jagged.bench import blocks, norms

@@ -21,7 +21,7 @@ from statistics import median
 from gemworks.jagged.bench import norms
 from gemworks.jagged.bench.blocks import VARIANTS as BLOCK_VARIANTS
 from gemworks.jagged.bench.cases import CASES, SWEEP_LAWS, draw_lengths
-from gemworks.jagged.bench.plots import SWEPT
+from gemworks.jagged.bench.plots import SWEPT, executed
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = ROOT / "docs/measured/jagged_h200.csv"
@@ -236,11 +236,12 @@ def cases_block(rows: Rows, *, main: bool) -> str:
         for name in peers:
             peer = by_impl.get(name)
             ratios.append(f"{float(peer['ms']) / float(ours['ms']):.2f}" if peer and peer["ms"] else "")
-        measured = (f"{float(ours['tflops']):.0f}", f"{float(ours['gbps']):.0f}")
-        lines.append((f"`{op}` {shape}", law, width, direction, *measured, *ratios))
-    used = [i for i in range(len(peers)) if any(line[6 + i] for line in lines)]
-    lines = [(*line[:6], *(line[6 + i] for i in used)) for line in lines]
-    return table(("op, shape", "law", "width", "", "TFLOP/s", "GB/s", *(f"{peers[i]}" for i in used)), lines)
+        twice = executed(ours)
+        rates = (f"{float(ours['tflops']):.0f}", "" if twice is None else f"{twice:.0f}")
+        lines.append((f"`{op}` {shape}", law, width, direction, *rates, f"{float(ours['gbps']):.0f}", *ratios))
+    columns = ("op, shape", "law", "width", "", "TFLOP/s", "executed", "GB/s", *peers)
+    used = [i for i in range(len(columns)) if i < 5 or any(line[i] for line in lines)]
+    return table([columns[i] for i in used], [[line[i] for i in used] for line in lines])
 
 
 def memory_block(rows: Rows) -> str:

@@ -96,8 +96,8 @@ def test_one_graph_more_takes_no_memory_where_they_share_it():
         assert graphs.num_graphs > 1
         num_dense = sum(p.numel() for p in graphs.parameters)
         taken[memory] = (torch.cuda.memory_allocated() - before) / (graphs.num_graphs - 1)
-    assert taken["own"] > 4 * num_dense
-    assert taken["shared"] < 0.5 * num_dense
+    assert 4 * num_dense < taken["own"] < 40 * num_dense  # bytes; a stream more of cuBLAS would have 64 MiB
+    assert taken["shared"] < num_dense
 
 
 def test_a_step_by_graphs_does_not_wait_for_the_device():

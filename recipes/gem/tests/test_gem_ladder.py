@@ -12,9 +12,10 @@ from gemworks.gem.config import ConfigError, GemConfig
 from gemworks.gem.data import open_source
 from gemworks.gem.efficiency import count_expected_flops
 from gemworks.gem.implement import implement, quantise_linears
-from gemworks.gem.ladder.__main__ import main
-from gemworks.gem.ladder.page import in_order, write_page
+from gemworks.gem.ladder.__main__ import main, planned_rows
+from gemworks.gem.ladder.page import write_page
 from gemworks.gem.ladder.rows import COLUMNS, NE_TOLERANCE, Case, make_row, wrong_answer
+from gemworks.gem.ladder.sequence import local_of, sequence_runs, sequence_table
 from gemworks.gem.ladder.settings import FULL_STACK, OTHER_BATCHES, RUNGS, SETTINGS, WITHOUT, build
 from gemworks.gem.ladder.short_page import in_short
 from gemworks.gem.ladder.step import (
@@ -26,7 +27,10 @@ from gemworks.gem.ladder.step import (
     recompute_share,
     run_steps,
 )
+from gemworks.gem.ladder.tables import by_attention, cases, in_order, ladder_table, takeaways
 from gemworks.gem.layers.__main__ import arguments, cases_of
+from gemworks.gem.layers.report import COLUMNS as LAYER_COLUMNS
+from gemworks.gem.layers.report import append_csv
 from gemworks.gem.model import Gem
 from gemworks.gem.presets import get_preset, load_config
 
@@ -90,9 +94,13 @@ def test_every_row_adds_one_thing():
         assert changed[name] == keys, name
     for rung in RUNGS:
         assert bool(changed[rung.name]) != bool(rung.refusal(config)), rung.name
-    full = configs[FULL_STACK].to_mapping()
+    stacks = configs[FULL_STACK], configs["half_tables"]
     for name, change in WITHOUT.items():
-        assert differing(full, change(configs[FULL_STACK]).to_mapping()), name
+        assert any(differing(stack.to_mapping(), change(stack).to_mapping()) for stack in stacks), name
+    left_out = {plan.name for plan in planned_rows(config, leave_one_out=True, stack="half_tables")}
+    assert "half_tables without fused norms" in left_out
+    assert "half_tables without torch.compile" not in left_out
+    assert "without torch.compile" in {plan.name for plan in planned_rows(config, leave_one_out=True)}
 
 
 @pytest.mark.parametrize("attention", ["block", "full"])
@@ -269,6 +277,9 @@ def test_command_appends_resumes_and_says_why(tmp_path: Path, capsys: pytest.Cap
     assert "not measured: " in text
     assert text.index("| padded_eager |") < text.index("| norms |")
     assert "`norms` over `padded_eager`: x" in text
+    details = page.with_name("ladder_details.md").read_text()
+    assert "[the ladder](ladder.md)" in details
+    assert "| norms | 8 |" in details
 
 
 def test_a_row_with_a_wrong_answer_gets_no_number(
@@ -320,6 +331,80 @@ def test_wrong_settings_are_the_callers(tmp_path: Path, capsys: pytest.CaptureFi
 def test_page_without_measurements_says_so(tmp_path: Path):
     write_page(tmp_path / "ladder.md", tmp_path)
     assert "Not measured yet" in (tmp_path / "ladder.md").read_text()
+
+
+def ladder_row(name: str, **cells: str) -> dict[str, str]:
+    """A measured row; cells say what differs."""
+    given = {"row": name, "attention": "block", "batch": "8", "samples_per_s": "100", "commit": "a"}
+    return dict.fromkeys(COLUMNS, "") | {"max_len": "64", "law": "uniform"} | given | cells
+
+
+def test_a_row_is_compared_with_what_it_builds_on():
+    """The row above that is not beside the ladder, or the one that its rung names; another commit is marked."""
+    rows = in_order([
+        ladder_row("norms"), ladder_row("fast_gelu", samples_per_s="150", commit="b"),
+        ladder_row("cuda_graphs", samples_per_s="300", commit="b"),
+        ladder_row("graphs_less_kept", samples_per_s="330", commit="b"),
+        ladder_row("less_kept", samples_per_s="", note="OutOfMemoryError: full"),
+        ladder_row("bf16_batch_x2", batch="16", samples_per_s="151", commit="b"),
+    ])  # fmt: skip
+    lines = {line.split(" |")[0].removeprefix("| "): line for line in ladder_table(rows).splitlines()}
+    over = {name: line.split(" | ")[3] for name, line in lines.items() if " x" in line}
+    assert over == {
+        "fast_gelu": "x1.500\\*", "+ cuda_graphs": "x2.000", "+ graphs_less_kept": "x1.100 `cuda_graphs`",
+        "bf16_batch_x2": "x1.007",
+    }  # fmt: skip
+    assert "No number: OutOfMemoryError: full" in lines["+ less_kept"]
+    assert "; 16 samples" in lines["bf16_batch_x2"]
+    text = takeaways(rows)
+    assert "- Nearly flat in this run: `bf16_batch_x2` x1.007." in text
+    assert "`bf16_batch_x2` over `norms`: x1.51 samples/s" in text
+    alone = [ladder_row("full stack"), ladder_row("without GDPA", samples_per_s="90")]
+    other = [ladder_row("half_tables"), ladder_row("half_tables without GDPA"), ladder_row("full stack", batch="16")]
+    assert [len(group) for group in cases([*alone, *other], chained=False).values()] == [2, 2, 1]
+    assert "- Loses: `without GDPA` x0.900." in takeaways(alone, chained=False)
+
+
+def test_laws_are_tables_of_their_own(tmp_path: Path):
+    """Rows of another law neither mix with the ladder's nor overwrite its chart; layers of that law are its own."""
+    rows = [ladder_row("norms", law="uniform_0.7", samples_per_s="7"), ladder_row("norms")]
+    assert [group[0]["law"] for group in cases(rows).values()] == ["uniform", "uniform_0.7"]
+    assert by_attention(rows)["block"] == [rows[1]]
+    append_csv(tmp_path / "ladder_h200.csv", rows, COLUMNS)
+    write_page(tmp_path / "ladder.md", tmp_path)
+    text = (tmp_path / "ladder.md").read_text()
+    assert "(mean/max 0.7), a CPU" in text
+    assert "7 samples/s in `norms`" in text.split("law `uniform_0.7`")[1]
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        "ladder_h200_block.png", "ladder_h200_block_uniform_0.7.png",
+    }  # fmt: skip
+
+
+def layer_rows(setting: str, batch: str, ms: str, **cells: str) -> list[dict[str, str]]:
+    """A run of `layers`: each of the three parts 989 GFLOP, twice in the model."""
+    facts = {"attention": "block", "setting": setting, "batch": batch, "count": "2", "ms": ms, "bound_ms": "1"}
+    facts |= {"tflops": f"{989 / float(ms)}", "law": "uniform"}
+    names = ("hsp", "pffn", "attention")
+    return [dict.fromkeys(LAYER_COLUMNS, "") | facts | cells | {"layer": name} for name in names]
+
+
+def test_local_mfu_of_the_last_run():
+    """The last run of a setting and batch; a row takes its own batch's, or says which it is of; events are apart."""
+    events = layer_rows("norms", "8", "2")[0] | {"layer": "events", "count": "1", "tflops": "0", "ms": "12"}
+    graph = layer_rows("norms", "8", "2")[0] | {"layer": "layer", "count": "0", "ms": "1.25", "tflops": f"{989 / 1.25}"}
+    runs = sequence_runs([*layer_rows("norms", "8", "4"), *layer_rows("norms", "8", "2"), events, graph])
+    (run,) = runs
+    assert (run.ms, run.apart, run.bound) == pytest.approx((12.0, 0.5, 1.0))
+    assert (run.with_events, run.one_graph, run.best) == pytest.approx((0.25, 0.8, 0.8))
+    assert local_of(ladder_row("norms"), runs) == "50.0 %"
+    assert local_of(ladder_row("norms", batch="16"), runs) == "50.0 % at 8"
+    assert local_of(ladder_row("norms", local_mfu="0.1"), runs) == "10.0 %"
+    assert local_of(ladder_row("norms", law="zipf"), runs) == local_of(ladder_row("gdpa"), runs) == ""
+    assert "| 50.0 % | 80.0 % | 25.0 % | 40.0 % | 100.0 % | 80.0 % |" in sequence_table(runs)
+    (partial,) = sequence_runs(layer_rows("norms", "8", "2")[:2])
+    assert local_of(ladder_row("norms"), [partial]) == ""
+    assert "50.0 % (no attention)" in sequence_table([partial])
+    assert "80.0 % (`norms`, batch 8, as one graph)" in in_short({}, runs)
 
 
 def test_page_takes_the_last_measurement_in_the_ladders_order():

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from gemworks.gem.ladder.page import read
-from gemworks.gem.ladder.pair import FILE, LOSS_TOLERANCE, RUNGS
+from gemworks.gem.ladder.pair import FILE, LOSS_TOLERANCE, RUNGS, main
 from gemworks.gem.ladder.pair_page import latest_in_order, pair_table, pair_takeaways
+from gemworks.gem.ladder.tables import read
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 LAUNCH = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -38,6 +38,18 @@ def test_two_ranks_equal_one_with_the_same_samples(tmp_path: Path) -> None:
     assert "- `experts` over `fsdp`, batch 32: x" in page
     assert "- `fp8_gather` over `fp8_linears`, batch 32: x" in page
     assert rows["placement"]["loss"] == rows["fsdp"]["loss"]  # two ranks have one order, up to names
+
+
+def test_rows_name_their_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One process measures rows of several sizes, in the order given; a wrong name is refused with the right ones."""
+    names = ["one_gpu_global@4", "one_gpu", "one_gpu@8"]
+    rows = [part for name in names for part in ("--rows", name)]
+    assert main(["--smoke", "--ranks", "2", "--out", str(tmp_path), *rows]) == 0
+    found = [(row["row"], row["batch"]) for row in read(tmp_path / FILE)]
+    assert found == [("one_gpu_global", "8"), ("one_gpu", "16"), ("one_gpu", "8")]
+    with pytest.raises(SystemExit, match="2"):
+        main(["--smoke", "--rows", "fsdpp"])
+    assert "got 'fsdpp', expected one of one_gpu," in capsys.readouterr().err
 
 
 def test_commands_that_take_turns_write_one_ladder(tmp_path: Path) -> None:

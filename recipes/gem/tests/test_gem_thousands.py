@@ -4,7 +4,9 @@ import csv
 from pathlib import Path
 
 import pytest
-from gemworks.gem.ladder.page import chart, long_run, predictions, read, write_page
+from gemworks.gem.ladder.page import write_page
+from gemworks.gem.ladder.plan_page import long_run, predictions
+from gemworks.gem.ladder.tables import chart, read
 from gemworks.gem.ladder.thousands import layer_times, main, measured_profile, read_layers
 from gemworks.gem.layers.report import COLUMNS, Row, append_csv
 from gemworks.gem.presets import load_config
@@ -57,7 +59,8 @@ def test_predictions_say_where_a_step_goes(tmp_path: Path):
         assert sum(mine.values()) == pytest.approx(step, rel=1e-3)
     text = predictions([row | {"command": "python -m gemworks.gem.ladder.thousands"} for row in rows], [])
     assert "The simulator's error is not measured" in text
-    assert "| 256 | large, block attention, without BBS" in text
+    assert "| large, block attention | 256 GPUs |" in text
+    assert "\n| without BBS | " in text
 
 
 def test_layers_that_are_missing_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -154,7 +154,7 @@ class GraphedStep:
         self._buckets: dict[Key, _Bucket] = {}
         self._pool: Any = None  # of their memory
         self._eager_bytes = 0  # what a bucket's first run took beside the graphs
-
+        self._stream: torch.cuda.Stream | None = None  # of first runs; cuBLAS keeps 64 MiB for each that it has seen
         self._shares = config.train.graph_memory == "shared"
         self._room: _Room | None = None  # where all graphs read, if they share it
         self._most: Key = ()  # rows of each event type that a batch has had: what shared rooms are made for
@@ -321,7 +321,8 @@ class GraphedStep:
     def _run_beside(self, inputs: _Inputs) -> None:
         """Once on another stream, as a capture does it."""
         before = torch.cuda.memory_allocated(self.device)
-        stream, here = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+        stream = self._stream = self._stream or torch.cuda.Stream(self.device)
+        here = torch.cuda.current_stream(self.device)
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
             self._run(inputs)

@@ -42,6 +42,10 @@ class Turns:
     def wait(self) -> int:
         """Waits until all are ready; returns how many are."""
         self.arrive()
+        return self.wait_only()
+
+    def wait_only(self) -> int:
+        """As `wait`, of others: this process is not one of them."""
         return self._wait_for("ready", self.number)
 
     def after(self, number: int) -> int:

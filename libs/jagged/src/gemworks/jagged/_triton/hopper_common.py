@@ -57,15 +57,24 @@ def load_rows(desc, begin, length, row, head, barrier, smem):
 
 
 @gluon.jit
-def attention_barriers(STAGES: gl.constexpr, QSTAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """(full, free) of q's ring, of k's and of v's: the producer fills a stage, each consumer signals it free."""
+def attention_barriers(
+    STAGES: gl.constexpr, QSTAGES: gl.constexpr, CONSUMERS: gl.constexpr, ONE_RELEASE: gl.constexpr = False
+):  # fmt: skip
+    """(full, free) of q's ring, of k's and of v's: the producer fills a stage, each consumer signals it free.
+
+    ONE_RELEASE: k's signals speak for v too, and v has none of its own. A barrier that is made and never used must not
+    be: the compiler gives its memory to other data, and a device that is shared writes the barrier's state over them
+    when it comes back to the program (decision 0470).
+    """
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
     q_free = gl.allocate_shared_memory(gl.int64, [QSTAGES, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_free = k_free
+    if not ONE_RELEASE:
+        v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     for s in gl.static_range(QSTAGES):
         mbarrier.init(q_full.index(s), count=1)
         mbarrier.init(q_free.index(s), count=CONSUMERS)
@@ -73,7 +82,8 @@ def attention_barriers(STAGES: gl.constexpr, QSTAGES: gl.constexpr, CONSUMERS: g
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(k_free.index(s), count=CONSUMERS)
         mbarrier.init(v_full.index(s), count=1)
-        mbarrier.init(v_free.index(s), count=CONSUMERS)
+        if not ONE_RELEASE:
+            mbarrier.init(v_free.index(s), count=CONSUMERS)
     return q_full, q_free, k_full, k_free, v_full, v_free
 
 
@@ -137,3 +147,54 @@ def store_rows(ptr, x, first, end, head, stride_t, stride_n):
     cols = gl.arange(0, W, layout=gl.SliceLayout(0, STORE))
     at = ptr + (rows.to(gl.int64) * stride_t)[:, None] + head.to(gl.int64) * stride_n + cols[None, :]
     gl.store(at, gl.convert_layout(x.to(ptr.dtype.element_ty), STORE), mask=(rows < end)[:, None])
+
+
+# Turns on the tensor cores. Consumers that issue their products at the same time end them at the same time, and then
+# all of them compute while no product runs; one after the other, one computes under the products of the next. Barrier
+# 8 + g is of consumer g: its four warps meet there those of the consumer before it (FlashAttention-3, section 3.1).
+_TURN = "{ .reg .pred p; setp.gt.s32 p, $1, 1; @p bar.sync %d, 256; mov.b32 $0, 0; }"
+TURN_0, TURN_1, TURN_2 = (gl.constexpr(_TURN % (8 + g)) for g in range(3))
+NEXT_TURN = gl.constexpr("{ .reg .pred p; setp.gt.s32 p, $1, 1; @p bar.arrive $2, 256; mov.b32 $0, 0; }")
+
+
+@gluon.jit
+def groups_with_rows(rows, GROUPS: gl.constexpr):
+    """How many consumers, of 64 rows each, share a tile of `rows` rows: these take turns."""
+    return gl.minimum((rows + 63) // 64, GROUPS)
+
+
+@gluon.jit
+def _asm(TEXT: gl.constexpr, CONSTRAINTS: gl.constexpr, arguments):
+    gl.inline_asm_elementwise(TEXT, CONSTRAINTS, arguments, gl.int32, False, 1)
+
+
+@gluon.jit
+def wait_for_turn(GROUP: gl.constexpr, groups):
+    """Before products of a tile that `groups` consumers share; one alone does not wait."""
+    if GROUP == 0:
+        _asm(TURN_0, "=r,r", [groups])
+    elif GROUP == 1:
+        _asm(TURN_1, "=r,r", [groups])
+    else:
+        _asm(TURN_2, "=r,r", [groups])
+
+
+@gluon.jit
+def pass_turn(GROUP: gl.constexpr, groups):
+    """After these products have been issued."""
+    following_group = gl.where(groups == GROUP + 1, 0, GROUP + 1)
+    _asm(NEXT_TURN, "=r,r,r", [groups, 8 + following_group])
+
+
+@gluon.jit
+def first_turn(GROUP: gl.constexpr):
+    """At the start: it is consumer 0's turn."""
+    if GROUP == 1:
+        _asm(NEXT_TURN, "=r,r,r", [2, 8])
+
+
+@gluon.jit
+def last_turn(GROUP: gl.constexpr):
+    """At the end: leaves the barriers as they were found."""
+    if GROUP == 0:
+        _asm(TURN_0, "=r,r", [2])

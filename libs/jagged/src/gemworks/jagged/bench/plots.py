@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ COLORS = {
     "Meta Triton GDPA": "#b83280", "HSTU Triton": "#9f7aea", "FlexAttention": "#718096", "padded SDPA": "#cbd5e0",
 }  # fmt: skip
 BAR_INCHES, GAP_INCHES = 0.13, 0.1
+EXECUTED = "executed (products computed twice included)"
 
 
 def plots(path: Path, rows: Sequence[Row]) -> str:
@@ -58,6 +59,12 @@ def provenance(rows: Sequence[Row]) -> str:
     return f"{gpus or 'CPU'}, {dtypes}, commit {commits}"
 
 
+def executed(r: Row) -> float | None:
+    """TFLOP/s with the products that are computed twice, where there are any."""
+    rate = float(r.get("executed_tflops") or 0)
+    return rate if rate > 1.001 * float(r["tflops"]) else None
+
+
 def _case(r: Row) -> str:
     return f"{r['op']} {r['shape']} {r['law']}, width {r['head_dim']}"
 
@@ -78,6 +85,12 @@ def bar_slots(rows: Sequence[Row]) -> Iterator[tuple[str, str, float]]:
         at += GAP_INCHES
 
 
+def _legend(axes: Iterable[Any]) -> dict[str, Any]:
+    """Label -> handle, of all axes together."""
+    found = (axis.get_legend_handles_labels() for axis in axes)
+    return {label: handle for handles, labels in found for handle, label in zip(handles, labels, strict=True)}
+
+
 def _bars(plt: Any, path: Path, rows: Sequence[Row]) -> None:
     slots = list(bar_slots(rows))
     names = list(dict.fromkeys(name for _, name, _ in slots))
@@ -93,14 +106,19 @@ def _bars(plt: Any, path: Path, rows: Sequence[Row]) -> None:
             axis.barh(
                 [at for at, _ in mine], [rate for _, rate in mine], BAR_INCHES, color=COLORS.get(name), label=name
             )
+        twice = {_case(r): x for r in reversed(rows) if r["direction"] == direction and (x := executed(r))}
+        if twice:  # behind ours, so that only what goes beyond is seen
+            at = [at for case, n, at in slots if n == OURS and case in twice]
+            rates = [twice[case] for case, n, _ in slots if n == OURS and case in twice]
+            axis.barh(at, rates, BAR_INCHES, color=COLORS[OURS], alpha=0.25, zorder=0.5, label=EXECUTED)
         axis.set_yticks([sum(at) / len(at) for at in ticks.values()], list(ticks), fontsize=7)
         axis.set_ylim(height, 0)
         axis.grid(axis="x", alpha=0.3)
         axis.set_axisbelow(True)
         axis.set_xlabel(f"{DIRECTIONS[direction]}: useful TFLOP/s")
-    handles, labels = axes[0].get_legend_handles_labels()
+    legend = _legend(axes)
     title = f"attention of 4 heads: {provenance(rows)}"
-    figure.legend(handles, labels, fontsize=8, ncols=4, loc="outside upper center", title=title)
+    figure.legend(legend.values(), legend, fontsize=8, ncols=4, loc="outside upper center", title=title)
     figure.savefig(path, dpi=100)
     plt.close(figure)
 
@@ -129,14 +147,18 @@ def _lines(plt: Any, path: Path, rows: Sequence[tuple[Row, re.Match[str]]]) -> N
             for name in names:
                 for direction, style in (("fwd", "-o"), ("bwd", "--o")):
                     here = {
-                        int(m[2]): float(r["tflops"])
+                        int(m[2]): r
                         for n, r, m in reversed(lines)
                         if (n, r["law"], r["direction"], r["head_dim"], m[1])
                         == (name, law, direction, str(width), str(batch))
                     }
                     at = sorted(here)
-                    axis.plot(at, [here[n] for n in at], style, color=COLORS.get(name), markersize=3,
+                    axis.plot(at, [float(here[n]["tflops"]) for n in at], style, color=COLORS.get(name), markersize=3,
                               label=f"{name}, {DIRECTIONS[direction]}")  # fmt: skip
+                    twice = {n: x for n in at if (x := executed(here[n]))}
+                    if twice:
+                        axis.plot(list(twice), list(twice.values()), ":", color=COLORS.get(name), linewidth=1,
+                                  label=f"{name}, {DIRECTIONS[direction]}, {EXECUTED}")  # fmt: skip
             axis.set_xscale("log", base=2)
             axis.set_xticks(ticks, [str(tick) for tick in ticks])
             axis.set_ylim(bottom=0)
@@ -144,9 +166,9 @@ def _lines(plt: Any, path: Path, rows: Sequence[tuple[Row, re.Match[str]]]) -> N
         line[0].set_ylabel("useful TFLOP/s")
     for axis in axes[-1]:
         axis.set_xlabel("longest sequence (rows)")
-    handles, labels = axes[0][0].get_legend_handles_labels()
+    legend = _legend(axes.flat)
     title = provenance([r for r, _ in kept])
-    figure.legend(handles, labels, fontsize=8, ncols=4, loc="outside upper center", title=title)
+    figure.legend(legend.values(), legend, fontsize=8, ncols=4, loc="outside upper center", title=title)
     figure.savefig(path, dpi=90)
     plt.close(figure)
 

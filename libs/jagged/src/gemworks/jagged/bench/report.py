@@ -13,10 +13,13 @@ from pathlib import Path
 import torch
 from gemworks.jagged.bench.cases import BWD_FACTOR, Inputs
 from gemworks.jagged.bench.timing import Ceilings, Time
+from gemworks.jagged.dispatch import architecture_of
+from gemworks.jagged.ops.attention_core import table
 
 OURS = "gemworks"
 COLUMNS = (
-    *("op", "shape", "head_dim", "direction", "impl", "dtype", "law", "mean_len", "max_len", "seed"),
+    *("op", "shape", "head_dim", "direction", "impl", "executed_tflops"),
+    *("dtype", "law", "mean_len", "max_len", "seed"),
     *("ms", "ms_p20", "ms_p80", "tflops", "gbps", "bwd_factor", "roofline_fraction", "best_peer", "ratio_to_best_peer"),
     *("copy_gbps", "bf16_tflops", "gpu", "num_gpus", "clock_mhz", "command", "commit", "torch", "triton"),
 )
@@ -74,8 +77,23 @@ def triton_version() -> str:
     return triton.__version__
 
 
+def executed_share(x: Inputs, architecture: str) -> float | None:
+    """Products that our backward computes over the five that count: 7 / 5 where two kernels share it; None on a CPU."""
+    case = x.case
+    shape = table.Shape(
+        case.computes, x.q.dtype, case.head_dim, case.head_dim,
+        masked=bool(case.window) or case.causal, shared_query=case.kind == "pool", grouped=False,
+        max_length_k=case.rows if case.kind == "pffn" else case.maximum,
+        shared_rows=case.rows if case.kind == "pool" else 0,
+    )  # fmt: skip
+    products = table.backward_products(shape, architecture)
+    return None if products is None else products / (2 * BWD_FACTOR)
+
+
 def rows_of(x: Inputs, times: dict[str, dict[str, Time]], refusals: dict[str, str], context: Context) -> list[Row]:
     """One row per implementation and direction; peers that did not run have the reason in `ratio_to_best_peer`.
+
+    `executed_tflops`, of our backward, counts what two kernels compute twice; `tflops` and the rest do not.
 
     Args:
         times: direction -> implementation -> time.
@@ -83,6 +101,7 @@ def rows_of(x: Inputs, times: dict[str, dict[str, Time]], refusals: dict[str, st
     """
     case, common, rows = x.case, context.columns(), []
     lengths = (x.lengths_k if case.kind == "pool" else x.lengths_q).double()
+    share = executed_share(x, architecture_of(context.device))
     for direction, by_impl in times.items():
         flops = x.flops * (BWD_FACTOR if direction == "bwd" else 1)
         moved = x.bytes_moved(direction)
@@ -108,6 +127,8 @@ def rows_of(x: Inputs, times: dict[str, dict[str, Time]], refusals: dict[str, st
                     "roofline_fraction": f"{roof_ms / time.ms:.3f}",
                     "ratio_to_best_peer": f"{peers[best] / time.ms:.3f}" if best else "",
                 }  # fmt: skip
+                if name == OURS and direction == "bwd" and share is not None:
+                    row["executed_tflops"] = f"{share * flops / time.ms / 1e9:.4g}"
             rows.append(row)
     return rows
 

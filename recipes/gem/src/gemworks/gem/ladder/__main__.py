@@ -25,6 +25,7 @@ from gemworks.gem.ladder import rows
 from gemworks.gem.ladder.page import write_page
 from gemworks.gem.ladder.settings import FULL_STACK, RUNGS, WITHOUT, build
 from gemworks.gem.ladder.step import StepCost, TrainingRow, compile_small, free, read_batches, run_steps
+from gemworks.gem.ladder.tables import MAIN_LAW
 from gemworks.gem.layers.__main__ import measure
 from gemworks.gem.layers.report import COLUMNS as LAYER_COLUMNS
 from gemworks.gem.layers.report import Measured, Row, Total, append_csv, common_columns, rows_of, total_of
@@ -87,17 +88,19 @@ def largest_batch(base: GemConfig, device: torch.device, *, limit: int) -> int:
     return found
 
 
-def planned_rows(base: GemConfig, *, leave_one_out: bool) -> Iterator[Planned]:
-    """The rows of one ladder, on a base configuration that has its kind of attention."""
+def planned_rows(base: GemConfig, *, leave_one_out: bool, stack: str = FULL_STACK) -> Iterator[Planned]:
+    """The rows of one ladder, on a base configuration that has its kind of attention; without one technique at a time
+    those of `stack`."""
     configs = build(base)
     if not leave_one_out:
         for rung in RUNGS:
             yield Planned(rung.name, rung.added, configs[rung.name], rung.refusal(base))
         return
-    full = configs[FULL_STACK]
-    yield Planned("full stack", f"all rows of the ladder up to {FULL_STACK}", full, "")
+    full, is_full = configs[stack], stack == FULL_STACK
+    yield Planned("full stack" if is_full else stack, f"all rows of the ladder up to {stack}", full, "")
     for name, change in WITHOUT.items():
-        yield Planned(f"without {name}", "", change(full), "")
+        if change(full) != full:
+            yield Planned(f"without {name}" if is_full else f"{stack} without {name}", "", change(full), "")
 
 
 class Ladder:
@@ -138,7 +141,8 @@ class Ladder:
         One ladder after the other; with `--rows` one row of all ladders after the other, in the order given.
         """
         have = set() if self.args.redo else rows.done(self.path)
-        plans = [(base, plan) for base in bases for plan in planned_rows(base, leave_one_out=self.args.leave_one_out)]
+        options = {"leave_one_out": self.args.leave_one_out, "stack": self.args.stack}
+        plans = [(base, plan) for base in bases for plan in planned_rows(base, **options)]
         if self.args.rows:
             order = self.args.rows
             plans = sorted((p for p in plans if p[1].name in order), key=lambda p: order.index(p[1].name))
@@ -260,11 +264,12 @@ class Ladder:
         split = cost.split
         assert split is not None
         lines = [f"{ms:9.4f} ms  x{launches:<7.1f} {kernel}" for kernel, ms, launches in split.kernels[:40]]
+        law = "" if case.law == MAIN_LAW else f" ({case.law})"
         head = (
-            f"one step of {name}, {case.attention} attention: tensor cores {split.tensor_core_ms:.2f} ms, "
+            f"one step of {name}, {case.attention} attention{law}: tensor cores {split.tensor_core_ms:.2f} ms, "
             f"other kernels {split.memory_ms:.2f} ms, gaps {split.gap_ms:.2f} ms"
         )
-        path = self.args.out / f"ladder_{case.attention}_{name}_kernels.txt"
+        path = self.args.out / f"ladder_{case.attention}_{name}{'' if not law else f'_{case.law}'}_kernels.txt"
         path.write_text("\n".join([head, *lines]) + "\n")
         print("\n".join([head, *lines[:15]]))
 
@@ -295,6 +300,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", action="append", default=[], help="only these rows, in this order")
     parser.add_argument("--profile", action="append", default=[], metavar="ROW", help="trace a step of this row")
     parser.add_argument("--leave-one-out", action="store_true")
+    parser.add_argument(
+        "--stack",
+        default=FULL_STACK,
+        choices=[rung.name for rung in RUNGS],
+        help="the row that --leave-one-out starts from",
+    )
     parser.add_argument("--no-local", action="store_true", help="leave out Local MFU")
     parser.add_argument("--local", action="append", default=[], metavar="ROW", help="Local MFU of these rows only")
     parser.add_argument("--local-batch-size", type=int, help="batch of the layers alone; default: the row's")

@@ -135,17 +135,21 @@ class Pair:
         self.num_wrong = 0
         self._source: Source | None = None
         self._turns: Turns | None = None
+        self._alone: Turns | None = None
         if args.turns is not None:
             self._turns = Turns(args.turns, args.of, patience_s=args.patience_s, order=args.order)
+            # rows of one GPU are measured before anybody makes a model: two of them fill it
+            self._alone = Turns(args.turns / "alone", 1, patience_s=args.patience_s)
 
     def planned(self, base: GemConfig) -> list[tuple[PairRung, GemConfig]]:
-        """The rows of this command, each with its configuration."""
-        stack = build(base)[self.args.setting]
-        chosen = [rung for rung in RUNGS if not self.args.rows or rung.name in self.args.rows]
-        local = self.args.batch_size
-        everybody = local * (self.args.ranks or self.ranks.world_size)
-        sizes = [local if rung.alone == "local" else everybody for rung in chosen]
-        return [(r, r.change(stack.with_data(batch_size=n))) for r, n in zip(chosen, sizes, strict=True)]
+        """The rows of this command, in the order given, each with its configuration."""
+        stack, num_ranks = build(base)[self.args.setting], self.args.ranks or self.ranks.world_size
+        rungs, chosen = {rung.name: rung for rung in RUNGS}, []
+        for text in self.args.rows or rungs:
+            name, _, size = text.partition("@")
+            batch = int(size or self.args.batch_size) * (1 if rungs[name].alone == "local" else num_ranks)
+            chosen.append((rungs[name], rungs[name].change(stack.with_data(batch_size=batch))))
+        return chosen
 
     def climb(self, base: GemConfig) -> None:
         """Every row; with `--turns` beside other commands until the time counts."""
@@ -159,6 +163,8 @@ class Pair:
                 cost, note, length = self._measure(rung, config, ready)
                 ready = None
                 self._write(rung, config, cost, note, length)
+            if self._alone is not None and self.args.order == 0:
+                self._alone.arrive()
 
     def _get_ready(self, planned: Sequence[tuple[PairRung, GemConfig]]) -> PairRow | None:
         """Compiles, meets the others, and makes the first row's model once nobody needs the memory any more."""
@@ -176,7 +182,8 @@ class Pair:
         self.ranks.on_first(turns.wait)
         (rung, config), first = planned[0], None
         if self.args.order > 0:
-            self.ranks.on_first(lambda: turns.after(1))
+            assert self._alone is not None
+            self.ranks.on_first(self._alone.wait_only)
             if not rung.alone:
                 first = self._row(config, self.ranks)
             built = Turns(self.args.turns / "built", self.args.of - 1, patience_s=45.0)
@@ -220,12 +227,13 @@ class Pair:
                 cost, length = self.ranks.on_first(lambda: measure(Ranks()))
             else:
                 cost, length = measure(self.ranks, ready)
+            return cost, "", length
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if self.ranks.world_size > 1 and not rung.alone:
                 raise  # the ranks may no longer be in step with each other
-            free(self.device)
-            return None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}", None
-        return cost, "", length
+            note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        free(self.device)  # only here: as long as the error is there its frames hold the row's memory
+        return None, note, None
 
     def _write(self, rung: PairRung, config: GemConfig, cost: PairCost | None, note: str, length: float | None) -> None:
         if not self.ranks.is_first:
@@ -284,6 +292,15 @@ class Pair:
         return row
 
 
+def _row(text: str) -> str:
+    """A row's name, or with its samples of a rank: "fsdp@128"."""
+    name, _, size = text.partition("@")
+    if name not in {rung.name for rung in RUNGS} or (size and not size.isdecimal()):
+        names = ", ".join(rung.name for rung in RUNGS)
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected one of {names}, or such as fsdp@128")
+    return text
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="torchrun -m gemworks.gem.ladder.pair", description=(__doc__ or "").splitlines()[0]
@@ -295,7 +312,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, help="how many share a batch, where one process measures rows of one GPU")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--rows", action="append", default=[])
+    parser.add_argument(
+        "--rows", action="append", default=[], type=_row, metavar="ROW", help="in this order; row@samples of a rank"
+    )
     parser.add_argument("--no-trace", action="store_false", dest="trace", help="no exposed communication")
     parser.add_argument("--turns", type=Path, help="folder where commands meet that measure one ladder together")
     parser.add_argument("--of", type=int, default=1, help="how many of them")

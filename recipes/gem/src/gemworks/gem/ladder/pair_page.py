@@ -23,19 +23,24 @@ def latest_in_order(rows: Sequence[Row]) -> list[Row]:
 
 
 def pair_table(rows: Sequence[Row]) -> str:
-    """A Markdown table of one ladder's rows, and one of the exposed time per collective."""
+    """Markdown tables of one ladder's rows: what came of them, what else there is, and exposed time per collective."""
     lines = [
-        "| row | is | GPUs | batch | samples/s | step ms | E2E MFU | Scaling Ratio | loss against one GPU "
-        "| communication ms | exposed ms | peak GiB |",
-        "|---" * 12 + "|",
+        "| row | is | GPUs | batch | samples/s | E2E MFU | Scaling Ratio | exposed ms | peak GiB |",
+        "|---" * 9 + "|",
     ]
     for row in rows:
+        is_ = row["added"] if row["samples_per_s"] else f"{row['added']}. No number: {row['note']}"
         cells = [
-            row["row"], row["added"], row["num_gpus"], row["batch"], row["samples_per_s"] or row["note"],
-            row["step_ms"], _percent(row["step_mfu"], 1), row["scaling_ratio"], _percent(row["loss_vs_one_gpu"], 2),
-            row["communication_ms"], row["exposed_ms"], row["peak_gib"],
+            row["row"], is_, row["num_gpus"], row["batch"], row["samples_per_s"], _percent(row["step_mfu"], 1),
+            row["scaling_ratio"], row["exposed_ms"], row["peak_gib"],
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| row | batch | step ms | loss against one GPU | NE | communication ms | commit |", "|---" * 7 + "|"]
+    for row in rows:
+        if row["step_ms"]:
+            loss = _percent(row["loss_vs_one_gpu"], 2)
+            cells = [row["row"], row["batch"], row["step_ms"], loss, row["ne"], row["communication_ms"], row["commit"]]
+            lines.append("| " + " | ".join(cells) + " |")
     traced = [row for row in rows if row["exposed_ms"]]
     if traced:
         used = [name for name in COLLECTIVES if any(float(row[f"exposed_{name}_ms"]) for row in traced)]

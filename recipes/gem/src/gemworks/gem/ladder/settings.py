@@ -24,6 +24,7 @@ class Rung:
         change: from the configuration above to this one.
         side: measured beside the ladder; the next row builds on the row above this one.
         refusal: of the configuration above: why the row cannot run, or ""; it is written with this reason.
+        over: the row beside the ladder that it adds its one thing to; "": the row above that is not beside it.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Rung:
     change: Change
     side: bool = False
     refusal: Callable[[GemConfig], str] = lambda config: ""
+    over: str = ""
 
 
 def kernels(**changes: Any) -> Change:
@@ -111,22 +113,23 @@ RUNGS: tuple[Rung, ...] = (
     ),
     Rung(
         "graphs_less_kept", "CUDA graphs, and no float32 copies for backward",
-        chain(train(cuda_graphs=True), kernels(compile_saves="least")), side=True,
+        chain(train(cuda_graphs=True), kernels(compile_saves="least")), side=True, over="cuda_graphs",
     ),
     Rung("pffn_epilogue", "norm and residuals inside GDPA's kernel", kernels(fused_pffn_norm=True), side=True),
     Rung(
         "graphs_epilogue", "CUDA graphs, no float32 copies, and GDPA's norm in its kernel",
-        chain(train(cuda_graphs=True), kernels(compile_saves="least", fused_pffn_norm=True)), side=True,
+        chain(train(cuda_graphs=True), kernels(compile_saves="least", fused_pffn_norm=True)),
+        side=True, over="graphs_less_kept",
     ),
     Rung("fp8_linears", "FP8 linears, 1x128 and 128x128 scales", FP8, side=True),
     Rung("fp8_probed", "FP8 linears where a probe finds them exact and faster", kernels(linears="probe"), side=True),
     Rung(
         "fp8_hadamard", "FP8 linears, Hadamard transform before weight gradients",
-        chain(FP8, kernels(linears_hadamard=True)), side=True,
+        chain(FP8, kernels(linears_hadamard=True)), side=True, over="fp8_linears",
     ),
     Rung(
         "fp8_stochastic", "FP8 linears, stochastic rounding of gradients",
-        chain(FP8, kernels(linears_stochastic=True)), side=True,
+        chain(FP8, kernels(linears_stochastic=True)), side=True, over="fp8_linears",
     ),
     Rung(
         "fp8_attention", "FP8 attention: q, k and v in tiles of 128 rows",
@@ -138,7 +141,7 @@ RUNGS: tuple[Rung, ...] = (
         lambda config: config if no_fp8_attention(config) else chain(
             train(cuda_graphs=True), kernels(compile_saves="least", attention_format="fp8")
         )(config),
-        side=True, refusal=lambda config: no_fp8_attention(config),
+        side=True, over="graphs_less_kept", refusal=lambda config: no_fp8_attention(config),
     ),
     Rung(
         "activations_quantised", "activations kept in MXFP8",
@@ -165,7 +168,7 @@ RUNGS: tuple[Rung, ...] = (
         chain(
             train(cuda_graphs=True, graph_memory="shared"), kernels(compile_saves="least", fused_pffn_norm=True)
         ),
-        side=True,
+        side=True, over="graphs_batch_x2",
     ),
     Rung(
         "bbs", "base-batch shuffling: even batches, dealt from 8 steps",
@@ -187,7 +190,8 @@ def build(base: GemConfig, rungs: tuple[Rung, ...] = RUNGS) -> dict[str, GemConf
 # Rows whose batches are dealt otherwise than the others': their NE is of other samples.
 OTHER_BATCHES = frozenset({"bbs"})
 
-# What the full stack loses when one technique is taken away. "without" -> change of the full stack.
+# What a stack loses when one technique is taken away. "without" -> change of the stack; one that changes nothing is
+# left out: norms are the compiler's in the full stack, and the eager one ends before compilation and GELU.
 FULL_STACK = "fast_gelu"
 WITHOUT: Mapping[str, Change] = {
     "jagged attention kernel": kernels(attention="varlen", fused_qk=False),
@@ -195,6 +199,7 @@ WITHOUT: Mapping[str, Change] = {
     "GDPA": kernels(pffn="matmul"),
     "shared schedules": kernels(share_schedule=False),
     "fused QK-norm and RoPE": kernels(fused_qk=False),
+    "fused norms": kernels(norm="torch"),
     "bf16 stream": kernels(stream="float32"),
     "fp16 rotations": kernels(rope_tables="float32"),
     "torch.compile": train(compile=False),

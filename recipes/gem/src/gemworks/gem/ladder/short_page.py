@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from gemworks.gem.ladder.sequence import TARGETS, SequenceRun
 from gemworks.gem.ladder.settings import OTHER_BATCHES
+from gemworks.gem.ladder.tables import MAIN_LAW, Row, law_of
 
-Row = dict[str, str]
-TARGETS = {"block": "0.40", "full": "0.42"}  # Local MFU of the sequence layers of `large`
 TECHNIQUES = """\
 ## Which technique is which row
 
@@ -32,16 +32,17 @@ TECHNIQUES = """\
 """
 
 
-def in_short(ladders: Mapping[str, Sequence[Row]], layers: Sequence[Row]) -> str:
+def in_short(ladders: Mapping[str, Sequence[Row]], runs: Sequence[SequenceRun], law: str = MAIN_LAW) -> str:
     """Per kind of attention: from the first row to the fastest at the same batch, quality, and the target of Local MFU
     with the time that it is missed by.
 
     Args:
         ladders: rows of the ladder by kind of attention, in order.
-        layers: of the layers' CSV.
+        runs: of the layers.
+        law: of the rows' lengths.
     """
     lines = []
-    for attention, target in TARGETS.items():
+    for attention in TARGETS:
         own = [row for row in ladders.get(attention, ()) if row["samples_per_s"]]
         if own:
             first, same = own[0], [row for row in own if row["batch"] == own[0]["batch"]]
@@ -53,13 +54,18 @@ def in_short(ladders: Mapping[str, Sequence[Row]], layers: Sequence[Row]) -> str
                 f"- **{attention} attention**: {slow:.0f} samples/s in `{first['row']}`, {fast:.0f} in "
                 f"`{best['row']}` at the same {first['batch']} samples: x{fast / slow:.2f}.{span}"
             )
-        measured = [r for r in layers if (r["layer"], r["attention"]) == ("sequence layers", attention)]
-        if measured:
-            row = max(measured, key=lambda r: float(r["local_mfu"]))
-            found, wanted, ms = float(row["local_mfu"]), float(target), float(row["ms"])
-            verdict = "reached" if found >= wanted else f"missed: {ms:.0f} ms where {ms * found / wanted:.0f} would do"
-            lines.append(
-                f"  Local MFU of its sequence layers {100 * found:.1f} % (`{row['setting']}`, batch {row['batch']}); "
-                f"target {100 * wanted:.0f} %, {verdict}."
-            )
+        timed = [run for run in runs if run.first["attention"] == attention and law_of(run.first) == law]
+        if whole := [run for run in timed if not run.missing]:
+            lines.append(_local(max(whole, key=lambda run: run.best), TARGETS[attention]))
     return "\n".join(lines or ["Nothing measured yet."]) + "\n"
+
+
+def _local(run: SequenceRun, target: float) -> str:
+    found, ms = run.best, run.ms * run.apart / run.best
+    parts = "as one graph" if found > run.apart else "part by part"
+    verdict = "reached" if found >= target else f"missed: {ms:.0f} ms where {ms * found / target:.0f} would do"
+    return (
+        f"  Local MFU of its sequence layers {100 * found:.1f} % (`{run.first['setting']}`, batch "
+        f"{run.first['batch']}, {parts}), {100 * found / run.bound:.0f} % of what the run's copy and product rates "
+        f"allow; target {100 * target:.0f} %, {verdict}."
+    )

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from gemworks.gem.config import GemConfig
 from gemworks.gem.data import open_source
+from gemworks.gem.ladder.tables import MAIN_LAW, law_of
 from gemworks.gem.model.layer import GemLayer
 from gemworks.gem.plan import interaction_tokens
 from gemworks.gem.presets import load_config
@@ -56,7 +57,9 @@ def read_layers(path: Path, attention: str, setting: str) -> dict[str, Row]:
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
                 own = row["attention"] == attention
-                if row["setting"] != setting or not row["tensor_core_ms"] or (row["layer"] in SEQUENCE and not own):
+                if (row["setting"], law_of(row)) != (setting, MAIN_LAW) or not row["tensor_core_ms"]:
+                    continue
+                if row["layer"] in SEQUENCE and not own:
                     continue
                 old = found.get(row["layer"])
                 if old is None or (own, int(row["batch"])) >= (old["attention"] == attention, int(old["batch"])):
@@ -152,7 +155,7 @@ def kept_bytes_per_sample(path: Path, config: GemConfig, attention: str, row_nam
     if path.is_file():
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
-                if row["row"] == row_name and row["attention"] == attention and row["peak_gib"]:
+                if (row["row"], row["attention"], law_of(row)) == (row_name, attention, MAIN_LAW) and row["peak_gib"]:
                     return max(float(row["peak_gib"]) - 10.0, 1.0) * 2**30 / int(row["batch"])
     return KEPT_WIDTHS * 2.0 * config.model.dim * config.model.num_layers * config.data.max_length / 2
 

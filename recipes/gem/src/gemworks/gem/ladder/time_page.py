@@ -13,6 +13,7 @@ from pathlib import Path
 from gemworks.gem.config import GemConfig
 from gemworks.gem.data import open_source
 from gemworks.gem.efficiency import count_expected_flops
+from gemworks.gem.ladder.tables import MAIN_LAW, law_of
 from gemworks.gem.presets import get_preset
 
 HEAD = re.compile(
@@ -127,7 +128,8 @@ def where_time_goes(folder: Path, rows: Sequence[Mapping[str, str]], layers: Seq
         step = read_step(path)
         if step is None:
             continue
-        own = [r for r in rows if (r["row"], r["attention"]) == (step.row, step.attention) and r["flops_per_step"]]
+        wanted = (step.row, step.attention, MAIN_LAW)
+        own = [r for r in rows if (r["row"], r["attention"], law_of(r)) == wanted and r["flops_per_step"]]
         rates = [r for r in layers if r["attention"] == step.attention and r["bf16_tflops"] and r["gpu"]]
         if own and rates:
             tables.append(step_table(step, own[-1], rates[-1]))

@@ -144,7 +144,8 @@ class Case:
 
     @property
     def key(self) -> tuple[str, ...]:
-        return (self.attention, self.setting, str(self.config.data.batch_size))
+        data = self.config.data
+        return (self.attention, self.setting, str(data.batch_size), data.length_law)
 
 
 def cases_of(args: argparse.Namespace, device: torch.device) -> list[Case]:
@@ -182,6 +183,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
     parser.add_argument("--only", action="append", default=[], metavar="LAYER")
+    parser.add_argument("--no-trace", action="store_true", help="times only, not what they go to")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of layers_h200.csv and the charts")
@@ -256,7 +258,7 @@ def _measure_case(
 ) -> None:
     print(f"copy {ceilings.copy_gbps:.0f} GB/s, bf16 product {ceilings.bf16_tflops:.0f} TFLOP/s")
     bound = Bound(ceilings.copy_gbps, ceilings.bf16_tflops, device)
-    layers = list(measure_prepared(prepared, device, bound, repeats=args.repeats))
+    layers = list(measure_prepared(prepared, device, bound, repeats=args.repeats, trace=not args.no_trace))
     _report(args, case.config, layers, ceilings, device, case.attention, case.setting)
     for layer in prepared if args.host else ():
         if layer.run is not None:
@@ -298,7 +300,8 @@ def _report(
     for x in layers:
         for name, ms, launches in (x.split.kernels if x.split else ())[: args.kernels]:
             print(f"  {x.name:12} {ms:8.4f} ms  x{launches:<5.1f} {name[:110]}")
-    report.chart(args.out / f"layers_{attention}_{setting}_b{config.data.batch_size}.png", rows)
+    data = config.data
+    report.chart(args.out / report.chart_name(attention, setting, str(data.batch_size), data.length_law), rows)
 
 
 if __name__ == "__main__":

@@ -174,12 +174,12 @@ def rows_of(layers: Sequence[Measured], common: Mapping[str, str]) -> list[Row]:
 
 
 def done(path: Path) -> set[tuple[str, ...]]:
-    """(attention, setting, batch) of what a CSV of layers has to the end."""
+    """(attention, setting, batch, law) of what a CSV of layers has to the end."""
     if not path.is_file():
         return set()
     with path.open(newline="") as file:
         rows = csv.DictReader(file)
-        return {(r["attention"], r["setting"], r["batch"]) for r in rows if r["layer"] == "sequence layers"}
+        return {(r["attention"], r["setting"], r["batch"], r["law"]) for r in rows if r["layer"] == "sequence layers"}
 
 
 def append_csv(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
@@ -209,6 +209,11 @@ def parts_of(row: Row) -> tuple[float, float, float]:
     share = min(1.0, ms / sum(kernels)) if sum(kernels) else 0.0
     tensor, other = (count * share * x for x in kernels)
     return tensor, other, max(0.0, count * ms - tensor - other)
+
+
+def chart_name(attention: str, setting: str, batch: str, law: str) -> str:
+    """File of a run's chart."""
+    return f"layers_{attention}_{setting}_b{batch}{'' if law == 'uniform' else f'_{law}'}.png"
 
 
 def chart(path: Path, rows: Sequence[Row]) -> bool:

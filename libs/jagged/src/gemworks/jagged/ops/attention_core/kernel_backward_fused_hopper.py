@@ -360,8 +360,11 @@ def backward_fused_hopper_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [KSTAGES, 1], BAR)
     ticket_smem = gl.allocate_shared_memory(gl.int32, [2 * KSTAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ds_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    gate = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    done = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    gate = ds_full  # a shared query has no turns; a barrier that is made must be used (see attention_barriers)
+    done = ds_full
+    if not SHARED:
+        gate = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        done = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for s in gl.static_range(STAGES):
         mbarrier.init(q_full.index(s), count=1)
         mbarrier.init(q_free.index(s), count=2)
@@ -369,8 +372,9 @@ def backward_fused_hopper_kernel(
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(k_free.index(s), count=2 if SHARED else 3)
     mbarrier.init(ds_full, count=2)
-    mbarrier.init(gate, count=1)
-    mbarrier.init(done, count=2)
+    if not SHARED:
+        mbarrier.init(gate, count=1)
+        mbarrier.init(done, count=2)
     fence_async_shared()
     total = (num_sequences + 1) * HEADS if SHARED else gl.load(num_tiles) * HEADS
     statistics = (lse_ptr, delta_ptr, lse_stride_n)

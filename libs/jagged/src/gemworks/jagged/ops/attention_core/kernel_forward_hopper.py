@@ -5,7 +5,8 @@ Letters: M query rows of a tile (2 x 64), n key rows of a tile (BN), H head widt
 Loads go through descriptors that end boxes where their sequence ends (launch_hopper.ragged): rows past it arrive as
 zeros, never as a neighbour's. An element-wise activation has act(0) = 0, so zeros need no mask at all; softmax masks
 the columns of the last tile only. Each consumer owns 64 query rows; while P V of tile j runs on the tensor cores, the
-consumer works on the scores of tile j + 1.
+consumer works on the scores of tile j + 1. Under a mask it hands on the tiles of keys that its rows do not meet.
+IN_TURN: consumers issue their products one after the other (hopper_common.wait_for_turn).
 """
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
@@ -14,11 +15,16 @@ from gemworks.jagged._triton.activations import LOG2_E
 from gemworks.jagged._triton.activations_hopper import fold
 from gemworks.jagged._triton.hopper_common import (
     attention_barriers,
+    first_turn,
     following,
+    groups_with_rows,
+    last_turn,
     load_keys,
     load_query_tile,
+    pass_turn,
     pick,
     tile_of,
+    wait_for_turn,
 )
 from gemworks.jagged.ops.attention_core.kernel_chain_hopper import chained_consumer, store_tile, weights
 from triton.experimental import gluon
@@ -49,6 +55,20 @@ def _span(
 
 
 @gluon.jit
+def _own_tiles(
+    GROUP: gl.constexpr, row, q_len, k_len, left, right, begin, all_trips,
+    MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """(tiles of keys before the first that the rows of one consumer meet, how many these are)."""
+    if MASKED:
+        _shift, own_begin, own_end = _span(row + GROUP * 64, q_len, k_len, left, right, MASKED, BOTTOM_RIGHT, 64, BN)
+        before = gl.minimum((own_begin - begin) // BN, all_trips)
+        return before, gl.minimum((own_end - own_begin + BN - 1) // BN, all_trips - before)
+    else:
+        return 0, all_trips
+
+
+@gluon.jit
 def _admit(
     scores, n, k_len, first, own, column, shift, left, right, last,
     OTHERS: gl.constexpr, SOFTMAX: gl.constexpr, MASKED: gl.constexpr, BN: gl.constexpr,
@@ -57,12 +77,14 @@ def _admit(
 
     Only tiles on an edge do the work: of the mask, or (`last`) of the sequence.
     """
-    if MASKED:
-        whole = (n + BN <= k_len) & (n + BN - 1 - first - shift <= right) & (n - first - 63 - shift >= -left)
-        if not whole:
-            away = (n + column)[None, :] - (first + shift + own)[:, None]
-            counts = (n + column < k_len)[None, :] & (away <= right) & (away >= -left)
-            scores = gl.where(counts, scores, OTHERS)
+    if MASKED:  # row `own` admits the columns from own + low to own + high
+        high = first + shift + right - n
+        low = first + shift - left - n
+        if (high < BN - 1) | (k_len - n < BN):
+            bound = gl.minimum(own + high, k_len - n - 1)
+            scores = gl.where(column[None, :] <= bound[:, None], scores, OTHERS)
+        if low > -63:
+            scores = gl.where(column[None, :] >= (own + low)[:, None], scores, OTHERS)
     elif SOFTMAX:  # an activation of a row of zeros is zero
         if last:
             scores = gl.where((column < k_len - n)[None, :], scores, OTHERS)
@@ -105,9 +127,10 @@ def _producer(
 @gluon.jit
 def _attend(
     column, own, zero, scale, scale2, folded, stage, phase, k_len, qs, shift, left, right, begin, trips,
-    first, o, peak, total_p, q, q_free, k_smem, v_smem, k_full, k_free, v_full, v_free,
+    first, o, peak, total_p, q, q_free, k_smem, v_smem, k_full, k_free, v_full, v_free, groups,
     ACT: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
-    ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr, O_LAYOUT: gl.constexpr,
+    ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr, O_LAYOUT: gl.constexpr, GROUP: gl.constexpr,
+    IN_TURN: gl.constexpr,
 ):  # fmt: skip
     """64 query rows over `trips` tiles of keys, at least one: (o, peak, sum of the weights, stage and phase to go on).
 
@@ -116,7 +139,11 @@ def _attend(
     OTHERS: gl.constexpr = float("-inf") if ACT == "softmax" else 0.0
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     mbarrier.wait(k_full.index(stage), phase)
+    if IN_TURN:
+        wait_for_turn(GROUP, groups)
     scores = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if IN_TURN:
+        pass_turn(GROUP, groups)
     scores = warpgroup_mma_wait(0, [scores])
     mbarrier.arrive(k_free.index(stage), count=1)
     scores = _admit(
@@ -131,8 +158,12 @@ def _attend(
     s1, phase1 = following(stage, phase, STAGES)
     for j in range(1, trips):
         mbarrier.wait(k_full.index(s1), phase1)
+        if IN_TURN:
+            wait_for_turn(GROUP, groups)
         upcoming = warpgroup_mma(q, k_smem.index(s1).permute((1, 0)), zero, use_acc=False, is_async=True)
         acc = warpgroup_mma(p, v_smem.index(stage), o, is_async=True)
+        if IN_TURN:
+            pass_turn(GROUP, groups)
         scores = warpgroup_mma_wait(1, [upcoming])
         if not ONE_RELEASE:
             mbarrier.arrive(k_free.index(s1), count=1)
@@ -159,11 +190,28 @@ def _attend(
         s1 = s2
         phase1 = phase2
     mbarrier.arrive(q_free.index(qs), count=1)
+    if IN_TURN:
+        wait_for_turn(GROUP, groups)
     acc = warpgroup_mma(p, v_smem.index(stage), o, is_async=True)
+    if IN_TURN:
+        pass_turn(GROUP, groups)
     o = warpgroup_mma_wait(0, [acc])
     if not ONE_RELEASE:
         mbarrier.arrive(v_free.index(stage), count=1)
     return o, peak, total_p, s1, phase1
+
+
+@gluon.jit
+def _hand_on(trips, stage, phase, k_full, k_free, v_full, v_free, STAGES: gl.constexpr, ONE_RELEASE: gl.constexpr):
+    """A consumer frees `trips` tiles of keys that it has no use for: (stage, phase) after them."""
+    for _j in range(trips):
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.arrive(k_free.index(stage), count=1)
+        if not ONE_RELEASE:
+            mbarrier.arrive(v_free.index(stage), count=1)
+        stage, phase = following(stage, phase, STAGES)
+    return stage, phase
 
 
 @gluon.jit
@@ -172,6 +220,7 @@ def _consumer(
     ACT: gl.constexpr, HEADS: gl.constexpr, HV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     QSTAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr,
     ONE_RELEASE: gl.constexpr, MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CHAINED: gl.constexpr,
+    IN_TURN: gl.constexpr,
 ):  # fmt: skip
     if CHAINED:
         chained_consumer(
@@ -179,6 +228,9 @@ def _consumer(
             ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
         )  # fmt: skip
         return
+    if IN_TURN:  # a mask gives the consumers of a tile different numbers of products
+        gl.static_assert(GROUPS > 1 and not MASKED)
+        first_turn(GROUP)
     bounds_q, bounds_k, tile_sample, tile_row, total = tiles
     q_smem, k_smem, v_smem = smem
     q_full, q_free, k_full, k_free, v_full, v_free = barriers
@@ -212,27 +264,32 @@ def _consumer(
             mbarrier.wait(q_full.index(qs), (qi // QSTAGES) & 1)
             qi += 1
             shift, begin, end = _span(row, q_end - q_begin, k_len, left, right, MASKED, BOTTOM_RIGHT, GROUPS * 64, BN)
-            trips = (end - begin + BN - 1) // BN
+            all_trips = (end - begin + BN - 1) // BN
             first = row + GROUP * 64
+            groups = groups_with_rows(q_end - q_begin - row, GROUPS)
+            before, trips = _own_tiles(
+                GROUP, row, q_end - q_begin, k_len, left, right, begin, all_trips, MASKED, BOTTOM_RIGHT, BN
+            )
+            begin += before * BN
             o = gl.zeros([64, HV], gl.float32, O_LAYOUT)
             peak = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
             total_p = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
             first_row = q_row + GROUP * 64
             if first_row < q_end and trips > 0:
+                if MASKED:
+                    stage, phase = _hand_on(before, stage, phase, k_full, k_free, v_full, v_free, STAGES, ONE_RELEASE)
                 q = q_smem.index(GROUPS * qs + GROUP)
                 o, peak, total_p, stage, phase = _attend(
                     column, own, zero, scale, scale2, folded, stage, phase, k_len, qs, shift, left, right,
                     begin, trips, first, o, peak, total_p, q, q_free, k_smem, v_smem, k_full, k_free, v_full,
-                    v_free, ACT, BN, STAGES, DTYPE, FOLD, ONE_RELEASE, MASKED, O_LAYOUT,
+                    v_free, groups,
+                    ACT, BN, STAGES, DTYPE, FOLD, ONE_RELEASE, MASKED, O_LAYOUT, GROUP, IN_TURN,
                 )  # fmt: skip
+                if MASKED:
+                    after = all_trips - before - trips
+                    stage, phase = _hand_on(after, stage, phase, k_full, k_free, v_full, v_free, STAGES, ONE_RELEASE)
             else:
-                for _j in range(trips):  # nothing to do in this half: hand the stages on
-                    mbarrier.wait(k_full.index(stage), phase)
-                    mbarrier.wait(v_full.index(stage), phase)
-                    mbarrier.arrive(k_free.index(stage), count=1)
-                    if not ONE_RELEASE:
-                        mbarrier.arrive(v_free.index(stage), count=1)
-                    stage, phase = following(stage, phase, STAGES)
+                stage, phase = _hand_on(all_trips, stage, phase, k_full, k_free, v_full, v_free, STAGES, ONE_RELEASE)
                 mbarrier.arrive(q_free.index(qs), count=1)
             if first_row < q_end:
                 store_tile(o, peak, total_p, results, first_row, q_end, head, scale, S_LAYOUT, O_LAYOUT, ACT, FOLD)
@@ -242,6 +299,8 @@ def _consumer(
         q_begin = q_begin1
         q_end = q_end1
         k_len = k_len1
+    if IN_TURN:
+        last_turn(GROUP)
 
 
 @gluon.jit(do_not_specialize=["lse_stride_n", "left", "right"])  # other in every batch, or of every window
@@ -251,7 +310,8 @@ def forward_hopper_kernel(
     ACT: gl.constexpr, HEADS: gl.constexpr, GROUP_HEADS: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr, GROUPS: gl.constexpr, SHARED: gl.constexpr,
     FOLD: gl.constexpr, ONE_RELEASE: gl.constexpr,
-    MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CHAINED: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CHAINED: gl.constexpr, IN_TURN: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, H], DTYPE)
@@ -260,7 +320,7 @@ def forward_hopper_kernel(
     q_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * QSTAGES, 64, H], Q_LAYOUT)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, H], K_LAYOUT)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, HV], V_LAYOUT)
-    barriers = attention_barriers(STAGES, QSTAGES, GROUPS)
+    barriers = attention_barriers(STAGES, QSTAGES, GROUPS, ONE_RELEASE)
     fence_async_shared()
     total = gl.load(num_tiles) * HEADS
     results = (out_ptr, lse_ptr, out_stride_t, out_stride_n, lse_stride_n)
@@ -271,7 +331,7 @@ def forward_hopper_kernel(
             [
                 (_consumer, (G(0), scale, left, right, results, tiles, smem, barriers,
                              ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT, CHAINED)),
+                             MASKED, BOTTOM_RIGHT, CHAINED, IN_TURN)),
                 (_producer, (q_desc, k_desc, v_desc, left, right, tiles, smem, barriers,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT)),
@@ -283,10 +343,10 @@ def forward_hopper_kernel(
             [
                 (_consumer, (G(0), scale, left, right, results, tiles, smem, barriers,
                              ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT, CHAINED)),
+                             MASKED, BOTTOM_RIGHT, CHAINED, IN_TURN)),
                 (_consumer, (G(1), scale, left, right, results, tiles, smem, barriers,
                              ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT, CHAINED)),
+                             MASKED, BOTTOM_RIGHT, CHAINED, IN_TURN)),
                 (_producer, (q_desc, k_desc, v_desc, left, right, tiles, smem, barriers,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT)),
@@ -298,13 +358,13 @@ def forward_hopper_kernel(
             [
                 (_consumer, (G(0), scale, left, right, results, tiles, smem, barriers,
                              ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT, CHAINED)),
+                             MASKED, BOTTOM_RIGHT, CHAINED, IN_TURN)),
                 (_consumer, (G(1), scale, left, right, results, tiles, smem, barriers,
                              ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT, CHAINED)),
+                             MASKED, BOTTOM_RIGHT, CHAINED, IN_TURN)),
                 (_consumer, (G(2), scale, left, right, results, tiles, smem, barriers,
                              ACT, HEADS, HV, BN, STAGES, QSTAGES, GROUPS, DTYPE, FOLD, ONE_RELEASE,
-                             MASKED, BOTTOM_RIGHT, CHAINED)),
+                             MASKED, BOTTOM_RIGHT, CHAINED, IN_TURN)),
                 (_producer, (q_desc, k_desc, v_desc, left, right, tiles, smem, barriers,
                              HEADS, GROUP_HEADS, H, HV, BN, STAGES, QSTAGES, GROUPS, SHARED, ONE_RELEASE,
                              MASKED, BOTTOM_RIGHT)),

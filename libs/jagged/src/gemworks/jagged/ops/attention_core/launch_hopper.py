@@ -85,7 +85,8 @@ def forward(p: Problem, out: Tensor, lse: Tensor, config: GluonConfig, *, fold: 
         BN=config.block, STAGES=config.stages, QSTAGES=config.resident_stages, GROUPS=config.groups,
         SHARED=p.rule.shared_query, FOLD=fold, ONE_RELEASE=config.one_release,
         MASKED=masked, BOTTOM_RIGHT=p.rule.mask.align == "bottom_right", CHAINED=config.chained and not masked,
-        CONSUMER_REGS=config.registers, num_warps=4, maxnreg=config.max_registers,
+        IN_TURN=config.in_turn and not masked, CONSUMER_REGS=config.registers,
+        num_warps=4, maxnreg=config.max_registers,
     )  # fmt: skip
 
 

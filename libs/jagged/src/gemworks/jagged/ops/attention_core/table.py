@@ -51,6 +51,7 @@ class GluonConfig:
         registers: per thread of a consumer.
         one_release: one signal for K of a tile and V of the one before (forward).
         chained: the last step of a tile computes the first scores of the next one (forward; resident_stages 2).
+        in_turn: consumers issue their products one after the other (forward without a mask).
     """
 
     block: int
@@ -60,6 +61,7 @@ class GluonConfig:
     resident_stages: int = 1
     one_release: bool = False
     chained: bool = False
+    in_turn: bool = False
 
     @property
     def programs(self) -> int:
@@ -240,6 +242,19 @@ def choose_fused(shape: Shape, architecture: str) -> FusedConfig | None:
     if fused_refusal(shape, architecture) is not None:
         return None
     return FUSED.get(("softmax" if shape.activation == SOFTMAX else "activation", shape.lengths))
+
+
+def backward_products(shape: Shape, architecture: str) -> int | None:
+    """Matrix products of a backward: the five that it needs, or seven where each of two kernels computes the scores and
+    the gradient of the weights. None where no kernel takes the call.
+
+    >>> shape = Shape(SOFTMAX, torch.bfloat16, 128, 128, False, False, False, 1024)
+    >>> [backward_products(replace(shape, head_dim=h, value_dim=h), "sm_90") for h in (64, 128)]
+    [7, 5]
+    """
+    if choose_fused(shape, architecture) is not None:
+        return 5
+    return None if choose("backward_kv", shape, architecture) is None else 7
 
 
 def triton_refusal(shape: Shape, architecture: str) -> str | None:

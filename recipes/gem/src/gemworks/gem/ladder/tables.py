@@ -1,0 +1,230 @@
+"""Tables of the ladder's rows for the pages, and what they say; losing rows included."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from gemworks.gem.ladder.settings import RUNGS
+from gemworks.gem.presets import get_preset
+
+Row = dict[str, str]
+MAIN_LAW = "uniform"
+LAWS = {
+    "uniform": "lengths uniform up to {} (mean/max 0.5)",
+    "uniform_0.7": "lengths uniform from 0.4 of {} (mean/max 0.7)",
+    "zipf": "lengths by Zipf's law up to {}",
+}
+FLAT = 0.02  # a ratio this near to 1 says nothing in one run
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a CSV; none if there is no such file."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def law_of(row: Mapping[str, str]) -> str:
+    """The law of a row's lengths; a row without one has the ladder's own."""
+    return row.get("law") or MAIN_LAW
+
+
+def percent(text: str) -> str:
+    return f"{100 * float(text):.1f} %" if text else ""
+
+
+def cases(rows: Sequence[Row], *, chained: bool = True) -> dict[str, list[Row]]:
+    """Rows by what they compare in, the ladder's own law first; those without one technique by batch and stack too."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: law_of(row) != MAIN_LAW):
+        lengths = LAWS.get(law_of(row), f"{law_of(row)} lengths up to {{}}").format(row["max_len"])
+        stack = "" if chained else f"{stack_of(row)}, batch {row['batch']}, "
+        groups[f"{row['attention']} attention, {stack}{lengths}, {row['gpu'] or 'a CPU'}"].append(row)
+    return groups
+
+
+def stack_of(row: Row) -> str:
+    """
+    >>> stack_of({"row": "half_tables without GDPA"}), stack_of({"row": "without GDPA"})
+    ('half_tables', 'full stack')
+    """
+    stack, without, _ = row["row"].partition("without ")
+    return (stack.strip() or "full stack") if without else row["row"]
+
+
+def by_attention(rows: Sequence[Row], law: str = MAIN_LAW) -> dict[str, list[Row]]:
+    """Rows of one law by kind of attention, as the ladder has them."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if law_of(row) == law:
+            groups[row["attention"]].append(row)
+    return {attention: in_order(group) for attention, group in groups.items()}
+
+
+def is_side(name: str) -> bool:
+    return any(rung.name == name and rung.side for rung in RUNGS)
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """The rows as the ladder has them, whatever the order in which they were measured; the last measurement counts."""
+    names = [rung.name for rung in RUNGS]
+    latest = {(row["row"], row["batch"]): row for row in rows}
+    return sorted(latest.values(), key=lambda row: names.index(row["row"]) if row["row"] in names else -1)
+
+
+def compared(rows: Sequence[Row], *, chained: bool) -> Iterator[tuple[Row, Row | None]]:
+    """Every row with the one that it builds on, or None.
+
+    Args:
+        rows: of one ladder, in its order.
+        chained: each row builds on the one that its rung names, or else on the one above that is not measured beside
+            the ladder; otherwise all on the first. A row without a number is nobody's base.
+    """
+    named = {rung.name: rung.over for rung in RUNGS if chained}
+    have = {(row["row"], row["batch"]): row for row in rows if row["samples_per_s"]}
+    base: Row | None = None
+    for row in rows:
+        measured = bool(row["samples_per_s"])
+        own = have.get((named.get(row["row"], ""), row["batch"]), base)
+        yield row, own if measured else None
+        if measured and (base is None or (chained and not is_side(row["row"]))):
+            base = row
+
+
+def _over(row: Row, base: Row | None) -> str:
+    """The ratio of samples/s to the row that it builds on, which is named where its rung names it."""
+    if base is None:
+        return ""
+    ratio = float(row["samples_per_s"]) / float(base["samples_per_s"])
+    is_named = any(rung.name == row["row"] and rung.over == base["row"] for rung in RUNGS)
+    name = f" `{base['row']}`" if is_named else ""
+    return f"x{ratio:.3f}{name}" + ("" if row["commit"] == base["commit"] else "\\*")
+
+
+def _added(row: Row, batch: str) -> str:
+    """In today's words, where the ladder still has the row; with its batch, if that is another, or why it has none."""
+    words = next((rung.added for rung in RUNGS if rung.name == row["row"]), row["added"])
+    if row["batch"] != batch:
+        words += f"; {row['batch']} samples"
+    return words if row["samples_per_s"] else f"{words}. No number: {row['note']}".removeprefix(". ")
+
+
+def ladder_table(
+    rows: Sequence[Row], local: Callable[[Row], str] = lambda row: percent(row["local_mfu"]), *, chained: bool = True
+) -> str:
+    """A Markdown table of one ladder's rows: what each adds, and what came of it.
+
+    Args:
+        rows: in the ladder's order.
+        local: what to say of a row's Local MFU.
+        chained: of `compared`.
+    """
+    lines = [
+        f"Of {rows[0]['batch']} samples each, where nothing else is said.\n",
+        "| row | adds | samples/s | over | step MFU | Local MFU | peak GiB | NE |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row, base in compared(rows, chained=chained):
+        cells = [
+            f"+ {row['row']}" if chained and is_side(row["row"]) else row["row"], _added(row, rows[0]["batch"]),
+            row["samples_per_s"], _over(row, base), percent(row["step_mfu"]), local(row), row["peak_gib"],
+            row["ne"],
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def more_table(rows: Sequence[Row]) -> str:
+    """What `ladder_table` leaves out."""
+    lines = [
+        "| row | batch | step ms | FLOPs of a step | mixed MFU | padding | recompute | steps | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["step_ms"]:
+            cells = [
+                row["row"], row["batch"], _spread(row), row["flops_per_step"], percent(row["mixed_mfu"]),
+                percent(row["padding"]), percent(row["recompute"]), row["steps"], row["commit"],
+            ]  # fmt: skip
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _spread(row: Row) -> str:
+    """Median of a step, with the 20th and 80th percentile."""
+    ends = f" ({float(row['ms_p20']):.0f}-{float(row['ms_p80']):.0f})" if row["ms_p20"] and row["ms_p80"] else ""
+    return f"{float(row['step_ms']):.1f}{ends}"
+
+
+def takeaways(rows: Sequence[Row], *, chained: bool = True) -> str:
+    """Which rows gained, lost, or did neither, and where the whole ladder ended.
+
+    Args:
+        rows: of one ladder, in its order.
+        chained: of `compared`.
+    """
+    said: dict[str, list[str]] = {"Gains": [], "Nearly flat in this run": [], "Loses": []}
+    first: Row | None = None
+    last: Row | None = None
+    other = False
+    for row, base in compared(rows, chained=chained):
+        if base is not None:
+            ratio = float(row["samples_per_s"]) / float(base["samples_per_s"])
+            word = "Nearly flat in this run" if abs(ratio - 1) < FLAT else ("Gains" if ratio > 1 else "Loses")
+            said[word].append(f"`{row['row']}` {_over(row, base)}")
+            other = other or row["commit"] != base["commit"]
+        if row["samples_per_s"] and (first is None or not is_side(row["row"])):
+            first, last = first or row, row
+    lines = [f"- {word}: {', '.join(names)}." for word, names in said.items() if names]
+    if chained and first is not None and last is not None and last is not first:
+        lines.append(
+            f"- The whole ladder, `{last['row']}` over `{first['row']}`: "
+            f"x{float(last['samples_per_s']) / float(first['samples_per_s']):.2f} samples/s."
+        )
+    if other:
+        lines.append("- \\*: the two rows are of different commits, so more than this may have changed between them.")
+    return "\n".join(lines) + "\n"
+
+
+def not_measured(rows: Sequence[Row]) -> str:
+    """The rows that a table lacks, and those that cannot be measured yet, with the reason."""
+    have = {row["row"] for row in rows}
+    base = get_preset("large").with_model(attention=rows[0]["attention"])
+    refused = {rung.name: rung.refusal(base) for rung in RUNGS}
+    missing = [name for name, refusal in refused.items() if name not in have and not refusal]
+    lines = [f"- Rows that this table lacks: {', '.join(missing)}."] if missing else []
+    lines += [f"- `{name}`: {refusal}." for name, refusal in refused.items() if refusal and name not in have]
+    return "\n".join(lines) + "\n"
+
+
+def chart(path: Path, rows: Sequence[Row], title: str) -> bool:
+    """A bar of samples/s per row, with its step MFU and commit; False without a measured row."""
+    shown = [row for row in rows if row["samples_per_s"]]
+    if not shown:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 0.35 * len(shown) + 1.5))
+    names = [f"{row['row']}, batch {row['batch']}" for row in shown]
+    speeds = [float(row["samples_per_s"]) for row in shown]
+    axes.barh(names, speeds, color=["#a0aec0" if is_side(row["row"]) else "#2b6cb0" for row in shown])
+    for at, (row, speed) in enumerate(zip(shown, speeds, strict=True)):
+        text = f"  {speed:.0f}" + (f", {percent(row['step_mfu'])}" if row["step_mfu"] else "")
+        text += f" ({row['commit']})" if row.get("commit") else ""
+        axes.text(speed, at, text, va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(right=1.35 * max(speeds))
+    beside = "; grey: measured beside the ladder" if any(is_side(row["row"]) for row in shown) else ""
+    axes.set_xlabel(f"samples/s of whole training steps\nlabel: step MFU against 989 TFLOP/s (commit){beside}")
+    figure.suptitle(title, fontsize=11)  # over the whole width: over the axes alone long ones are cut
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True
