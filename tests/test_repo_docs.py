@@ -149,6 +149,9 @@ def test_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     for page in shown:
         assert (tmp_path / "site" / f"{page}.html").is_file(), page
     assert broken_links(tmp_path / "site") == []
+    texts = {path: path.read_text(encoding="utf-8") for path in (tmp_path / "site").rglob("*.html")}
+    paragraphs = [(path.name, text) for path, html in texts.items() for text in re.findall(r"<p>.*?</p>", html, re.S)]
+    assert [item for item in paragraphs if re.search(r"^(- |\d+\. )\S", item[1], re.M)] == [], "a list in a paragraph"
     support = (tmp_path / "site/support.html").read_text(encoding="utf-8")
     assert "<td><code>block_attention</code></td>" in support
     assert "mxfp8" in support
@@ -168,6 +171,19 @@ def test_one_line_of_support_says_no_more_than_its_rows(monkeypatch: pytest.Monk
     assert len(lines) == len({(row.op, row.backend, row.max_head_dim) for row in rows})
     with pytest.raises(ValueError, match="expected every combination"):
         tables.grouped_support(rows[1:])
+
+
+def test_a_long_file_shows_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours with the best peer of each, or whole steps; and the page says so. Short files are shown whole."""
+    monkeypatch.syspath_prepend(ROOT / "docs/_site")
+    tables = importlib.import_module("tables")
+    rows = [{"impl": impl, "ms": str(n), "best_peer": "x"} for n in range(200) for impl in ("gemworks", "x", "y")]
+    page = tables.measurement(Path("long.csv"), rows)
+    assert all(words in page for words in ("600 rows", "the 200 rows of gemworks", "impl gemworks"))
+    assert page.count("\n| ") == 201
+    steps = [{"plan": str(n), "item": item, "ms": "1"} for n in range(150) for item in ("step", "a", "b")]
+    assert tables.measurement(Path("plans.csv"), steps).count("\n| ") == 151
+    assert tables.measurement(Path("short.csv"), steps[:300]).count("\n| ") == 301
 
 
 @pytest.mark.slow
@@ -195,3 +211,11 @@ def test_the_readmes_headline_is_the_ladders():
     sentence = readme[readme.index("On one H200") : readme.index("[The ladder]")]
     assert re.findall(r"[\d.]+ %", sentence) == [share for share, _ in told]
     assert max(ne for _, ne in told) - min(ne for _, ne in told) <= 0.0001
+
+
+def test_the_minutes_that_pages_promise_were_timed():
+    """Ten minutes in the README and on the first page of the site: what .ci/newcomer printed."""
+    seconds = int(re.search(r"(\d+) s  clone", (ROOT / "docs/measured/newcomer.txt").read_text(encoding="utf-8"))[1])
+    for page in ("README.md", "docs/index.md"):
+        assert "about ten minutes on 2 cores" in " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert 480 <= seconds <= 660

@@ -83,6 +83,15 @@ def _title(files: Files, page: str) -> str:
     return heading if len(heading) <= 28 else page.rpartition("/")[2].partition("_")[2].removesuffix(".md")
 
 
+def _lists_apart(markdown: str) -> str:
+    """A blank line between a paragraph and the list below it: GitHub needs none, Python's Markdown does."""
+    blocks = re.split(r"(\n{2,})", markdown)
+    return "".join(
+        block if re.match(r"\s|[-*] |[|>]|\d+\. ", block) else re.sub(r"\n(?=(- |\d+\. ))", "\n\n", block, count=1)
+        for block in blocks
+    )
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Rewrite links to other files of the repository."""
     here = page.file.src_uri
@@ -117,7 +126,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         kept.append(match[0])
         return f"\x00{len(kept) - 1}\x00"
 
-    rewritten = LINK.sub(replace, FENCE.sub(hide, markdown))
+    rewritten = LINK.sub(replace, _lists_apart(FENCE.sub(hide, markdown)))
     return re.sub(r"\x00(\d+)\x00", lambda match: kept[int(match[1])], rewritten)
 
 

@@ -12,11 +12,12 @@ ROOT = Path(__file__).resolve().parents[2]
 # Columns that tell one row of a measurement from another, and what is shown of its result; not the machine's.
 SHOWN = (
     *("op", "layer", "row", "config", "recipe", "shape", "head_dim", "direction", "format", "setting", "attention"),
-    *("impl", "batch", "law", "num_ranks", "gpus", "method", "plan", "tier", "item"),
+    *("kernel", "impl", "batch", "law", "num_ranks", "gpus", "method", "plan", "tier", "item", "seed"),
     *("ms", "tflops", "gbps", "roofline_fraction"),
     *("best_peer", "ratio_to_best_peer", "memory_gib", "exposed_ms", "local_mfu", "step_mfu", "samples_per_s"),
     *("ratio_to_bf16", "sqnr_db", "predicted_ms", "measured_ms", "error_pct", "ne", "auc", "max_over_mean", "gain"),
-    *("e2e_mfu", "scaling_ratio", "predicted_bytes", "measured_bytes", "gpu"),
+    *("e2e_mfu", "scaling_ratio", "predicted_bytes", "measured_bytes", "ne_difference_percent", "low_percent"),
+    *("high_percent", "us", "tensor_pipe_percent", "issue_percent", "dram_percent", "l2_percent", "registers", "gpu"),
 )
 MAX_ROWS = 400  # of a page; nobody reads more, and a phone needs seconds to lay them out
 Rows = Sequence[dict[str, str]]
@@ -100,6 +101,7 @@ def measurement(path: Path, rows: Rows) -> str:
     shown = [name for name in SHOWN if any(row.get(name) for row in rows)] or list(rows[0])[:8]
     same = [name for name in shown if len({row.get(name) or "" for row in rows}) == 1 and len(rows) > 1]
     columns = [name for name in shown if name not in same]
+    same = [name for name in same if name != "seed"]  # says nothing where it is always the same
     lines = ["---", "hide: [toc]", "---", "", f"# {path.stem}", "", f"{num_rows} rows; the whole file, with commits "
              f"and commands: [{path.name}]({path.name}).{which}", ""]  # fmt: skip
     if same:

@@ -89,6 +89,7 @@ def test_fetch_prepares_the_files_of_a_public_log(capsys: pytest.CaptureFixture[
     ("arguments", "message"),
     [
         (["inspect", *SYNTHETIC, "--max-samples", "1"], "error: max_samples: got 1, expected at least 2"),
+        (["inspect", *SYNTHETIC, "--png", "lengths.csv"], "error: --png: got 'lengths.csv', expected a file that ends"),
         (["inspect", "--set", "data.source=parquet"], "error: data.path: got nothing, expected the folder of the parq"),
         (
             ["fetch", "--set", "data.source=criteo", "--set", "data.path=nowhere"],

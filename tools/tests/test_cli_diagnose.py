@@ -90,6 +90,12 @@ def test_trace_errors(capsys: pytest.CaptureFixture[str]) -> None:
     Path("t.json").write_text("{}")
     assert run(["trace", "t.json"]) == 2
     assert "expected a Chrome trace" in capsys.readouterr().err
+    assert run(["trace", "t.json", "--png", "t.xyz"]) == 2
+    assert capsys.readouterr().err == "error: --png: got 't.xyz', expected a file that ends in .png or .svg or .pdf\n"
+    assert run(["trace", "t.json", "--png", "nowhere/t.png"]) == 2
+    assert "but there is no folder 'nowhere'; make it first" in capsys.readouterr().err
+    assert run(["probe", "their_model:make", "--csv", "."]) == 2
+    assert capsys.readouterr().err == "error: --csv: got '.', which is a folder; name a file in it\n"
 
 
 def test_probe_writes_a_recipe_that_convert_reads(capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,6 +89,8 @@ def test_the_measured_error_is_stated(capsys: pytest.CaptureFixture[str]) -> Non
         (["--cluster", "mainframe"], "error: --cluster: got 'mainframe', expected roce, h200, gb200, or the path"),
         (["--balance", "luck"], "error: --balance: got 'luck', expected none, bbs or global"),
         (["--gpus", "64", "--shard", "48"], "error: dense: got shard 48 = 48, expected a divisor of the world size 64"),
+        (["--picture", "plan.png"], "error: --picture: got 'plan.png', expected a file that ends in .svg"),
+        (["--trace", "nowhere/step.json"], "error: --trace: got 'nowhere/step.json', but there is no folder 'nowhere'"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -335,6 +335,14 @@ def test_profile_round_trip_and_errors(tmp_path) -> None:
     assert ModelProfile.from_json(tmp_path / "m.json") == m
     with pytest.raises(ValueError, match="model profile"):
         ModelProfile.from_dict({"layers": [{"nope": 1}], "name": "x"})
+    for text, message in (
+        ("[]", "got list, expected an object"),
+        ("{", "m.json': not JSON"),
+        ("{}", "no 'layers' in it"),
+    ):
+        (tmp_path / "m.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            ModelProfile.from_json(tmp_path / "m.json")
     with pytest.raises(ValueError, match="num_experts"):
         dataclasses.replace(m, num_experts=0)
     with pytest.raises(ValueError, match="a divisor of 2"):

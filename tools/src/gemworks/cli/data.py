@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from gemworks.cli.options import ConfigFile, Json, Preset, Sets
-from gemworks.cli.output import print_json, quiet
+from gemworks.cli.output import PICTURES, print_json, quiet, writable
 
 BAR_WIDTH = 32
 
@@ -60,6 +60,7 @@ def inspect(
     """
     from gemworks.gem.presets import load_config
 
+    writable("--png", png, *PICTURES)
     data = load_config(preset, toml=config, sets=sets or ()).data
     with quiet():
         from gemworks.gem.data import open_source

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from gemworks.cli.options import ConfigFile, Json, Preset, Sets
-from gemworks.cli.output import print_json, quiet
+from gemworks.cli.output import PICTURES, print_json, quiet, writable
 
 
 def probe(
@@ -41,6 +41,8 @@ def probe(
 
     The recipe is then used by gemworks.precision.convert(model, "recipe.toml").
     """
+    writable("--out", out, ".toml")
+    writable("--csv", csv)
     with quiet():
         from gemworks.precision import probe as run_probe
 
@@ -74,6 +76,7 @@ def trace(
 
     With the traces of several ranks: who waited for whom. CPU-only traces work too.
     """
+    writable("--png", png, *PICTURES)
     for path in traces:
         if not path.is_file():  # answers before torch is imported
             raise ValueError(f"{str(path)!r}: got no file, expected a trace that torch.profiler exported")

@@ -8,7 +8,10 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def print_json(value: Any) -> None:
@@ -35,6 +38,27 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
         yield
+
+
+def writable(option: str, path: Path | None, *suffixes: str) -> None:
+    """Says that a file cannot be written, before anything slow happens.
+
+    Args:
+        option: as the user typed it.
+        path: the file; None asks nothing.
+        suffixes: those that it may end in; none given, any.
+
+    Raises:
+        ValueError: another suffix, no such folder, or a folder in the file's place.
+    """
+    if path is None:
+        return
+    if suffixes and path.suffix not in suffixes:
+        raise ValueError(f"{option}: got {str(path)!r}, expected a file that ends in {' or '.join(suffixes)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option}: got {str(path)!r}, but there is no folder {str(path.parent)!r}; make it first")
+    if path.is_dir():
+        raise ValueError(f"{option}: got {str(path)!r}, which is a folder; name a file in it")
 
 
 def need(module: str, package: str) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from gemworks.cli.options import Json
-from gemworks.cli.output import print_json, quiet
+from gemworks.cli.output import print_json, quiet, writable
 
 plan_app = typer.Typer(
     name="plan",
@@ -150,6 +150,8 @@ def _answer(
     **words: Any,
 ) -> None:
     """What the library answers to these words."""
+    writable("--picture", words.get("picture"), ".svg")
+    writable("--trace", words.get("trace"))
     with quiet():
         from gemworks.parallel.command import Request, answer
 

@@ -164,13 +164,27 @@ class ModelProfile:
             if "cost" in kwargs:
                 kwargs["cost"] = CostModel(**kwargs["cost"])
             return cls(**kwargs)
-        except (TypeError, KeyError) as error:
+        except KeyError as error:
+            raise ValueError(f"model profile: no {error} in it; ModelProfile.to_json writes one") from error
+        except (TypeError, AttributeError) as error:
             raise ValueError(f"model profile: {error}; expected the fields of ModelProfile") from error
 
     @classmethod
     def from_json(cls, path: str | Path) -> ModelProfile:
-        """Read a file that `to_json` wrote."""
-        return cls.from_dict(json.loads(Path(path).read_text()))
+        """Read a file that `to_json` wrote.
+
+        Raises:
+            ValueError: not such a file; it is named.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:  # of JSON, or not text
+            raise ValueError(
+                f"model profile {str(path)!r}: not JSON ({error}); ModelProfile.to_json writes one"
+            ) from error
+        if not isinstance(content, dict):
+            raise ValueError(f"model profile {str(path)!r}: got {type(content).__name__}, expected an object")
+        return cls.from_dict(content)
 
 
 def gem_like(
