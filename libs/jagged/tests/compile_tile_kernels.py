@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import triton
-from compiled_signals import idle_barriers
+from compiled_signals import barriers, idle_barriers
 from gemworks.jagged.ops.block_attention import kernel_block
 from gemworks.jagged.ops.block_attention.launch import block_config
 from gemworks.jagged.ops.norms import kernel_norm
@@ -67,6 +67,7 @@ def resources(compiled: Any) -> dict[str, Any]:
     return {
         "registers": int(registers),
         "stack_bytes": int(stack),
+        "barriers": len(barriers(compiled.asm["ttgir"])),
         "idle_barriers": idle_barriers(compiled.asm["ttgir"]),
         "shared_bytes": compiled.metadata.shared,
         "wide_loads": len(re.findall(r"LDG\.E\.128|LDGSTS\.E\.[A-Z.]*128", sass)),

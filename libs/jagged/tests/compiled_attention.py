@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import triton
-from compiled_signals import idle_barriers, signals
+from compiled_signals import barriers, idle_barriers, signals
 from gemworks.jagged.ops.attention_core import table
 from triton.backends.compiler import GPUTarget
 
@@ -90,7 +90,8 @@ def report(label: str, compiled: Any) -> None:
     }
     counts["waits"] = len(re.findall(r"WARPGROUP\.DEPBAR", sass))
     row = {"label": label, "registers": int(found[1]), "stack": int(found[2]), "shared": compiled.metadata.shared}
-    counts |= signals(compiled.asm["ptx"]) | {"idle_barriers": idle_barriers(compiled.asm["ttgir"])}
+    ttgir = compiled.asm["ttgir"]
+    counts |= signals(compiled.asm["ptx"]) | {"barriers": len(barriers(ttgir)), "idle_barriers": idle_barriers(ttgir)}
     counts["turns"] = compiled.asm["ptx"].count("bar.arrive")
     print(json.dumps(row | counts), flush=True)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from compiled_signals import idle_barriers
+from compiled_signals import barriers, idle_barriers
 from triton.backends.compiler import GPUTarget
 
 
@@ -99,7 +99,8 @@ if __name__ == "__main__":
                 "shared": compiled.metadata.shared,
                 "fp8_products": len(re.findall(r"wgmma.mma_async[.\w]*k32.f32.e4m3.e4m3", compiled.asm["ptx"])),
                 "other_products": len(re.findall(r"wgmma.mma_async[.\w]*bf16", compiled.asm["ptx"])),
-                "idle_barriers": idle_barriers(compiled.asm["ttgir"]) if which == "gluon" else 0,
+                "barriers": len(barriers(compiled.asm["ttgir"])),
+                "idle_barriers": idle_barriers(compiled.asm["ttgir"]),
                 "shuffled_bytes": compiled.asm["ptx"].count("prmt"),
             }
         )

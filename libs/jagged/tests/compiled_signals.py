@@ -29,15 +29,25 @@ def signals(ptx: str) -> dict[str, int]:
     return counts
 
 
-def idle_barriers(ttgir: str) -> int:
-    """Barriers that are made and that no warp knows after `warp_specialize`; 0 in a right kernel.
+def barriers(ttgir: str) -> list[str]:
+    """Names of the barriers that a program makes."""
+    return re.findall(r"(%\S+) = ttg\.local_alloc [^\n]*memdesc<(?:\d+x)+i64", ttgir)
 
-    Their memory is free for other data at once, and nobody ends them (`mbarrier.inval`, which Triton's own pipelines
-    do): a device that is shared by processes has been seen to write their state over those data.
+
+def idle_barriers(ttgir: str) -> int:
+    """Barriers that are made, that no warp knows after `warp_specialize`, and that nobody ends; 0 in a right kernel.
+
+    Their memory is free for other data at once. `mbarrier.inval` ends a barrier, as Triton's own pipelines do; else a
+    device that is shared by processes has been seen to write its state over those data.
     """
-    made = re.findall(r"(%\S+) = ttg\.local_alloc [^\n]*memdesc<(?:\d+x)+i64", ttgir)
-    parts = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
-    if not parts:
-        return 0 if "inval_barrier" in ttgir else len(made)
-    known = {name for names in parts for name in re.split(r"[,\s]+", names)}
-    return sum(name not in known for name in made)
+    names = re.findall(r"inval_barrier (%[^\s:,]+)", ttgir)
+    for captured in re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir):
+        names += re.split(r"[,\s]+", captured)
+    stages = dict(re.findall(r"(%\S+) = ttg\.memdesc_index (%[^\s\[]+)\[", ttgir))
+    known: set[str] = set()
+    for name in names:
+        while name in stages and name not in known:  # a stage of a ring
+            known.add(name)
+            name = stages[name]
+        known.add(name)
+    return sum(name not in known for name in barriers(ttgir))

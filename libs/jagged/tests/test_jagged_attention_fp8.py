@@ -189,6 +189,7 @@ def test_kernels_compile_without_spilling(which, architecture, last, tmp_path):
     assert found["shared"] <= 227 * 1024
     if which == "gluon":  # both products in FP8, and P goes from one to the other without moving a byte
         assert found["fp8_products"] > 0
+        assert found["barriers"] > 0
         assert found["idle_barriers"] == 0
         assert found["other_products"] == found["shuffled_bytes"] == 0
 

@@ -47,6 +47,7 @@ def test_names_of_one_plot_have_different_colours():
 def test_what_is_computed_twice_is_drawn_behind_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
+    from matplotlib.container import BarContainer
     from matplotlib.figure import Figure
 
     figures: list[Figure] = []
@@ -56,6 +57,16 @@ def test_what_is_computed_twice_is_drawn_behind_what_counts(tmp_path: Path, monk
     plots(tmp_path / "a.png", [*ROWS, *split])
     for figure in figures:
         assert any(EXECUTED in text.get_text() for text in figure.legends[0].get_texts())
+    behind = 0
+    for axis in figures[0].axes:
+        bars = {str(bar.get_label()): bar for bar in axis.containers if isinstance(bar, BarContainer)}
+        for wide in bars.get(EXECUTED, ()):
+            assert wide.get_width() == 140
+            (useful,) = [bar for bar in bars[OURS] if bar.get_y() == wide.get_y()]
+            assert useful.get_width() == 100
+            assert wide.get_zorder() < useful.get_zorder()
+            behind += 1
+    assert behind == len({(r["op"], r["shape"]) for r in split})
     assert executed(split[0]) == 140
     assert executed(split[0] | {"executed_tflops": "100"}) is None
     assert executed({k: v for k, v in split[0].items() if k != "executed_tflops"}) is None

@@ -61,6 +61,7 @@ def test_gluon_kernels_for_hopper(backend: str, shared_query: str, steps: set[st
         assert row["HGMMA"] > 0, label
         spills = 96 if backend == "gluon-masked" else 80 if label.startswith("backward_kv") else 32
         assert row["stack"] <= spills, label
+        assert row["barriers"] > 0, label  # else nobody looked for idle ones
         assert not any(row[name] for name in SIGNALS), (label, row)
         assert (row["turns"] > 0) == ("in_turn=True" in label), label
         if label.startswith("backward "):  # products that wait for each other are each followed by a wait

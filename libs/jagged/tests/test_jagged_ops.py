@@ -250,6 +250,14 @@ def test_choice_is_constant_within_a_length_bucket_t1() -> None:
         ]
 
 
+@pytest.mark.parametrize(("options", "match"), [({"chained": True}, "chained=True"), ({"groups": 1}, "groups=1")])
+def test_turns_that_no_kernel_takes_are_refused(options: dict[str, Any], match: str) -> None:
+    shipped = table.GLUON["forward", "activation", "long"]
+    assert dataclasses.replace(shipped, in_turn=True).in_turn
+    with pytest.raises(ValueError, match=f"in_turn: got True with {match}"):
+        dataclasses.replace(shipped, in_turn=True, **options)
+
+
 def test_explain_names_the_features_that_decide() -> None:
     def told(**kwargs: Any) -> str:
         return str(explain("flash_attention", architecture="sm_90", **kwargs))

@@ -67,6 +67,7 @@ def test_tile_kernels_compile(architecture: str, pattern: str, tmp_path: Path) -
             assert line["registers"] * 128 * programs <= 65536, line
             assert line["stack_bytes"] <= (96 if "backward" in line["kernel"] else 32), line
         if line["kernel"] == "epilogue gluon":  # weight and bias of the norm, in the warpgroup that has time
+            assert line["barriers"] > 0, line
             assert line["stack_bytes"] <= 96, line
         if line["kernel"].startswith(("block", "gluon", "epilogue")):
             assert line["matrix_products"] > 0, line

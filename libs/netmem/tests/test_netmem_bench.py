@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from gemworks.netmem.bench.__main__ import SUITES, main
-from gemworks.netmem.bench.plots import plot_file
+from gemworks.netmem.bench.plots import plot_budgets, plot_file
 from gemworks.netmem.bench.rows import COLUMNS, Rows
 from gemworks.netmem.ledger import BandwidthLedger
 
@@ -37,6 +37,10 @@ def test_smoke_run_of_every_suite(tmp_path):
     assert any("gradient SQNR" in r["setting"] for r in budgets)
     BandwidthLedger.from_toml(tmp_path / "netmem.cluster.toml")
     assert (tmp_path / "netmem.budgets.png").exists()
+    # what `Study.row` writes is read again, of plans that move bytes too
+    moving = [r for r in budgets if r["impl"] == "gemworks offload"]
+    assert all("of waiting" in r["setting"] for r in moving)
+    assert plot_budgets(moving, tmp_path / "offload.png")
 
 
 def test_rows_are_on_disk_as_soon_as_they_are_there(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from gemworks.netmem.budget import Option, Region, StepProfile, evaluate
@@ -82,7 +84,7 @@ def test_both_ways_share_the_duplex_rate():
 )
 @example(choices=["offload", "keep", "offload"], parcels=[4, 4], rate=6, window=20, issue_s=0.9)
 def test_what_the_host_finds_done_decides_nothing(choices, parcels, rate, window, issue_s):
-    """A host that is nearly as slow as the device sees most copies done, one that is slower sees all of them."""
+    """The slower the host, the more of the copies have ended when it issues the next region."""
     step = make_step(len(choices), tuple(parcels), rate, window, held=sum(parcels))
     plan = evaluate(step, choices)
     ahead, found = rehearse(step, plan), rehearse(step, plan, issue_s=issue_s)
@@ -169,6 +171,21 @@ def test_a_step_takes_as_long_whatever_the_host_finds_done(num):
     plan = evaluate(step, ["offload"] * num + ["keep"] * (16 - num))
     ahead = rehearse(step, plan).step_s
     assert [rehearse(step, plan, issue_s=s).step_s for s in HOSTS_S] == pytest.approx([ahead] * len(HOSTS_S))
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_with_a_plan_no_copy_is_asked_whether_it_is_done(monkeypatch: pytest.MonkeyPatch, num):
+    """But by the arena, which prefers host memory whose copies are over."""
+    asking = set()
+
+    def done(copy: object) -> bool:
+        asking.add(sys._getframe(1).f_globals["__name__"])
+        return False
+
+    monkeypatch.setattr("gemworks.netmem.rehearsal._Copy.done", done)
+    step = h200_step()
+    assert rehearse(step, evaluate(step, ["offload"] * num + ["keep"] * (16 - num))).moved_up_bytes > 0
+    assert asking <= {"gemworks.netmem.arena"}
 
 
 def test_an_engine_that_lets_go_in_backward_what_is_done_waits_for_it(monkeypatch: pytest.MonkeyPatch):

@@ -14,7 +14,7 @@ from gemworks.gem.efficiency import count_expected_flops
 from gemworks.gem.implement import implement, quantise_linears
 from gemworks.gem.ladder.__main__ import main, planned_rows
 from gemworks.gem.ladder.page import write_page
-from gemworks.gem.ladder.rows import COLUMNS, NE_TOLERANCE, Case, make_row, wrong_answer
+from gemworks.gem.ladder.rows import COLUMNS, NE_TOLERANCE, Case, done, key_of, make_row, wrong_answer
 from gemworks.gem.ladder.sequence import local_of, sequence_runs, sequence_table
 from gemworks.gem.ladder.settings import FULL_STACK, OTHER_BATCHES, RUNGS, SETTINGS, WITHOUT, build
 from gemworks.gem.ladder.short_page import in_short
@@ -27,10 +27,11 @@ from gemworks.gem.ladder.step import (
     recompute_share,
     run_steps,
 )
-from gemworks.gem.ladder.tables import by_attention, cases, in_order, ladder_table, takeaways
+from gemworks.gem.ladder.tables import by_attention, cases, in_order, ladder_table, repeated, takeaways
 from gemworks.gem.layers.__main__ import arguments, cases_of
 from gemworks.gem.layers.report import COLUMNS as LAYER_COLUMNS
 from gemworks.gem.layers.report import append_csv
+from gemworks.gem.layers.report import done as layers_done
 from gemworks.gem.model import Gem
 from gemworks.gem.presets import get_preset, load_config
 
@@ -363,6 +364,48 @@ def test_a_row_is_compared_with_what_it_builds_on():
     other = [ladder_row("half_tables"), ladder_row("half_tables without GDPA"), ladder_row("full stack", batch="16")]
     assert [len(group) for group in cases([*alone, *other], chained=False).values()] == [2, 2, 1]
     assert "- Loses: `without GDPA` x0.900." in takeaways(alone, chained=False)
+
+
+def test_rows_whose_steps_overlap_are_uncertain():
+    """However large the ratio; ranges are of samples/s, so rows of other batches compare too."""
+    rows = [
+        ladder_row("norms", ms_p20="70", ms_p80="90"),
+        ladder_row("fast_gelu", samples_per_s="125", ms_p20="50", ms_p80="69"),
+        ladder_row("bf16_batch_x2", batch="16", samples_per_s="200", ms_p20="70", ms_p80="150"),
+    ]
+    text = takeaways(rows)
+    assert "- Gains: `fast_gelu` x1.250 (1.01-1.80)." in text
+    assert "- Uncertain (the ranges overlap): `bf16_batch_x2` x1.600 (0.67-1.97)." in text
+    assert "| x1.250 (1.01-1.80) |" in ladder_table(rows)
+    alone = [ladder_row("full stack", samples_per_s="150", commit="b"), ladder_row("without GDPA", samples_per_s="10")]
+    assert "`fast_gelu` with block attention and 8 samples gave 125 (a), 150 (b) samples/s (commit), x1.20 apart" in (
+        repeated(rows, alone)
+    )
+    assert repeated(rows) == repeated([]) == ""
+
+
+def test_rows_of_another_model_are_a_case_of_their_own():
+    """What `--set` changed is in the title, and such rows neither mix with the ladder's nor replace them."""
+    command = "python -m gemworks.gem.ladder --set data.num_ids=9 --steps 6"
+    rows = [ladder_row("norms"), ladder_row("norms", command=command), ladder_row("norms", setting="half_tables")]
+    titles = [title.partition("a CPU")[2] for title in cases(rows)]
+    assert titles == ["", ", with `data.num_ids=9`", ", from `half_tables`"]
+    assert by_attention([rows[1], rows[0], rows[1]])["block"] == [rows[0]]
+
+
+def test_a_row_without_a_law_has_the_ladders(tmp_path: Path):
+    """Of a CSV from before there were others."""
+    path, columns = tmp_path / "ladder_h200.csv", [name for name in COLUMNS if name != "law"]
+    row = ladder_row("norms")
+    row.pop("law")
+    append_csv(path, [row], columns)
+    assert done(path) == {key_of("norms", Case("block", 8, "uniform", 64))}
+    layers = tmp_path / "layers_h200.csv"
+    total = {key: cell for key, cell in layer_rows("norms", "8", "2")[0].items() if key != "law"}
+    append_csv(layers, [total | {"layer": "sequence layers"}], [name for name in LAYER_COLUMNS if name != "law"])
+    assert layers_done(layers) == {("block", "norms", "8", "uniform")}
+    with pytest.raises(ValueError, match=r"path: got .* with the columns .*, expected .* write to another folder"):
+        append_csv(path, [ladder_row("norms")], COLUMNS)
 
 
 def test_laws_are_tables_of_their_own(tmp_path: Path):

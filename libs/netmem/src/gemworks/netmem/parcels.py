@@ -66,9 +66,9 @@ class Parcel:
     def depart(self) -> None:
         """leaving -> away: let the device bytes go."""
         assert self.state is State.LEAVING, self.state
-        if not self._up.done():
-            # memory freed now may be handed to the next kernel, so that kernel has to run after the copy
-            self._mover.compute_waits(self._up)
+        # memory freed now may be handed to the next kernel, so that kernel has to run after the copy. Whether the host
+        # finds the copy done is not asked: a wait for what is done holds nothing up
+        self._mover.compute_waits(self._up)
         self._bytes = None
         self.state = State.AWAY
 

@@ -55,7 +55,7 @@ class _Copy:
     end_s: float = math.inf
 
     def done(self) -> bool:
-        """Has it ended by the time of the host, which is ahead of the device?"""
+        """Has it ended by the host's present?"""
         return self.clocks.ended_for_the_host(self)
 
 
@@ -78,7 +78,8 @@ class _Clocks:
         self.host_s += issue_s
 
     def ended_for_the_host(self, copy: _Copy) -> bool:
-        self._play(min(self.host_s, self.now_s))
+        # no copy that is issued from now on can start before the host's present, whichever clock is ahead
+        self._play(self.host_s)
         return copy.end_s <= self.host_s
 
     def mark(self) -> Fence:

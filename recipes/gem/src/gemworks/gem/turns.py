@@ -9,9 +9,27 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+# Options of the commands that take turns: they say who was measured beside whom, not what.
+OPTIONS = ("--turns", "--of", "--order", "--patience-s")
+
+
+def without_options(argv: Sequence[str]) -> list[str]:
+    """A command line without what only its turns needed, as it is published.
+
+    >>> without_options(["--steps", "6", "--turns", "meet", "--of", "2", "--order=1", "--out", "measured"])
+    ['--steps', '6', '--out', 'measured']
+    """
+    kept: list[str] = []
+    skip = False
+    for text in argv:
+        if not skip and text.partition("=")[0] not in OPTIONS:
+            kept.append(text)
+        skip = not skip and text in OPTIONS
+    return kept
 
 
 class Turns:
@@ -38,6 +56,11 @@ class Turns:
     def arrive(self) -> None:
         """This process is ready, or will never be; twice is as good as once."""
         (self.folder / f"ready.{os.getpid()}").touch()
+
+    def leave(self) -> None:
+        """This process will measure nothing more, whether it had its turn or failed before."""
+        self.arrive()
+        (self.folder / f"done.{os.getpid()}").touch()
 
     def wait(self) -> int:
         """Waits until all are ready; returns how many are."""

@@ -126,14 +126,20 @@ def load_keys(
 
 
 @gluon.jit
-def pass_over(trips, fill, k_full, k_free, v_full, v_free, STAGES: gl.constexpr):
+def pass_over(
+    trips, fill, k_full, k_free, v_full, v_free, STAGES: gl.constexpr, ONE_RELEASE: gl.constexpr = False
+):  # fmt: skip
     """A consumer without rows in a tile hands its `trips` stages on, from the fill-th: the next one."""
     for _j in range(trips):
         s = fill % STAGES
         mbarrier.wait(k_full.index(s), (fill // STAGES) & 1)
-        mbarrier.arrive(k_free.index(s), count=1)
+        if not ONE_RELEASE:
+            mbarrier.arrive(k_free.index(s), count=1)
         mbarrier.wait(v_full.index(s), (fill // STAGES) & 1)
-        mbarrier.arrive(v_free.index(s), count=1)
+        if ONE_RELEASE:  # k's signal speaks for v too
+            mbarrier.arrive(k_free.index(s), count=1)
+        else:
+            mbarrier.arrive(v_free.index(s), count=1)
         fill += 1
     return fill
 

@@ -1,7 +1,8 @@
 """Activation budgets on a stack of GEM layers: one global budget against a choice per region, the solver's mix, offload
 alone, quantised activations.
 
-`memory_gib` is the peak of the whole step, `exposed_ms` how long compute stood still for copies in a step of its own.
+`memory_gib` is the peak of the whole step, `exposed_ms` how long compute stood still for copies in a step of its own
+(rows before 7f10bf2: what the plan predicted).
 Ratios of activation memory in the setting column leave out what is there all the time: parameters, gradients, the batch
 and its gradient.
 """

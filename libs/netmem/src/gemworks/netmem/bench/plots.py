@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_PREDICTED = re.compile(r"predicted ([\d.]+) ms, ([\d.]+) GiB")
+# plans that move bytes say how long they wait; rows from before 7f10bf2 don't
+_PREDICTED = re.compile(r"predicted ([\d.]+) ms(?: with [\d.]+ of waiting)?, ([\d.]+) GiB")
 _CODED = "gemworks with codes"
 _CURVES = {
     "one global budget": "one global budget",

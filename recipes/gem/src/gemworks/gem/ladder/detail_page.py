@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from gemworks.gem.ladder.tables import LAWS, MAIN_LAW, Row, cases, in_order, law
 from gemworks.gem.ladder.time_page import where_time_goes
 from gemworks.gem.layers.report import chart as layer_chart
 from gemworks.gem.layers.report import chart_name
+from gemworks.gem.turns import without_options
 
 LADDERS: Mapping[str, str] = {
     "The ladder": "ladder_h200.csv",
@@ -57,7 +59,7 @@ def write_details(page: Path, measured: Path, main: str) -> None:
             parts.append(f"![time of each layer]({relative(measured, page)}/{picture})\n")
     predicted = [row for row in read(measured / "plan_predictions.csv") if is_ours(row)]
     told = [*rows, *read(measured / "ladder_h200x2.csv"), *layers, *predicted]
-    commands = sorted({row["command"] for row in told if row["command"]})
+    commands = sorted({shlex.join(without_options(shlex.split(row["command"]))) for row in told if row["command"]})
     parts.append("## Commands\n\n```sh\n" + "\n".join(commands or ["python -m gemworks.gem.ladder"]) + "\n```\n")
     page.write_text("\n".join(parts).rstrip() + "\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ from gemworks.gem.ladder.tables import (
     law_of,
     not_measured,
     read,
+    repeated,
+    sets_of,
     stack_of,
     takeaways,
 )
@@ -34,7 +37,8 @@ row above (rows with `+` are measured beside the ladder: the next row builds on 
 attention are different models with different FLOPs, so they are never in one table.
 
 - *samples/s*: of a whole training step, data ready in host memory. *over*: its ratio to the row that this one builds
-  on, which is named if it is beside the ladder; \\*: the two are of different commits.
+  on, which is named if it is beside the ladder; in brackets the range that the 20th to 80th percentile of their steps
+  leaves; \\*: the two are of different commits. Where the range has 1 in it, the ratio says nothing.
 - *step MFU*: all model FLOPs of a step over 989 TFLOP/s x wall time.
 - *Local MFU*: sequence layers alone, forward and backward, FLOPs over 989 TFLOP/s x time, from [the layers' own
   runs](#sequence-layers). "at 512": with batches of that many samples, where the row's own was not measured.
@@ -73,7 +77,11 @@ def write_page(page: Path, measured: Path) -> None:
     page.parent.mkdir(parents=True, exist_ok=True)
     details = page.with_name(f"{page.stem}_details.md")
     runs, rows = sequence_runs(read(measured / "layers_h200.csv")), read(measured / "ladder_h200.csv")
+    alone = read(measured / "leave_one_out_h200.csv")
     parts = [INTRO.format(details=details.name), "## In short\n", in_short(by_attention(rows), runs)]
+    for attention in ("block", "full"):
+        own = [[row for row in r if (row["attention"], law_of(row)) == (attention, MAIN_LAW)] for r in (rows, alone)]
+        parts += [text] if (text := repeated(*own)) else []
     parts += [
         f"With lengths of the law `{law}`:\n\n" + in_short(by_attention(rows, law), runs, law)
         for law in sorted({law_of(row) for row in rows} - {MAIN_LAW})
@@ -91,6 +99,7 @@ def write_page(page: Path, measured: Path) -> None:
             if file == "ladder_h200.csv" and law_of(group[0]) == MAIN_LAW:
                 parts.append(not_measured(ordered))
             law = "" if law_of(group[0]) == MAIN_LAW else f"_{law_of(group[0])}"
+            law += re.sub(r"[^\w.]+", "_", f" {sets}") if (sets := sets_of(group[0])) else ""
             batch = "" if chained else f"_{stack_of(group[0]).replace(' ', '_')}_b{group[0]['batch']}"
             picture = measured / f"{file.removesuffix('.csv')}_{group[0]['attention']}{batch}{law}.png"
             if chart(picture, ordered, case):

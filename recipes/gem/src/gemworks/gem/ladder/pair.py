@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,8 @@ from gemworks.gem.ladder.pair_row import PairCost, PairRow, compile_small, mean_
 from gemworks.gem.ladder.rows import COLUMNS as LADDER_COLUMNS
 from gemworks.gem.ladder.settings import FULL_STACK, Change, build, chain, kernels, train
 from gemworks.gem.ladder.step import free
-from gemworks.gem.layers.report import Row, append_csv, common_columns
+from gemworks.gem.ladder.tables import law_of
+from gemworks.gem.layers.report import Row, append_csv, check_columns, common_columns
 from gemworks.gem.presets import load_config
 from gemworks.gem.ranks import Ranks, open_ranks
 from gemworks.gem.turns import Turns
@@ -41,7 +43,10 @@ COLUMNS = (
     *("scaling_ratio", "loss_vs_one_gpu", "communication_ms", "exposed_ms"),
     *(f"exposed_{name}_ms" for name in COLLECTIVES),
     *LADDER_COLUMNS[LADDER_COLUMNS.index("loss") :],
+    *("preset", "setting", "sets", "one_gpu_commit"),  # the last: of the row that the Scaling Ratio divides by
 )
+# Rows that agree in these are of one model, trained alike on the same samples.
+SAME = ("attention", "max_len", "steps", "seed", "preset", "setting", "sets", "gpu")
 FILE = "ladder_h200x2.csv"
 LOSS_TOLERANCE = 0.02  # relative, of the mean over the timed steps; ranks round their sums in another order
 
@@ -111,13 +116,13 @@ RUNGS = (
 
 
 def read_reference(path: Path, name: str, row: Row, batch: int) -> Row | None:
-    """The newest row of that name and batch with a time, of the same attention, lengths and steps."""
+    """The newest row of that name and batch with a time, of the same lengths and of what `SAME` names."""
     if not path.is_file():
         return None
-    same = ("attention", "law", "max_len", "steps", "seed")
     with path.open(newline="") as file:
         found = [r for r in csv.DictReader(file) if (r["row"], r["batch"]) == (name, str(batch)) and r["step_ms"]]
-    return next((r for r in reversed(found) if all(r[key] == row[key] for key in same)), None)
+    same = (r for r in reversed(found) if law_of(r) == law_of(row) and all(r.get(key) == row[key] for key in SAME))
+    return next(same, None)
 
 
 class Pair:
@@ -132,6 +137,7 @@ class Pair:
     def __init__(self, args: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
         self.args, self.ranks, self.device = args, ranks, device
         self.path: Path = args.out / FILE
+        check_columns(self.path, COLUMNS)  # now, and not when the first row has been measured
         self.num_wrong = 0
         self._source: Source | None = None
         self._turns: Turns | None = None
@@ -153,18 +159,27 @@ class Pair:
 
     def climb(self, base: GemConfig) -> None:
         """Every row; with `--turns` beside other commands until the time counts."""
-        planned = self.planned(base)
-        torch._dynamo.config.recompile_limit = 16 * len(planned)
-        ready: PairRow | None = None
-        if self._turns is not None:
-            ready = self._get_ready(planned)
-        with self._turn():
-            for rung, config in planned:
-                cost, note, length = self._measure(rung, config, ready)
-                ready = None
-                self._write(rung, config, cost, note, length)
-            if self._alone is not None and self.args.order == 0:
-                self._alone.arrive()
+        try:
+            planned = self.planned(base)
+            torch._dynamo.config.recompile_limit = 16 * len(planned)
+            ready: PairRow | None = None
+            if self._turns is not None:
+                ready = self._get_ready(planned)
+            with self._turn():
+                for rung, config in planned:
+                    cost, note, length = self._measure(rung, config, ready)
+                    ready = None
+                    self._write(rung, config, cost, note, length)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Nobody waits for this command any more, even if it failed before its turn."""
+        if self._turns is None or not self.ranks.is_first:
+            return
+        self._turns.leave()
+        if self._alone is not None and self.args.order == 0:
+            self._alone.arrive()
 
     def _get_ready(self, planned: Sequence[tuple[PairRung, GemConfig]]) -> PairRow | None:
         """Compiles, meets the others, and makes the first row's model once nobody needs the memory any more."""
@@ -180,12 +195,11 @@ class Pair:
             if self.ranks.is_first:
                 turns.arrive()
         self.ranks.on_first(turns.wait)
-        (rung, config), first = planned[0], None
+        (_, config), first = planned[0], None
         if self.args.order > 0:
             assert self._alone is not None
             self.ranks.on_first(self._alone.wait_only)
-            if not rung.alone:
-                first = self._row(config, self.ranks)
+            first = self._row(config, self.ranks)  # of all ranks: `main` refuses rows of one GPU here
             built = Turns(self.args.turns / "built", self.args.of - 1, patience_s=45.0)
             self.ranks.on_first(built.wait)
         return first
@@ -256,6 +270,7 @@ class Pair:
             "batch": str(config.data.batch_size), "law": config.data.length_law,
             "max_len": str(config.data.max_length), "dtype": config.train.dtype, "seed": str(config.train.seed),
             "steps": str(self.args.steps), "note": note, "num_gpus": str(gpus) if self.device.type == "cuda" else "0",
+            "preset": self.args.preset, "setting": self.args.setting, "sets": shlex.join(self.args.sets),
         }  # fmt: skip
         if cost is None:
             return row
@@ -285,6 +300,7 @@ class Pair:
             row["step_mfu"] = f"{cost.flops_per_s / (gpus * H200_BF16_PEAK_FLOPS):.4f}"
         if alone is not None and not rung.alone:
             row["scaling_ratio"] = f"{float(alone['step_ms']) / cost.step.ms:.4f}"
+            row["one_gpu_commit"] = alone["commit"]
         if cost.communication_ms is not None:
             row["communication_ms"] = f"{cost.communication_ms:.3f}"
             row["exposed_ms"] = f"{sum(cost.exposed_ms.values()):.3f}"
@@ -292,10 +308,10 @@ class Pair:
         return row
 
 
-def _row(text: str) -> str:
+def _row_name(text: str) -> str:
     """A row's name, or with its samples of a rank: "fsdp@128"."""
-    name, _, size = text.partition("@")
-    if name not in {rung.name for rung in RUNGS} or (size and not size.isdecimal()):
+    name, at, size = text.partition("@")
+    if name not in {rung.name for rung in RUNGS} or (at and not (size.isdecimal() and int(size))):
         names = ", ".join(rung.name for rung in RUNGS)
         raise argparse.ArgumentTypeError(f"got {text!r}, expected one of {names}, or such as fsdp@128")
     return text
@@ -313,7 +329,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument(
-        "--rows", action="append", default=[], type=_row, metavar="ROW", help="in this order; row@samples of a rank"
+        "--rows",
+        action="append",
+        default=[],
+        type=_row_name,
+        metavar="ROW",
+        help="in this order; row@samples of a rank",
     )
     parser.add_argument("--no-trace", action="store_false", dest="trace", help="no exposed communication")
     parser.add_argument("--turns", type=Path, help="folder where commands meet that measure one ladder together")
@@ -324,6 +345,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("."), help=f"folder of {FILE}")
     parser.add_argument("--smoke", action="store_true", help="`tiny`, a few steps")
     args = parser.parse_args(argv)
+    alone = {rung.name for rung in RUNGS if rung.alone}
+    if args.order > 0 and (refused := [text for text in args.rows or alone if text.partition("@")[0] in alone]):
+        parser.error(
+            f"--rows: got {', '.join(sorted(refused))} with --order {args.order}, expected rows of all ranks: others "
+            "hold models by then, so a row of one GPU would not be alone; measure it in the command with --order 0"
+        )
     if args.smoke:
         args.preset, args.batch_size, args.steps, args.warmup, args.setting = "tiny", 16, 2, 2, "stream"
         # wide enough for FP8 gathers; experts for two ranks; bf16, as the gathers are

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gemworks.gem.ladder.pair import COLLECTIVES, RUNGS
+from gemworks.gem.ladder.tables import ratio_of, verdict
 
 Row = dict[str, str]
 # What a row changes, it changes in this one; FP8 gathers in the row with the same linears.
@@ -14,7 +15,7 @@ ALONE = ("one_gpu", "one_gpu_global")
 
 
 def latest_in_order(rows: Sequence[Row]) -> list[Row]:
-    """The last measurement of each row and batch, as the ladder has them."""
+    """The last measurement of each row and batch, as the ladder has them; of one of `cases`."""
     names = [rung.name for rung in RUNGS]
     last = {(row["row"], row["batch"], row["num_gpus"]): row for row in rows if row["row"] in names}
     return sorted(
@@ -32,7 +33,7 @@ def pair_table(rows: Sequence[Row]) -> str:
         is_ = row["added"] if row["samples_per_s"] else f"{row['added']}. No number: {row['note']}"
         cells = [
             row["row"], is_, row["num_gpus"], row["batch"], row["samples_per_s"], _percent(row["step_mfu"], 1),
-            row["scaling_ratio"], row["exposed_ms"], row["peak_gib"],
+            _scaling_ratio(row), row["exposed_ms"], row["peak_gib"],
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "| row | batch | step ms | loss against one GPU | NE | communication ms | commit |", "|---" * 7 + "|"]
@@ -56,14 +57,23 @@ def pair_takeaways(rows: Sequence[Row]) -> str:
     """What each row gained or lost against the one that it changes one thing in."""
     measured = {(row["row"], row["batch"]): row for row in rows if row["step_ms"]}
     said: list[str] = []
+    other = False
     for (name, batch), row in measured.items():
         base = measured.get((COMPARED_WITH.get(name, BASE), batch))
         if name in ALONE or base is None or base is row:
             continue
-        ratio = float(row["samples_per_s"]) / float(base["samples_per_s"])
-        word = "nearly flat in this run" if abs(ratio - 1) < 0.02 else ("gains" if ratio > 1 else "loses")
-        said.append(f"- `{name}` over `{base['row']}`, batch {batch}: x{ratio:.3f} samples/s, {word}.")
+        word = verdict(row, base)
+        said.append(f"- `{name}` over `{base['row']}`, batch {batch}: {ratio_of(row, base)} samples/s, {word.lower()}.")
+        other = other or row["commit"] != base["commit"]
+    if other or any("\\*" in _scaling_ratio(row) for row in rows):
+        said.append("- \\*: the two rows are of different commits, so more than this may have changed between them.")
     return "\n".join(said) + "\n"
+
+
+def _scaling_ratio(row: Row) -> str:
+    """Marked where the row of one GPU is of another commit."""
+    ratio = row["scaling_ratio"]
+    return ratio + ("\\*" if ratio and row.get("one_gpu_commit", row["commit"]) != row["commit"] else "")
 
 
 def _percent(text: str, digits: int) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from gemworks.gem.config import GemConfig
 from gemworks.gem.ladder.settings import OTHER_BATCHES
 from gemworks.gem.ladder.step import StepCost
+from gemworks.gem.ladder.tables import law_of
 from gemworks.gem.layers.report import PROTOCOL_COLUMNS, Row, Total, append_csv
 
 COLUMNS = (
@@ -20,7 +21,6 @@ COLUMNS = (
     *PROTOCOL_COLUMNS,
 )
 NE_TOLERANCE = 0.005  # relative; rows that only round otherwise agree to 0.0005
-KEY = ("row", "attention", "batch", "law", "max_len")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def done(path: Path) -> set[tuple[str, ...]]:
     if not path.is_file():
         return set()
     with path.open(newline="") as file:
-        return {tuple(row[key] for key in KEY) for row in csv.DictReader(file)}
+        return {_key_in(row) for row in csv.DictReader(file)}
 
 
 def wrong_answer(path: Path, name: str, case: Case, steps: int, cost: StepCost) -> str:
@@ -57,7 +57,7 @@ def wrong_answer(path: Path, name: str, case: Case, steps: int, cost: StepCost) 
     with path.open(newline="") as file:
         same = [
             row for row in csv.DictReader(file)
-            if key_of(row["row"], case) == tuple(row[key] for key in KEY) and row["steps"] == str(steps) and row["ne"]
+            if key_of(row["row"], case) == _key_in(row) and row["steps"] == str(steps) and row["ne"]
             and row["row"] not in OTHER_BATCHES
         ]  # fmt: skip
     if same and abs(cost.ne / float(same[0]["ne"]) - 1.0) > NE_TOLERANCE:
@@ -67,6 +67,11 @@ def wrong_answer(path: Path, name: str, case: Case, steps: int, cost: StepCost) 
 
 def key_of(row: str, case: Case) -> tuple[str, ...]:
     return (row, case.attention, str(case.batch), case.law, str(case.max_len))
+
+
+def _key_in(row: Mapping[str, str]) -> tuple[str, ...]:
+    """As `key_of`, of a row that was read."""
+    return (row["row"], row["attention"], row["batch"], law_of(row), row["max_len"])
 
 
 def make_row(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
-from gemworks.gem.ladder.settings import RUNGS
+from gemworks.gem.ladder.settings import FULL_STACK, RUNGS
 from gemworks.gem.presets import get_preset
 
 Row = dict[str, str]
@@ -18,6 +20,7 @@ LAWS = {
     "zipf": "lengths by Zipf's law up to {}",
 }
 FLAT = 0.02  # a ratio this near to 1 says nothing in one run
+GAINS, FLAT_WORD, UNCERTAIN, LOSES = "Gains", "Nearly flat in this run", "Uncertain (the ranges overlap)", "Loses"
 
 
 def read(path: Path) -> list[Row]:
@@ -33,6 +36,27 @@ def law_of(row: Mapping[str, str]) -> str:
     return row.get("law") or MAIN_LAW
 
 
+def sets_of(row: Mapping[str, str]) -> str:
+    """What a row's command set beside its options: a column of the ladder of several GPUs, else in the command.
+
+    >>> sets_of({"command": "python -m gemworks.gem.ladder --set data.num_ids=9 --steps 6 --set=model.dim=64"})
+    'data.num_ids=9 model.dim=64'
+    """
+    if row.get("sets") is not None:
+        return row["sets"]
+    words = shlex.split(row.get("command") or "")
+    after = [value for option, value in pairwise(words) if option == "--set"]
+    joined = [word.removeprefix("--set=") for word in words if word.startswith("--set=")]
+    return shlex.join(after + joined)
+
+
+def _made_with(row: Mapping[str, str]) -> str:
+    """What a row was started with, where that is not what the rows of a ladder have."""
+    parts = [f", preset `{row['preset']}`"] if row.get("preset") not in (None, "", "large") else []
+    parts += [f", from `{row['setting']}`"] if row.get("setting") not in (None, "", FULL_STACK) else []
+    return "".join(parts) + (f", with `{sets}`" if (sets := sets_of(row)) else "")
+
+
 def percent(text: str) -> str:
     return f"{100 * float(text):.1f} %" if text else ""
 
@@ -43,7 +67,7 @@ def cases(rows: Sequence[Row], *, chained: bool = True) -> dict[str, list[Row]]:
     for row in sorted(rows, key=lambda row: law_of(row) != MAIN_LAW):
         lengths = LAWS.get(law_of(row), f"{law_of(row)} lengths up to {{}}").format(row["max_len"])
         stack = "" if chained else f"{stack_of(row)}, batch {row['batch']}, "
-        groups[f"{row['attention']} attention, {stack}{lengths}, {row['gpu'] or 'a CPU'}"].append(row)
+        groups[f"{row['attention']} attention, {stack}{lengths}, {row['gpu'] or 'a CPU'}{_made_with(row)}"].append(row)
     return groups
 
 
@@ -57,10 +81,10 @@ def stack_of(row: Row) -> str:
 
 
 def by_attention(rows: Sequence[Row], law: str = MAIN_LAW) -> dict[str, list[Row]]:
-    """Rows of one law by kind of attention, as the ladder has them."""
+    """Rows of one law by kind of attention, as the ladder has them; none that was started with `--set`."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        if law_of(row) == law:
+        if law_of(row) == law and not sets_of(row):
             groups[row["attention"]].append(row)
     return {attention: in_order(group) for attention, group in groups.items()}
 
@@ -95,14 +119,66 @@ def compared(rows: Sequence[Row], *, chained: bool) -> Iterator[tuple[Row, Row |
             base = row
 
 
+def speeds(row: Row) -> tuple[float, float] | None:
+    """Samples/s at the 80th and at the 20th percentile of a row's steps, or None where they were not kept."""
+    if not (row.get("ms_p20") and row.get("ms_p80")):
+        return None
+    return 1e3 * int(row["batch"]) / float(row["ms_p80"]), 1e3 * int(row["batch"]) / float(row["ms_p20"])
+
+
+def ratio_of(row: Row, base: Row) -> str:
+    """The ratio of samples/s with its range: the slow steps of one over the quick ones of the other, and the reverse.
+    \\*: of another commit."""
+    own, other = speeds(row), speeds(base)
+    text = f"x{float(row['samples_per_s']) / float(base['samples_per_s']):.3f}"
+    if own and other:
+        text += f" ({own[0] / other[1]:.2f}-{own[1] / other[0]:.2f})"
+    return text + ("" if row["commit"] == base["commit"] else "\\*")
+
+
+def verdict(row: Row, base: Row) -> str:
+    """What a ratio says. Where the middle steps of the two, 20th to 80th percentile, overlap, it says nothing."""
+    own, other = speeds(row), speeds(base)
+    if own and other and own[0] <= other[1] and other[0] <= own[1]:
+        return UNCERTAIN
+    ratio = float(row["samples_per_s"]) / float(base["samples_per_s"])
+    return FLAT_WORD if abs(ratio - 1) < FLAT else (GAINS if ratio > 1 else LOSES)
+
+
+def repeated(rows: Sequence[Row], alone: Sequence[Row] = ()) -> str:
+    """How far runs of one row differ, of the row that differs most; "" if none was measured twice.
+
+    Args:
+        rows: of one kind of attention and one law, all measurements.
+        alone: of leaving one out, of the same kind and law; its `full stack` is a row of the ladder.
+    """
+    runs: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in [*rows, *(row | {"row": FULL_STACK} for row in alone if row["row"] == "full stack")]:
+        if row["samples_per_s"] and not sets_of(row):
+            runs[row["row"], row["batch"]].append(row)
+
+    def apart(found: Sequence[Row]) -> float:
+        each = [float(row["samples_per_s"]) for row in found]
+        return max(each) / min(each)
+
+    (name, batch), found = max(runs.items(), key=lambda item: apart(item[1]), default=(("", ""), []))
+    if len(found) < 2:
+        return ""
+    each = ", ".join(f"{float(row['samples_per_s']):.0f} ({row['commit']})" for row in found)
+    return (
+        f"How far runs differ: `{name}` with {found[0]['attention']} attention and {batch} samples gave {each} "
+        f"samples/s (commit), x{apart(found):.2f} apart. A smaller gain or loss between rows that were measured once "
+        "may be its run's.\n"
+    )
+
+
 def _over(row: Row, base: Row | None) -> str:
     """The ratio of samples/s to the row that it builds on, which is named where its rung names it."""
     if base is None:
         return ""
-    ratio = float(row["samples_per_s"]) / float(base["samples_per_s"])
     is_named = any(rung.name == row["row"] and rung.over == base["row"] for rung in RUNGS)
     name = f" `{base['row']}`" if is_named else ""
-    return f"x{ratio:.3f}{name}" + ("" if row["commit"] == base["commit"] else "\\*")
+    return ratio_of(row, base) + name
 
 
 def _added(row: Row, batch: str) -> str:
@@ -167,15 +243,13 @@ def takeaways(rows: Sequence[Row], *, chained: bool = True) -> str:
         rows: of one ladder, in its order.
         chained: of `compared`.
     """
-    said: dict[str, list[str]] = {"Gains": [], "Nearly flat in this run": [], "Loses": []}
+    said: dict[str, list[str]] = {word: [] for word in (GAINS, FLAT_WORD, UNCERTAIN, LOSES)}
     first: Row | None = None
     last: Row | None = None
     other = False
     for row, base in compared(rows, chained=chained):
         if base is not None:
-            ratio = float(row["samples_per_s"]) / float(base["samples_per_s"])
-            word = "Nearly flat in this run" if abs(ratio - 1) < FLAT else ("Gains" if ratio > 1 else "Loses")
-            said[word].append(f"`{row['row']}` {_over(row, base)}")
+            said[verdict(row, base)].append(f"`{row['row']}` {_over(row, base)}")
             other = other or row["commit"] != base["commit"]
         if row["samples_per_s"] and (first is None or not is_side(row["row"])):
             first, last = first or row, row

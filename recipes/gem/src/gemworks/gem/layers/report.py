@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 from gemworks.gem.efficiency import BWD_FACTOR, H200_BF16_PEAK_FLOPS
+from gemworks.gem.ladder.tables import law_of
 from gemworks.gem.layers.timing import Split, Time
+from gemworks.gem.turns import without_options
 
 PROTOCOL_COLUMNS = (
     *("dtype", "law", "mean_len", "max_len", "seed", "ms", "ms_p20", "ms_p80", "tflops", "gbps", "bwd_factor"),
@@ -106,7 +108,7 @@ def common_columns(device: torch.device, *, module: str, copy_gbps: float, tflop
         "gpu": torch.cuda.get_device_name(device) if cuda else "",
         "num_gpus": "1" if cuda else "0",
         "clock_mhz": "" if mhz is None else f"{mhz:.0f}",
-        "command": f"python -m {module} {shlex.join(sys.argv[1:])}".strip(),
+        "command": f"python -m {module} {shlex.join(without_options(sys.argv[1:]))}".strip(),
         "commit": commit(),
         "torch": torch.__version__,
         "triton": _triton_version(),
@@ -179,11 +181,29 @@ def done(path: Path) -> set[tuple[str, ...]]:
         return set()
     with path.open(newline="") as file:
         rows = csv.DictReader(file)
-        return {(r["attention"], r["setting"], r["batch"], r["law"]) for r in rows if r["layer"] == "sequence layers"}
+        return {(r["attention"], r["setting"], r["batch"], law_of(r)) for r in rows if r["layer"] == "sequence layers"}
+
+
+def check_columns(path: Path, columns: Sequence[str]) -> None:
+    """Before rows are added to a file that may be there.
+
+    Raises:
+        ValueError: it has other columns, under which cells would be taken for others.
+    """
+    if not path.exists():
+        return
+    with path.open(newline="") as file:
+        header = next(csv.reader(file), [])
+    if header != list(columns):
+        raise ValueError(
+            f"path: got {path} with the columns {', '.join(header)}, expected {', '.join(columns)}; "
+            "write to another folder"
+        )
 
 
 def append_csv(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
-    """Adds rows; the header when the file is new."""
+    """Adds rows; the header when the file is new. Raises what `check_columns` does."""
+    check_columns(path, columns)
     new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:

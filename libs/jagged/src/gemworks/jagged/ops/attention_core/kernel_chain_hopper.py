@@ -9,7 +9,7 @@ of a tile computes the first scores of the next one, as every step does those of
 
 from gemworks.jagged._triton.activations import LOG2_E
 from gemworks.jagged._triton.activations_hopper import fold, weigh
-from gemworks.jagged._triton.hopper_common import pick, store_rows, tile_of
+from gemworks.jagged._triton.hopper_common import pass_over, pick, store_rows, tile_of
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -164,14 +164,7 @@ def chained_consumer(
                 fill += 1
         elif t < total:
             mbarrier.wait(q_full.index(qs), (i // QSTAGES) & 1)
-            for _j in range(trips):  # nothing to do in this part: hand the stages on
-                s0 = fill % STAGES
-                mbarrier.wait(k_full.index(s0), (fill // STAGES) & 1)
-                mbarrier.wait(v_full.index(s0), (fill // STAGES) & 1)
-                mbarrier.arrive(k_free.index(s0), count=1)
-                if not ONE_RELEASE:
-                    mbarrier.arrive(v_free.index(s0), count=1)
-                fill += 1
+            pass_over(trips, fill, k_full, k_free, v_full, v_free, STAGES, ONE_RELEASE)
             mbarrier.arrive(q_free.index(qs), count=1)
             if first_row < q_end:  # no key
                 store_tile(

@@ -51,7 +51,10 @@ class GluonConfig:
         registers: per thread of a consumer.
         one_release: one signal for K of a tile and V of the one before (forward).
         chained: the last step of a tile computes the first scores of the next one (forward; resident_stages 2).
-        in_turn: consumers issue their products one after the other (forward without a mask).
+        in_turn: consumers issue their products one after the other (forward without a mask, not chained, groups >= 2).
+
+    Raises:
+        ValueError: if in_turn comes with chained or with one group.
     """
 
     block: int
@@ -62,6 +65,14 @@ class GluonConfig:
     one_release: bool = False
     chained: bool = False
     in_turn: bool = False
+
+    def __post_init__(self) -> None:
+        if self.in_turn and self.chained:
+            raise ValueError(
+                "in_turn: got True with chained=True; a chained consumer takes no turns: leave one of them out"
+            )
+        if self.in_turn and self.groups < 2:
+            raise ValueError(f"in_turn: got True with groups={self.groups}, expected 2 or more; leave in_turn out")
 
     @property
     def programs(self) -> int:
