@@ -205,6 +205,41 @@ def test_an_engine_that_lets_go_in_backward_what_is_done_waits_for_it(monkeypatc
     assert max(rehearse(step, plan, issue_s=s).step_s for s in HOSTS_S) > 1.05 * ahead
 
 
+def test_what_copies_cost_the_host_is_paid_after_a_synchronisation_and_not_in_the_midst_of_steps():
+    """The first region's copies took the host 2.5 ms longer than the device had to do: one gap, and only one.
+
+    Of a single step after a synchronisation (netmem_offload_steps_h200.txt). In a row each further step adds nothing,
+    because the host issues a step in a third of its time.
+    """
+    step = h200_step()
+    plan = evaluate(step, ["offload"] + ["keep"] * 15)
+    ahead_s = rehearse(step, plan).step_s
+    gaps_s = {
+        n: n * (rehearse(step, plan, issue_s=0.6e-3, send_s=0.45e-3, num_steps=n).step_s - ahead_s) for n in (1, 2, 3)
+    }
+    assert gaps_s[1] == pytest.approx(2.5e-3, abs=0.4e-3)
+    assert gaps_s[2] == pytest.approx(gaps_s[1])
+    assert gaps_s[3] == pytest.approx(gaps_s[1])
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_in_a_row_a_step_leaves_the_next_one_nothing_to_wait_for(num):
+    """What is still leaving when its own backward has used it is closed by the next step, which waits for its copy."""
+    step = h200_step()
+    plan = evaluate(step, ["offload"] * num + ["keep"] * (16 - num))
+    one, row = rehearse(step, plan), rehearse(step, plan, num_steps=3)
+    assert row.step_s == pytest.approx(one.step_s)
+    assert row.moved_up_bytes == pytest.approx(one.moved_up_bytes)
+    assert row.moved_down_bytes == pytest.approx(one.moved_down_bytes)
+
+
+@pytest.mark.parametrize("wrong", [{"issue_s": -1.0}, {"send_s": float("nan")}, {"num_steps": 0}])
+def test_a_rehearsal_without_steps_or_with_time_running_backwards(wrong):
+    step = h200_step()
+    with pytest.raises(ValueError, match="issue_s, send_s, num_steps"):
+        rehearse(step, evaluate(step, ["keep"] * 16), **wrong)
+
+
 def test_a_host_slower_than_the_device_sets_the_time():
     step = make_step(3, (4, 4), 4, 100, held=50)
     plan = evaluate(step, ["offload", "keep", "keep"])

@@ -31,8 +31,9 @@ from gemworks.netmem.budget import (
     evaluate,
 )
 from gemworks.netmem.codec import Codec
-from gemworks.netmem.contention import WAYS, measure_contention
+from gemworks.netmem.contention import measure_contention
 from gemworks.netmem.ledger import BandwidthLedger
+from gemworks.netmem.movers import WAYS
 from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.policy import apply_policy, find_region, room_for_graphs, treated_forward
 from torch import nn
