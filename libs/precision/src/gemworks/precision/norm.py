@@ -18,8 +18,8 @@ import torch
 from gemworks.precision.backends import choose
 from gemworks.precision.casts import CastSpec, cast, cast_backend, cast_squares, device_of
 from gemworks.precision.gemms import gemm
-from gemworks.precision.linear import linear_backward, weight_plane
 from gemworks.precision.mxtensor import MXTensor, padded_rows
+from gemworks.precision.products import linear_backward, weight_plane
 from gemworks.precision.recipe import GemmKind, Recipe, Save, recipe
 from gemworks.precision.tiles import (
     ALONG_COLUMNS,
