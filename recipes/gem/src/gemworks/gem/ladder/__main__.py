@@ -28,7 +28,7 @@ from gemworks.gem.ladder.step import StepCost, TrainingRow, compile_small, free,
 from gemworks.gem.ladder.tables import MAIN_LAW, read
 from gemworks.gem.layers.__main__ import measure
 from gemworks.gem.layers.report import COLUMNS as LAYER_COLUMNS
-from gemworks.gem.layers.report import Measured, Row, Total, append_csv, common_columns, rows_of, total_of
+from gemworks.gem.layers.report import Measured, Row, Total, append_csv, common_columns, note_of, rows_of, total_of
 from gemworks.gem.layers.timing import Bound
 from gemworks.gem.presets import load_config
 from gemworks.gem.schema import Batch
@@ -47,10 +47,6 @@ REFUSALS = (RuntimeError, ImportError)
 
 
 PROBED_WHOLE = "no Local MFU: what a probe chose is of a whole model"
-
-
-def _note(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 @dataclass(frozen=True)
@@ -194,7 +190,7 @@ class Ladder:
             small = read_batches(config, source, 2, pin=False)
             compile_small(config, source, small, self.device)
         except REFUSALS as error:
-            print(f"{plan.name}, compiling: {_note(error)}", flush=True)
+            print(f"{plan.name}, compiling: {note_of(error)}", flush=True)
             free(self.device, compiled=False)
 
     def _measure(self, plan: Planned, case: rows.Case) -> None:
@@ -218,7 +214,7 @@ class Ladder:
                 else:
                     local = total_of(self._layers(plan.name, case, config), sequence_only=True)
             except REFUSALS as error:
-                note = _note(error)
+                note = note_of(error)
         if cost is not None and cost.split is not None:
             self._write_kernels(plan.name, case, cost)
         common = self._mean_length(config)

@@ -33,7 +33,7 @@ from gemworks.gem.ladder.rows import COLUMNS as LADDER_COLUMNS
 from gemworks.gem.ladder.settings import FULL_STACK, Change, build, chain, kernels, train
 from gemworks.gem.ladder.step import free
 from gemworks.gem.ladder.tables import law_of, read
-from gemworks.gem.layers.report import Row, append_csv, check_columns, common_columns
+from gemworks.gem.layers.report import Row, append_csv, check_columns, common_columns, note_of
 from gemworks.gem.presets import load_config
 from gemworks.gem.ranks import Ranks, open_ranks
 from gemworks.gem.turns import Turns
@@ -285,7 +285,7 @@ class Pair:
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if self.ranks.world_size > 1 and not rung.alone:
                 raise  # the ranks may no longer be in step with each other
-            note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            note = note_of(error)
         free(self.device)  # only here: as long as the error is there its frames hold the row's memory
         return None, note, None
 
