@@ -225,7 +225,11 @@ def test_shard_groups_keep_to_a_zone_unless_the_caller_lifts_that() -> None:
 def test_ranks_ascend_along_every_axis_as_torch_orders_a_groups_ranks() -> None:
     """Found by swaps, where groups do not fit the domains; a better order that torch would not keep is worth nothing."""
     c = cluster(2, 2, 3)
-    for shard, axis, collective in ((4, "shard", "broadcast"), (4, "shard", "all_to_all"), (3, "replica", "all_gather")):
+    for shard, axis, collective in (
+        (4, "shard", "broadcast"),
+        (4, "shard", "all_to_all"),
+        (3, "replica", "all_gather"),
+    ):
         plan = ParallelPlan.for_world(12, shard=shard)
         traffic = (
             Traffic(view="dense", axis="shard", collective="all_gather", nbytes=1e6),
