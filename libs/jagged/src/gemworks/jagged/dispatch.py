@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
+from functools import cache, lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 from gemworks.jagged._checks import DTYPES, MAX_HEAD_DIM
@@ -184,12 +184,30 @@ class Explanation:
 
 
 def architecture_of(device: torch.device | str) -> str:
-    """ "cpu", or "sm_90" and the like for a CUDA device (asks the driver, reads no device memory)."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        return device.type
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+    """ "cpu", or "sm_90" and the like for a CUDA device (asks the driver once, reads no device memory)."""
+    if isinstance(device, str):
+        device = torch.device(device)
+    return device.type if device.type != "cuda" else _gpu_of(device).architecture
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device."""
+    return _gpu_of(device).num_multiprocessors
+
+
+class _Gpu(NamedTuple):
+    architecture: str
+    num_multiprocessors: int
+
+
+def _gpu_of(device: torch.device) -> _Gpu:
+    return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache  # every op asks, some of them twice, and torch takes microseconds to answer
+def _gpu(index: int) -> _Gpu:
+    found = torch.cuda.get_device_properties(index)
+    return _Gpu(f"sm_{found.major}{found.minor}", found.multi_processor_count)
 
 
 FEATURES = ("masked", "grouped", "shared_query", "bias", "qk_norm", "rope")
