@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from gemworks.netmem.checks import check_all, check_kind, check_number
 from gemworks.netmem.ledger import HBM, BandwidthLedger
 
 
@@ -28,6 +29,10 @@ class Segment:
     name: str
     duration_s: float
     hbm_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number(f"duration_s of segment {self.name!r}", self.duration_s)
+        check_number(f"hbm_bytes of segment {self.name!r}", self.hbm_bytes)
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,11 @@ class Transfer:
     link: str
     after: int = -1
     before: int | None = None
+
+    def __post_init__(self) -> None:
+        check_number(f"num_bytes of transfer {self.name!r}", self.num_bytes)
+        check_kind(f"link of transfer {self.name!r}", self.link, str, "a link of the ledger")
+        check_number(f"after of transfer {self.name!r}", self.after, -1, whole=True)
 
 
 @dataclass(frozen=True)
@@ -127,11 +137,6 @@ def _validate(ledger: BandwidthLedger, segments: list[Segment], transfers: list[
             f"transfers: names must differ, got {sorted(n for n in set(names) if names.count(n) > 1)} more than once"
         )
     for segment in segments:
-        if segment.duration_s < 0 or segment.hbm_bytes < 0:
-            raise ValueError(
-                f"segment {segment.name!r}: expected duration_s and hbm_bytes >= 0, got {segment.duration_s} and "
-                f"{segment.hbm_bytes}"
-            )
         if segment.hbm_bytes > segment.duration_s * ledger.capacity[HBM] * (1 + 1e-6):
             raise ValueError(
                 f"segment {segment.name!r}: {segment.hbm_bytes:.4g} bytes in {segment.duration_s:.4g} s is more than "
@@ -146,8 +151,6 @@ def _validate(ledger: BandwidthLedger, segments: list[Segment], transfers: list[
                 f"transfer {transfer.name!r}: expected -1 <= after < before <= {len(segments)}, got "
                 f"after={transfer.after}, before={transfer.before}"
             )
-        if transfer.num_bytes < 0:
-            raise ValueError(f"transfer {transfer.name!r}: expected num_bytes >= 0, got {transfer.num_bytes}")
 
 
 def predict(ledger: BandwidthLedger, segments: Iterable[Segment], transfers: Iterable[Transfer]) -> Prediction:
@@ -162,7 +165,8 @@ def predict(ledger: BandwidthLedger, segments: Iterable[Segment], transfers: Ite
         ValueError: unknown link, impossible order, negative size, a segment with more memory traffic than the memory
             gives.
     """
-    segments, transfers = list(segments), list(transfers)
+    segments = check_all("segments", segments, Segment)
+    transfers = check_all("transfers", transfers, Transfer)
     _validate(ledger, segments, transfers)
     now, current = 0.0, 0
     running = False
