@@ -119,7 +119,7 @@ class PinnedArena:
     """
 
     def __init__(self, capacity_bytes: int, *, pin: bool | None = None) -> None:
-        check_number("capacity_bytes (such as 16 << 30 for 16 GiB)", capacity_bytes, above=True, whole=True)
+        check_number("capacity_bytes", capacity_bytes, above=True, whole=True, fix="16 << 30 is 16 GiB")
         available = available_memory_bytes()
         if available is not None and capacity_bytes > MAX_SHARE_OF_AVAILABLE * available:
             raise ValueError(

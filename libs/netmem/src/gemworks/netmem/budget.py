@@ -226,6 +226,16 @@ class Plan:
         return self.peak.bytes
 
 
+def check_plan(plan: Plan, profile: StepProfile) -> None:
+    """Raise unless the plan is one, of the profile's regions."""
+    check_kind("plan", plan, Plan, "solve() and evaluate() make one")
+    if set(plan.choices) != {region.name for region in profile.regions}:
+        raise ValueError(
+            f"plan: expected choices for {[r.name for r in profile.regions]}, got {list(plan.choices)}; pass the "
+            f"profile that the plan was made for"
+        )
+
+
 def evaluate(profile: StepProfile, choices: Mapping[str, str] | Sequence[str], gap_s: float = 0.0) -> Plan:
     """Memory and time of given choices: the definition that the solver optimises.
 

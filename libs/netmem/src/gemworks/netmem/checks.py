@@ -41,7 +41,14 @@ def check_all(name: str, values: Any, kind: type[T], fix: str = "") -> list[T]:
 
 
 def check_number(
-    name: str, value: Any, least: float = 0.0, *, above: bool = False, finite: bool = True, whole: bool = False
+    name: str,
+    value: Any,
+    least: float = 0.0,
+    *,
+    above: bool = False,
+    finite: bool = True,
+    whole: bool = False,
+    fix: str = "",
 ) -> None:
     """Raise unless `value` is a number of at least `least` (or above it) and no NaN.
 
@@ -56,7 +63,7 @@ def check_number(
         return
     kind = "a whole number" if whole else "a number" if not finite or value != math.inf else "a finite number"
     bound = "" if least == -math.inf else f" {'above' if above else 'of at least'} {least:g}"
-    raise ValueError(f"{name}: expected {kind}{bound}, got {value!r}")
+    raise ValueError(f"{name}: expected {kind}{bound}, got {value!r}" + (f"; {fix}" if fix else ""))
 
 
 def checked_device(device: Any) -> torch.device:

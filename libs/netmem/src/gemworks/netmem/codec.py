@@ -154,7 +154,7 @@ class Fp8Codec:
 
     def __post_init__(self) -> None:
         if self.block is not None:
-            check_number("block (None for whole rows)", self.block, 1, whole=True)
+            check_number("block", self.block, 1, whole=True, fix="None is for whole rows")
 
     @property
     def name(self) -> str:

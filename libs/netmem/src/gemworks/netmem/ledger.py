@@ -53,7 +53,7 @@ class Link:
 
     def __post_init__(self) -> None:
         check_kind("name", self.name, str, "'host.up' or the like")
-        check_number(f"bytes_per_s of link {self.name!r} (leave an absent link out)", self.bytes_per_s, above=True)
+        check_number(f"bytes_per_s of link {self.name!r}", self.bytes_per_s, above=True, fix="leave an absent link out")
         check_number(f"latency_s of link {self.name!r}", self.latency_s)
         check_number(f"num_copy_engines of link {self.name!r}", self.num_copy_engines, whole=True)
         check_all(f"resources of link {self.name!r}", self.resources, str)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from gemworks.netmem.arena import Fence, PinnedArena
-from gemworks.netmem.budget import Option, Plan, StepProfile
+from gemworks.netmem.budget import Option, Plan, StepProfile, check_plan
 from gemworks.netmem.checks import check_kind, check_number
 from gemworks.netmem.movers import WAYS, Way
 from gemworks.netmem.offload import OffloadEngine
@@ -217,12 +217,7 @@ def rehearse(
     7.0
     """
     check_kind("profile", profile, StepProfile, "the one that the plan was made for")
-    check_kind("plan", plan, Plan, "solve() and evaluate() make one")
-    if set(plan.choices) != {region.name for region in profile.regions}:
-        raise ValueError(
-            f"plan: expected choices for {[r.name for r in profile.regions]}, got {list(plan.choices)}; pass the "
-            f"profile that the plan was made for"
-        )
+    check_plan(plan, profile)
     check_number("issue_s", issue_s)
     check_number("send_s", send_s)
     check_number("num_steps", num_steps, 1, whole=True)
