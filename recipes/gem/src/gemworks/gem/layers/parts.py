@@ -294,15 +294,17 @@ def _sequence_parts(
 
 
 class _WholeBlock(nn.Module):
-    """Pooling, PFFN and self-attention of a layer in one call: tokens after them, and the summary."""
+    """Pooling, PFFN and self-attention of a layer in one call: tokens after them, the summary, and a late residual."""
 
     def __init__(self, block: EventBlock) -> None:
         super().__init__()
         self.block = block
 
-    def forward(self, sequence: Sequence, x_sum_BnD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, sequence: Sequence, x_sum_BnD: Tensor) -> tuple[Tensor, ...]:
+        sequence = sequence.summed()
         summary_BnD = self.block.summarise(sequence, None)
-        return self.block(sequence, x_sum_BnD).s_TD, summary_BnD
+        after = self.block(sequence, x_sum_BnD)
+        return (after.s_TD, summary_BnD) if after.late_TD is None else (after.s_TD, summary_BnD, after.late_TD)
 
 
 def _whole_layer(
@@ -315,7 +317,10 @@ def _whole_layer(
     flops: FlopCount,
     costs: Mapping[str, tuple[Product, ...]],
 ) -> Part:
-    """A first layer's sequence parts as one module, compiled as one graph as in a step: norms fuse across its parts."""
+    """A first layer's sequence parts as one module, compiled as one graph as in a step: norms fuse across its parts.
+    With a late residual it is one of the layers after it: it adds what the layer before left, and leaves its own."""
+    if config.kernels.late_residual:
+        sequence = sequence.replace_tokens(sequence.s_TD, torch.randn_like(sequence.s_TD).requires_grad_())
     module = _WholeBlock(EventBlock(config, size, 0, device=x_sum.device))
     if config.kernels.linears != "bf16":
         quantise_linears(module, config.kernels)
@@ -325,7 +330,8 @@ def _whole_layer(
         torch._dynamo.maybe_mark_dynamic(x_sum, 0)
     parts = tuple(f"layer0.{event}.{name}." for name in costs)
     cost = (1.0 + BWD_FACTOR) * sum(f for key, f in flops.parts.items() if key.startswith(parts))
-    leaves = (sequence.s_TD, x_sum, *module.parameters())
+    late = () if sequence.late_TD is None else (sequence.late_TD,)
+    leaves = (sequence.s_TD, *late, x_sum, *module.parameters())
     products = tuple(product for of_part in costs.values() for product in of_part)
     return Part(f"{prefix}layer", 0, cost, True, partial(module, sequence, x_sum), leaves, products)
 
