@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -61,13 +61,10 @@ class Heartbeat:
     def __exit__(self, *error: object) -> None:
         self._stop.set()
         self._thread.join()
-        # Ranks notice a death at different times, each when a group of its own fails. Who notices later must not take
-        # those for dead that have gone because of it.
-        with suppress(RuntimeError, dist.DistError):
-            self._store.add(f"left/{self._rank}", 1)
 
     def silent_ranks(self) -> tuple[int, ...]:
-        """Ranks whose counter does not move within `patience` intervals and that have not left; it waits that long."""
+        """Ranks whose counter does not move within `patience` intervals, without those that left; it waits that
+        long."""
         before = [self.beats(r) for r in range(self._world)]
         time.sleep(self._interval * self._patience)
         still = [r for r in range(self._world) if r != self._rank and self.beats(r) == before[r]]
@@ -75,7 +72,7 @@ class Heartbeat:
         return tuple(r for r in still if r not in gone)
 
     def left_ranks(self) -> tuple[int, ...]:
-        """Ranks that have stopped beating by themselves: their `with` block ended, in an error or not."""
+        """Ranks whose `guard` has failed: they may be gone, but because of another."""
         return tuple(r for r in range(self._world) if self._store.add(f"left/{r}", 0))
 
     def beats(self, rank: int) -> int:
@@ -94,6 +91,9 @@ class Heartbeat:
         except (RuntimeError, dist.DistError) as error:
             try:
                 silent, gone = self.silent_ranks(), self.left_ranks()
+                # Ranks notice a death at different times, each when a group of its own fails. Who notices later must
+                # not take for dead those that have gone because of it.
+                self._store.add(f"left/{self._rank}", 1)
             except (RuntimeError, dist.DistError):
                 raise RankFailure(f"{what}: a collective failed and the store is gone: its host died", ()) from error
             if silent:
