@@ -25,7 +25,7 @@ from test_parallel_experts import Block, D, make_expert
 from torch import nn
 
 pytestmark = pytest.mark.dist
-TIMEOUT_S, DEAD = 20, 2
+TIMEOUT_S, DEAD = 10, 2
 
 
 def experts_step(rank: int, world: int) -> Callable[[], object]:
