@@ -112,9 +112,9 @@ def plan_of(config: ParallelConfig, num_ranks: int) -> ParallelPlan:
         num_ranks,
         shard=num_ranks if config.shard is None else config.shard,
         expert=config.experts if config.experts > 1 else None,
-        expert_shard=config.expert_shard,
+        expert_shard=config.expert_shard if config.experts > 1 else 1,
         table_group=group if sharded else None,
-        replica_shard=config.table_replica_shard,
+        replica_shard=config.table_replica_shard if sharded else 1,
     )
 
 
