@@ -168,7 +168,9 @@ class OffloadEngine:
                 or overlaps are coded and move with their whole storage.
         """
         coder = None if codec is None else get_codec(codec)
-        self._traffic.forget_pace()
+        with self._lock:
+            self._reap()
+            self._traffic.begin_forward()
         # beside 16-bit activations, float32 means statistics (a logsumexp, a mean): too few bytes to be worth the error
         wide = torch.is_autocast_enabled(self.device.type) or any(
             p.dtype in (torch.bfloat16, torch.float16) for module in modules for p in module.parameters()
@@ -211,8 +213,8 @@ class OffloadEngine:
         """Wait for every copy and let the device memory of departed tensors go."""
         with self._lock:
             self._mover.synchronize()
-            self._traffic.drain(0)
             self._reap()
+            self._traffic.drain(0)
 
     # -- pace ----------------------------------------------------------------------------------------------------------
 
@@ -222,6 +224,8 @@ class OffloadEngine:
         copies the host finds done.
         """
         with self._lock:
+            self._reap()
+            self._traffic.begin_forward()
             self._traffic.num_paced += 1
         try:
             yield
