@@ -173,6 +173,21 @@ def test_one_line_of_support_says_no_more_than_its_rows(monkeypatch: pytest.Monk
         tables.grouped_support(rows[1:])
 
 
+def test_the_index_names_every_decision_and_what_replaced_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that a later one replaces says so below its title, and nowhere else, so that the index can."""
+    monkeypatch.syspath_prepend(ROOT / "docs/_site")
+    index = importlib.import_module("tables").decisions()
+    pages = {path.name[:4]: path for path in (ROOT / "docs/decisions").glob("[0-9]*.md")}
+    assert re.findall(r"^\| (\d{4}) \|", index, re.MULTILINE) == sorted(pages)
+    for number, path in pages.items():
+        text = path.read_text(encoding="utf-8")
+        said = re.findall(r"^\W*(?:Superseded|Changed in part) by \W*(\d{4})", text, re.MULTILINE)
+        (line,) = (line for line in index.splitlines() if line.startswith(f"| {number} |"))
+        assert said == re.findall(r"by \[(\d{4})\]", line), path.name
+        assert all(number < later and later in pages for later in said), path.name
+    assert "superseded by [0360]" in index
+
+
 def test_a_long_file_shows_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours with the best peer of each, or whole steps; and the page says so. Short files are shown whole."""
     monkeypatch.syspath_prepend(ROOT / "docs/_site")
