@@ -88,11 +88,9 @@ def tiles_values(codes: Tensor, scales: Tensor, offsets: Tensor, total: int, dty
     return out
 
 
-def hopper_forward(
-    p: Problem, scales: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, config: HopperConfig | None = None
-) -> tuple[Tensor, Tensor]:
+def hopper_forward(p: Problem, scales: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(output [T, N, H] in `dtype`, log-sum-exp [N, T]) of tiles: `p.v` is [C, M, H, 128], see tiles.py."""
-    config = HOPPER if config is None else config
+    config = HOPPER
     (total, heads, width), heads_k = p.q.shape, p.k.shape[1]
     out = torch.empty(total, heads, width, dtype=dtype, device=p.q.device)
     lse = torch.empty(heads, total, dtype=torch.float32, device=p.q.device)
