@@ -132,6 +132,25 @@ def test_each_product_has_its_own_format():
         torch.testing.assert_close(dx, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("square_weights", [False, True])
+def test_each_operand_has_its_own_format(square_weights):
+    """The weight of dgrad is not that of forward, nor the input of wgrad that of forward."""
+    x, w, _, dy = data()
+    products = (GemmRecipe(left="e5m2"), GemmRecipe(right="e5m2"), GemmRecipe(left="e5m2"))
+    chosen = Recipe("mixed", *products, square_weights=square_weights)
+    y, dx, dw, _ = run(x, w, None, dy, chosen)
+
+    def weight(dim: int, format: str) -> torch.Tensor:
+        return (quantize_square(w, format) if square_weights else quantize(w, dim, format)).dequantize()
+
+    with torch.no_grad():
+        expected = quantize(x, 1, "e5m2").dequantize() @ weight(1, "e4m3").t()
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(dx, quantize(dy, 1).dequantize() @ weight(0, "e5m2"), rtol=1e-5, atol=1e-5)
+        expected = quantize(dy, 0, "e5m2").dequantize().t() @ quantize(x, 0).dequantize()
+        torch.testing.assert_close(dw, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_all_bf16_recipe_is_the_plain_layer():
     x, w, b, dy = data()
     y, dx, dw, _ = run(x, w, b, dy, "bf16")
