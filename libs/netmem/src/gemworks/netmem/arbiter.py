@@ -19,11 +19,10 @@ from collections.abc import Sequence
 
 import torch
 from gemworks.netmem.arena import Fence
-from gemworks.netmem.movers import CHUNK_BYTES, Mover, Way
+from gemworks.netmem.movers import CHUNK_BYTES, WAYS, Mover, Way
 
 # The pieces under way last longer than this, so the engine doesn't run dry between two looks.
 POLL_S = 2e-4
-WAYS: tuple[Way, Way] = ("up", "down")
 
 
 class _Job:

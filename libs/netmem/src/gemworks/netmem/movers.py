@@ -22,6 +22,7 @@ from gemworks.netmem.arena import Fence
 from torch.multiprocessing.reductions import StorageWeakRef
 
 Way = Literal["up", "down"]
+WAYS: tuple[Way, Way] = ("up", "down")
 CHUNK_BYTES = 32 << 20
 # Written instead of a source that is gone: NaN in every float format.
 POISON = 0xFF

@@ -12,7 +12,6 @@ import math
 import threading
 import warnings
 import weakref
-from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +38,8 @@ from gemworks.netmem.handles import (
     whole_of,
 )
 from gemworks.netmem.movers import CHUNK_BYTES, Mover, mover_for
-from gemworks.netmem.parcels import Parcel, State
+from gemworks.netmem.parcels import Parcel
+from gemworks.netmem.traffic import Traffic
 from torch.multiprocessing.reductions import StorageWeakRef
 
 # A view of a much larger storage is copied out by itself instead of moving the whole storage.
@@ -131,42 +131,21 @@ class OffloadEngine:
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.window_bytes = window_bytes
         self.min_bytes = min_bytes
         self.arena = arena or PinnedArena((1 if self.device.type == "cpu" else 16) << 30)
         self._mover = mover or mover_for(self.device, chunk_bytes)
+        self._traffic = Traffic(self.arena, self._mover, window_bytes)
         self._lock = threading.RLock()
-        self._graveyard: deque[tuple[Parcel, ...]] = deque()
         self._identity: dict[tuple[Any, ...], Any] = {}
         # storages coded whole; weakly, because their codes may be on the device
         self._wholes: dict[tuple[Any, ...], tuple[weakref.ref[Coded], StorageWeakRef]] = {}
-        self._live: OrderedDict[int, Parcel] = OrderedDict()  # by order of saving
-        self._leaving: deque[Parcel] = deque()
-        self._leaving_bytes = 0
-        self._returning: OrderedDict[int, Parcel] = OrderedDict()  # brought ahead of need
-        self._returning_bytes = 0
-        self._sequence = 0
-        # set by `begin_backward`: parcels before this one are ahead of need, and how many bytes of them may be back
-        self._ahead_of = 0
-        self._ahead_bytes = math.inf
-        self._staying_bytes = math.inf
-        self._num_paced = 0  # forwards under way that end in `end_forward`
         self._warned = False
-        self._count = dict.fromkeys(
-            (
-                "saved_bytes",
-                "moved_up_bytes",
-                "moved_down_bytes",
-                "coded_bytes",
-                "num_moved",
-                "num_kept",
-                "num_exhausted",
-                "num_rescued",
-                "largest_parcel_bytes",
-                "peak_in_flight_bytes",
-            ),
-            0,
-        )
+        self._count = dict.fromkeys(("saved_bytes", "coded_bytes", "num_kept", "num_exhausted"), 0)
+
+    @property
+    def window_bytes(self) -> int:
+        """Most bytes in flight each way."""
+        return self._traffic.window_bytes
 
     # -- what users call -----------------------------------------------------------------------------------------------
 
@@ -189,7 +168,9 @@ class OffloadEngine:
                 or overlaps are coded and move with their whole storage.
         """
         coder = None if codec is None else get_codec(codec)
-        self._ahead_of, self._ahead_bytes, self._staying_bytes = 0, math.inf, math.inf
+        with self._lock:
+            self._reap()
+            self._traffic.begin_forward()
         # beside 16-bit activations, float32 means statistics (a logsumexp, a mean): too few bytes to be worth the error
         wide = torch.is_autocast_enabled(self.device.type) or any(
             p.dtype in (torch.bfloat16, torch.float16) for module in modules for p in module.parameters()
@@ -214,10 +195,17 @@ class OffloadEngine:
         """Counters of this moment."""
         with self._lock:
             self._reap()
+            traffic = self._traffic
             return OffloadStats(
                 **self._count,
-                num_live=len(self._live),
-                in_flight_bytes=self._leaving_bytes + self._returning_bytes,
+                moved_up_bytes=traffic.moved_up_bytes,
+                moved_down_bytes=traffic.moved_down_bytes,
+                num_moved=traffic.num_sent,
+                num_rescued=traffic.num_rescued,
+                num_live=traffic.num_live,
+                largest_parcel_bytes=traffic.largest_parcel_bytes,
+                in_flight_bytes=traffic.in_flight_bytes,
+                peak_in_flight_bytes=traffic.peak_in_flight_bytes,
                 host_bytes=self.arena.stats().requested_bytes,
             )
 
@@ -225,8 +213,8 @@ class OffloadEngine:
         """Wait for every copy and let the device memory of departed tensors go."""
         with self._lock:
             self._mover.synchronize()
-            self._drain(0)
             self._reap()
+            self._traffic.drain(0)
 
     # -- pace ----------------------------------------------------------------------------------------------------------
 
@@ -236,23 +224,25 @@ class OffloadEngine:
         copies the host finds done.
         """
         with self._lock:
-            self._num_paced += 1
+            self._reap()
+            self._traffic.begin_forward()
+            self._traffic.num_paced += 1
         try:
             yield
         finally:
             with self._lock:
-                self._num_paced -= 1
+                self._traffic.num_paced -= 1
 
     @property
     def position(self) -> int:
         """Number of parcels sent so far. What a region sends lies between its position before and after."""
-        return self._sequence
+        return self._traffic.num_sent
 
     def parcel_bytes(self, start: int) -> tuple[int, ...]:
         """Sizes of what was sent since `position` was `start` and is still needed, in that order."""
         with self._lock:
             self._reap()
-            return tuple(p.nbytes for at, p in self._live.items() if at >= start)
+            return self._traffic.parcel_bytes(start)
 
     def end_forward(self, leaving_bytes: float) -> None:
         """Let device bytes go until at most that many, rounded up to a whole parcel, are leaving.
@@ -263,8 +253,7 @@ class OffloadEngine:
         """
         with self._lock, torch.no_grad():
             self._reap()
-            while self._leaving and self._leaving_bytes - self._leaving[0].nbytes >= leaving_bytes:
-                self._depart_oldest()
+            self._traffic.end_forward(leaving_bytes)
 
     def begin_backward(self, start: int, end: int, returning_bytes: float, staying_bytes: float = math.inf) -> None:
         """The backward of a region begins: bring its own parcels, and some of what is needed after it.
@@ -277,15 +266,7 @@ class OffloadEngine:
         """
         with self._lock, torch.no_grad():
             self._reap()
-            returning = sum(p.nbytes for at, p in self._returning.items() if at < start)
-            there = returning + self._leaving_before(start)
-            while self._leaving and self._leaving[0].sequence < start:
-                there -= self._leaving[0].nbytes
-                if there < staying_bytes:
-                    break
-                self._depart_oldest()
-            self._ahead_of, self._ahead_bytes, self._staying_bytes = start, returning_bytes, staying_bytes
-            self._look_ahead(end, min((p.num_passes for at, p in self._live.items() if at < end), default=0))
+            self._traffic.begin_backward(start, end, returning_bytes, staying_bytes)
 
     # -- pack ----------------------------------------------------------------------------------------------------------
 
@@ -322,19 +303,7 @@ class OffloadEngine:
 
     def _keep(self, x: torch.Tensor) -> Kept:
         self._count["num_kept"] += 1
-        return Kept(self, x)
-
-    def _send(self, storage: torch.UntypedStorage) -> Parcel:
-        parcel = Parcel(self._sequence, storage, self.arena, self._mover)
-        self._sequence += 1
-        self._live[parcel.sequence] = parcel
-        self._leaving.append(parcel)
-        self._leaving_bytes += parcel.nbytes
-        self._count["num_moved"] += 1
-        self._count["largest_parcel_bytes"] = max(self._count["largest_parcel_bytes"], parcel.nbytes)
-        self._count["moved_up_bytes"] += parcel.nbytes
-        self._note_in_flight()
-        return parcel
+        return Kept(self._traffic, x)
 
     def _look_up(self, key: tuple[Any, ...]) -> Any:
         filed = self._identity.get(key)
@@ -355,10 +324,10 @@ class OffloadEngine:
         parcel, probe = self._look_up(key), None
         if parcel is None:
             source = x.clone(memory_format=torch.contiguous_format).untyped_storage() if compact else storage
-            parcel = self._send(source)
+            parcel = self._traffic.send(source)
             probe = self._file(key, parcel, x)
-        handle = Moved(self, x, parcel, compact, probe)
-        self._drain(self.window_bytes)
+        handle = Moved(self._traffic, x, parcel, compact, probe)
+        self._traffic.drain(self.window_bytes)
         return handle
 
     def _code(self, x: torch.Tensor, codec: Codec, move: bool) -> Coded:
@@ -372,7 +341,7 @@ class OffloadEngine:
             placed: list[Parcel | torch.Tensor] = []
             for c in tensors:
                 try:
-                    placed.append(self._send(own_storage(c)) if move and c.numel() else c)
+                    placed.append(self._traffic.send(own_storage(c)) if move and c.numel() else c)
                 except PinnedMemoryExhaustedError as error:
                     self._exhausted(error)
                     placed.append(c)
@@ -380,8 +349,8 @@ class OffloadEngine:
             # codes on the device aren't filed: the file would keep them alive
             if all(isinstance(where, Parcel) for where in placed):
                 self._file(key, codes, x)
-        handle = Coded(self, x, codec, codes)
-        self._drain(self.window_bytes)
+        handle = Coded(self._traffic, x, codec, codes)
+        self._traffic.drain(self.window_bytes)
         return handle
 
     def _part(self, x: torch.Tensor, whole: torch.Tensor, codec: Codec, move: bool) -> Part:
@@ -391,7 +360,7 @@ class OffloadEngine:
         if coded is None:
             coded = self._code(whole, codec, move)
             self._wholes[key] = weakref.ref(coded), StorageWeakRef(x.untyped_storage())
-        return Part(self, x, coded)
+        return Part(self._traffic, x, coded)
 
     # -- unpack --------------------------------------------------------------------------------------------------------
 
@@ -407,7 +376,7 @@ class OffloadEngine:
                     storage = self._unpack(handle.whole).untyped_storage()
                     handle.whole.decoded = StorageWeakRef(storage)
                 return view_of(storage, handle.dtype, handle.offset, handle.shape, handle.stride)
-            storages = {id(p): self._fetch(p) for p in handle.parcels}
+            storages = {id(p): self._traffic.fetch(p) for p in handle.parcels}
             if isinstance(handle, Moved):
                 x = view_of(storages[id(handle.parcels[0])], handle.dtype, handle.offset, handle.shape, handle.stride)
             else:
@@ -418,109 +387,20 @@ class OffloadEngine:
                 )
                 x = handle.restore(codes)
             if handle.parcels:
-                current = min(p.num_passes for p in handle.parcels)
-                for parcel in handle.parcels:
-                    parcel.unpacked()
-                self._look_ahead(min(p.sequence for p in handle.parcels), current)
+                self._traffic.unpacked(handle.parcels)
             return x
-
-    def _fetch(self, parcel: Parcel) -> torch.UntypedStorage:
-        if parcel.state is State.LEAVING:
-            self._count["num_rescued"] += 1
-        if parcel.state is State.AWAY:
-            # brought ahead, but for a later time than this one: their host copies are intact, so give their room to
-            # this one. What was saved after it is asked for before it or by the same node, so that stays.
-            for later in sorted(at for at in self._returning if at < parcel.sequence):
-                if self._returning_bytes + parcel.nbytes <= self.window_bytes:
-                    break
-                self._forget_returning(later).settle()
-            self._count["moved_down_bytes"] += parcel.nbytes
-        self._forget_returning(parcel.sequence)
-        return parcel.fetch()
-
-    def _forget_returning(self, sequence: int) -> Parcel:
-        parcel = self._returning.pop(sequence, None)
-        if parcel is not None:
-            self._returning_bytes -= parcel.nbytes
-            return parcel
-        return self._live[sequence]
-
-    def _look_ahead(self, sequence: int, num_passes: int) -> None:
-        """Bring what was saved before this one, latest first, as far as the pace and the window reach.
-
-        A node of the graph asks for its tensors in the order of saving: what more than `num_passes` backward passes are
-        through with lies before this one too and is not needed again in this pass.
-        """
-        ahead_bytes = sum(p.nbytes for at, p in self._returning.items() if at < self._ahead_of)
-        most_bytes = min(self._ahead_bytes, self._staying_bytes - self._leaving_before(self._ahead_of))
-        for earlier in reversed(self._live):
-            if earlier >= sequence:
-                continue
-            parcel = self._live[earlier]
-            if parcel.state is not State.AWAY or parcel.num_passes > num_passes:
-                continue
-            if earlier < self._ahead_of:
-                if ahead_bytes >= most_bytes:
-                    break
-                ahead_bytes += parcel.nbytes
-            if self._returning_bytes + parcel.nbytes > self.window_bytes:
-                break
-            parcel.bring()
-            self._returning[earlier] = parcel
-            self._returning_bytes += parcel.nbytes
-            self._count["moved_down_bytes"] += parcel.nbytes
-            self._note_in_flight()
-
-    def _leaving_before(self, sequence: int) -> int:
-        return sum(p.nbytes for p in self._leaving if p.sequence < sequence and p.state is State.LEAVING)
 
     # -- housekeeping --------------------------------------------------------------------------------------------------
 
-    def _note_in_flight(self) -> None:
-        now = self._leaving_bytes + self._returning_bytes
-        self._count["peak_in_flight_bytes"] = max(self._count["peak_in_flight_bytes"], now)
-
-    def _drain(self, limit_bytes: int) -> None:
-        """Let bytes go, oldest first, until at most that many are leaving; compute waits for their copies."""
-        while self._leaving and self._leaving_bytes > limit_bytes:
-            self._depart_oldest()
-
-    def _depart_oldest(self) -> None:
-        parcel = self._leaving.popleft()
-        self._leaving_bytes -= parcel.nbytes
-        if parcel.state is State.LEAVING:
-            parcel.depart()
-
-    def let_go(self, parcels: tuple[Parcel, ...]) -> None:
-        """A handle died: only leave a note, this may run in any thread and inside a locked section."""
-        self._graveyard.append(parcels)
-
     def _reap(self) -> None:
-        """Close the parcels whose handles have all died."""
-        while self._graveyard:
-            for parcel in self._graveyard.popleft():
-                parcel.num_handles -= 1
-                if parcel.num_handles > 0:
-                    continue
-                if parcel in self._leaving:
-                    self._leaving.remove(parcel)
-                    self._leaving_bytes -= parcel.nbytes
-                if parcel.sequence in self._returning:
-                    self._forget_returning(parcel.sequence)
-                parcel.close()
-                del self._live[parcel.sequence]
-        if len(self._identity) > 2 * len(self._live) + 64:
+        """Close the parcels whose handles have all died, and forget what was filed about storages that are gone."""
+        self._traffic.reap()
+        if len(self._identity) > 2 * self._traffic.num_live + 64:
             self._identity = {k: v for k, v in self._identity.items() if v.valid()}
-        if len(self._wholes) > 2 * len(self._live) + 64:
+        if len(self._wholes) > 2 * self._traffic.num_live + 64:
             self._wholes = {k: v for k, v in self._wholes.items() if v[0]() is not None}
 
     def _tidy(self) -> None:
-        """As above, and let the bytes go whose copies the host finds done: in forward, and where no pace says it.
-
-        The host is ahead of the device by as much as it happens to be, so what it finds done in backward lies anywhere
-        on the device's way: a tensor let go there may be the next one to be asked for, and come back while compute
-        waits.
-        """
+        """As above, and let the bytes go that have left."""
         self._reap()
-        while not self._num_paced and self._leaving and self._leaving[0].has_left():
-            self._depart_oldest()
+        self._traffic.let_go_of_done()

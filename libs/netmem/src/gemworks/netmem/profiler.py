@@ -31,8 +31,9 @@ from gemworks.netmem.budget import (
     evaluate,
 )
 from gemworks.netmem.codec import Codec
-from gemworks.netmem.contention import WAYS, measure_contention
+from gemworks.netmem.contention import measure_contention
 from gemworks.netmem.ledger import BandwidthLedger
+from gemworks.netmem.movers import WAYS
 from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.policy import apply_policy, find_region, room_for_graphs, treated_forward
 from torch import nn
@@ -203,12 +204,13 @@ class _Clock:
             out = run()
             return out, time.perf_counter() - start
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(self._device)
-        torch.cuda._sleep(_SLEEP_CYCLES)
-        begin.record()
-        out = run()
-        end.record()
-        torch.cuda.synchronize(self._device)
+        with torch.cuda.device(self._device):  # events and the sleep go to the current device's stream
+            torch.cuda.synchronize()
+            torch.cuda._sleep(_SLEEP_CYCLES)
+            begin.record()
+            out = run()
+            end.record()
+            torch.cuda.synchronize()
         return out, begin.elapsed_time(end) / 1e3
 
 

@@ -1,5 +1,3 @@
-# Kernel launches `kernel[grid](...)` are not typed as calls of their own signature.
-# pyright: reportCallIssue=false
 """Norm and cast together: `norm_cast` for planes, `norm_backward` for the gradient; trainable in `norm_linear`.
 
     h = x + residual,  y = norm(h) * weight + bias (rounded to x's dtype),  planes = quantise(y)
@@ -190,36 +188,32 @@ def _norm_general(
 ) -> tuple[tuple[MXTensor, MXTensor], Tensor]:
     """Any size, dtype and rounding, in one kernel that reads x for the statistics and again for the result."""
     from gemworks.precision.kernel_norm import norm_cast_kernel
+    from gemworks.precision.launch import launch
     from gemworks.precision.triton_casts import cast_flags, empty_planes, seed_and_step
 
     num_rows, num_columns = x.shape
     planes, tensors, inexact = empty_planes(x, spec)
     rows_tile, columns_tile, num_warps = norm_config(num_columns, spec.block == 128 or spec.regroups)
-    norm_cast_kernel[(-(-num_rows // rows_tile),)](
-        x,
-        residual if residual is not None else x,
-        weight,
-        bias if bias is not None else weight,
-        hidden,
-        y if y is not None else x,
-        mean,
-        rstd,
-        *tensors,
-        inexact,
-        num_rows,
-        num_columns,
-        eps,
-        *seed_and_step(spec),
-        HAS_RESIDUAL=residual is not None,
-        HAS_BIAS=bias is not None,
-        SUBTRACT_MEAN=norm == "layer",
-        WRITE_Y=y is not None,
-        DIRECTIONS=3 if columns else 1,
-        ROWS=rows_tile,
-        COLUMNS=columns_tile,
-        BLOCK=spec.block,
-        num_warps=num_warps,
+    constants = {
+        "HAS_RESIDUAL": residual is not None,
+        "HAS_BIAS": bias is not None,
+        "SUBTRACT_MEAN": norm == "layer",
+        "WRITE_Y": y is not None,
+        "DIRECTIONS": 3 if columns else 1,
+        "ROWS": rows_tile,
+        "COLUMNS": columns_tile,
+        "BLOCK": spec.block,
         **cast_flags(spec),
+    }
+    added = (x, residual if residual is not None else x)
+    affine = (weight, bias if bias is not None else weight)
+    written = (hidden, y if y is not None else x, mean, rstd, *tensors, inexact)
+    launch(
+        norm_cast_kernel,
+        (-(-num_rows // rows_tile), 1, 1),
+        (*added, *affine, *written, num_rows, num_columns, eps, *seed_and_step(spec)),
+        constants,
+        {"num_warps": num_warps},
     )
     return planes, inexact
 

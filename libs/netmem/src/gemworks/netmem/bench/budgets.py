@@ -417,7 +417,8 @@ def _offload_rows(study: Study, step: StepProfile, keep: Plan) -> None:
         plan = evaluate(step, [OFFLOAD] * n + [KEEP] * (num - n))
         if plan.moved_bytes > study.arena_bytes:
             break
-        played = rehearse(step, plan, duplex_bytes_per_s=study.s.ledger.capacity.get("host.duplex"))
+        duplex_bytes_per_s = study.s.ledger.capacity.get("host.duplex")
+        played = rehearse(step, plan, duplex_bytes_per_s=duplex_bytes_per_s, num_steps=STEPS)
         name = "free" if played.wait_s == 0 else f"waits {played.wait_s * 1e3:.1f} ms"
         share = plan.moved_bytes / activations
         text = f"offload {n} of {num} regions, {plan.moved_bytes / GIB:.3f} GiB, {share:.3f} of activations, {name}"
