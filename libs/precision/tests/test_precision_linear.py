@@ -21,6 +21,7 @@ from gemworks.precision import (
 from gemworks.precision.casts import CastSpec, cast
 from gemworks.precision.gemms import gemm
 from gemworks.precision.linear import linear_with_counts
+from gemworks.precision.products import linear_backward
 from gemworks.precision.recipe import GemmKind
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -149,6 +150,16 @@ def test_each_operand_has_its_own_format(square_weights):
         torch.testing.assert_close(dx, quantize(dy, 1).dequantize() @ weight(0, "e5m2"), rtol=1e-5, atol=1e-5)
         expected = quantize(dy, 0, "e5m2").dequantize().t() @ quantize(x, 0).dequantize()
         torch.testing.assert_close(dw, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_weight_gathered_along_k_is_quantised_again_in_the_format_of_dgrad():
+    x, w, _, dy = data()
+    chosen = Recipe("mixed", GemmRecipe(), GemmRecipe(right="e5m2"), GemmRecipe())
+    with torch.no_grad():
+        gathered = quantize(w, 1)
+        dx, _ = linear_backward(dy, x, gathered, chosen, 0, True, False, torch.float32, torch.float32)
+        again = quantize(gathered.dequantize(torch.bfloat16), 0, "e5m2").dequantize()
+        torch.testing.assert_close(dx, quantize(dy, 1).dequantize() @ again, rtol=1e-5, atol=1e-5)
 
 
 def test_all_bf16_recipe_is_the_plain_layer():
