@@ -162,6 +162,37 @@ def test_a_weight_gathered_along_k_is_quantised_again_in_the_format_of_dgrad():
         torch.testing.assert_close(dx, quantize(dy, 1).dequantize() @ again, rtol=1e-5, atol=1e-5)
 
 
+class Watching(TorchDispatchMode):
+    """A mode of any kind makes the layer take its op, as a compiler does."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("as_op", [False, True])
+@pytest.mark.parametrize("save", ["high_precision", "row", "both"])
+def test_of_the_input_of_a_frozen_weight_nothing_is_kept(save, as_op):
+    x, w, _, dy = data()
+    kept: list[torch.Tensor] = []
+    watching = Watching() if as_op else contextlib.nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t), watching:
+        y = mx_linear(x, w.detach(), None, recipe("mxfp8", save=save))
+    assert {tuple(t.shape) for t in kept if t.numel()} == {tuple(w.shape)}
+    y.backward(dy)
+    with torch.no_grad():
+        expected = quantize(dy, 1).dequantize() @ quantize(w, 0).dequantize()
+    torch.testing.assert_close(x.grad, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("as_op", [False, True])
+def test_gradients_of_biases_are_summed_in_fp32(as_op):
+    x, w, b, dy = data(m=300, dtype=torch.bfloat16)
+    with Watching() if as_op else contextlib.nullcontext():
+        y = mx_linear(x, w, b, "mxfp8")
+    y.backward(dy)
+    assert torch.equal(b.grad, dy.float().sum(0))
+
+
 def test_all_bf16_recipe_is_the_plain_layer():
     x, w, b, dy = data()
     y, dx, dw, _ = run(x, w, b, dy, "bf16")
@@ -420,18 +451,6 @@ def test_one_quantisation_in_squares_serves_all_products(kind, rows):
         y.backward(dy)
         for ours, exact in zip((y, leaf.grad, weight.grad), expected, strict=True):
             torch.testing.assert_close(ours.detach(), exact, rtol=1e-5, atol=1e-5)
-
-
-class Watching(TorchDispatchMode):
-    """A mode that looks at every op: with it the layer goes through its own op, without it, past it."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "mxfp8_regroup128", "fp8_block128"])
