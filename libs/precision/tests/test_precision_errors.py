@@ -43,6 +43,7 @@ from gemworks.precision import (
     support_table,
 )
 from gemworks.precision.backends import REGISTRY
+from gemworks.precision.gemms import gemm
 from gemworks.precision.recipe import BACKENDS
 from torch import Tensor, nn
 
@@ -53,6 +54,7 @@ GROUPS, OFFSETS = W.expand(2, 128, 128), torch.tensor([0, 3, 8])
 PLANE = quantize(X)
 WHERE = ((8, 128), 1, 32)
 META = torch.zeros(8, 128, device="meta")
+MXFP8 = GemmKind.MXFP8
 
 
 def model() -> nn.Sequential:
@@ -137,6 +139,12 @@ WRONG = {
     "jagged transform": (lambda: quantize_jagged(X, OFFSETS, hadamard=32), "hadamard: got 32"),
     "regroup a tensor": (lambda: regroup(X), "mx: got Tensor, expected an MXTensor"),
     "squares of a line": (lambda: regroup(quantize(X[0]), square=True), "squares need at least 2 dims"),
+    "other signs": (
+        lambda: gemm(quantize(X, hadamard=Hadamard(32, 1)), quantize(W, hadamard=Hadamard(32, 2)), MXFP8, X.dtype),
+        "need the same length and the same Hadamard transform",
+    ),
+    "one transform": (lambda: gemm(quantize(X, hadamard=Hadamard(32)), quantize(W), MXFP8, X.dtype), "same Hadamard"),
+    "other contraction": (lambda: gemm(PLANE, quantize(W[:, :64]), MXFP8, X.dtype), "contractions 128 (None) and 64"),
     # layers
     "x is a string": (lambda: mx_linear("a", W), "x: got str, expected a Tensor"),
     "no weight": (lambda: mx_linear(X, None), "weight: got NoneType, expected a Tensor"),
