@@ -44,6 +44,7 @@ from gemworks.precision import (
 )
 from gemworks.precision.backends import REGISTRY
 from gemworks.precision.gemms import gemm
+from gemworks.precision.probe import measure_layer
 from gemworks.precision.recipe import BACKENDS
 from torch import Tensor, nn
 
@@ -251,6 +252,30 @@ def test_probe_reports_what_it_could_not_measure_and_gives_gradients_back():
     assert layers["ran"].weight.grad is kept
     row = probe(layers, [X[0]], step, candidates=("mxfp8",)).layers[0]
     assert row.shape == (1, 128, 128)
+
+
+def test_probe_keeps_its_floor_to_the_decibel():
+    """MXFP8 on smooth data has 28 dB or a little more: a floor above leaves bf16, one below does not."""
+    layers = nn.Sequential(nn.Linear(128, 128))
+    batch = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
+    worst = probe(layers, [batch], candidates=("mxfp8",)).layers[0].candidates[0].worst_db
+    for floor, decision in ((worst - 0.1, "mxfp8"), (worst + 0.1, "bf16")):
+        assert probe(layers, [batch], candidates=("mxfp8",), min_sqnr_db=floor).layers[0].decision == decision
+
+
+def test_probe_looks_at_each_operand_along_its_contraction():
+    """Rows of gradients that are far smaller than others vanish in blocks along the rows' dim, not in their own."""
+    x, weight = torch.randn(64, 32), torch.randn(32, 32)
+    dy = torch.ones(64, 32)
+    dy[::2] = 2.0**-20
+    forward, dgrad, wgrad = measure_layer(x, weight, dy, recipe("mxfp8")).products
+    assert (dgrad.underflow_pct, wgrad.underflow_pct) == (0.0, 50.0)
+    assert forward.product == "forward"
+
+
+def test_a_layers_preset_brings_what_it_keeps_and_its_squares():
+    own = recipe("mxfp8", seed=3, layers={"a": "fp8_square128"}).for_layer("a")
+    assert own == recipe("fp8_square128", seed=3)
 
 
 def test_recipes_name_the_backends_that_there_are():
