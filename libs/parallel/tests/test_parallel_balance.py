@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from typing import Any
 
@@ -94,6 +95,14 @@ def test_the_order_is_drawn_anew_for_each_window_and_alike_for_each_epoch() -> N
     assert list(bbs) == first
 
 
+def test_a_window_leaves_heaviest_batch_first() -> None:
+    for window in range(3):
+        batches = list(make(48))[4 * window : 4 * window + 4]
+        loads = [sum(map(cost_of, b)) for b in batches]
+        assert loads == sorted(loads, reverse=True)
+        assert loads[0] > loads[-1]
+
+
 def test_a_source_that_cannot_resume_says_so() -> None:
     with pytest.raises(ValueError, match="state_dict"):
         BaseBatchShuffler([1, 2], float).state_dict()
@@ -164,6 +173,12 @@ def test_fit_never_gives_a_negative_term_on_noise_and_names_bad_input() -> None:
 )
 def test_expected_max_equals_tabled_order_statistics(n: int, value: float) -> None:
     assert expected_max_of_normals(n) == pytest.approx(value, abs=2e-6)
+
+
+def test_expected_imbalance_of_one_and_of_two_ranks_in_closed_form() -> None:
+    """E[max of two normals] = std / sqrt(pi) above the mean."""
+    assert expected_imbalance(2.0, 0.5, 1) == pytest.approx(1.0, abs=1e-6)
+    assert expected_imbalance(2.0, 0.5, 2) == pytest.approx(1 + 0.25 / math.sqrt(math.pi), abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["uniform", "zipf1.2"])

@@ -67,6 +67,35 @@ def test_a_group_with_a_whole_domain_uses_all_its_nics() -> None:
     assert (wide.tier, thin.tier) == ("zone", "zone")
 
 
+def test_a_group_is_as_fast_as_where_it_has_the_fewest_members() -> None:
+    c = cluster(4, 2, 1)
+    uneven = collective_cost("all_gather", torch.tensor([[0, 1, 2, 4], [3, 5, 6, 7]]), 1e9, c)
+    even = collective_cost("all_gather", torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7]]), 1e9, c)
+    assert uneven.us - uneven.latency_us == pytest.approx(3 / 4 * 1e9 / 10e9 * 1e6)
+    assert even.us - even.latency_us == pytest.approx(3 / 4 * 1e9 / (2 * 10e9) * 1e6)
+
+
+def test_latency_over_three_tiers_in_closed_form() -> None:
+    """A ring of 8 over 4 domains in 2 zones: 4 edges of 2 us, 2 of 5, 2 of 9, of which a block passes all but one; a
+    tree has one level on each tier."""
+    c, shape = cluster(2, 2, 2), GroupShape(size=8, num_domains=4, num_zones=2)
+    assert collective_cost("all_gather", shape, 0.0, c).latency_us == 4 * 2 + 2 * 5 + 2 * 9 - 2
+    assert collective_cost("all_reduce", shape, 0.0, c, "ring").latency_us == 2 * (4 * 2 + 2 * 5 + 2 * 9 - 2)
+    assert collective_cost("all_reduce", shape, 0.0, c, "tree").latency_us == 2 * (2 + 5 + 9)
+    assert collective_cost("all_to_all", shape, 0.0, c).latency_us == 9
+
+
+def test_a_tier_that_the_cluster_lacks_is_named() -> None:
+    """A part of a cluster has no links between its hosts until somebody says what they can do."""
+    whole = cluster(4, 2, 1)
+    lacks = dataclasses.replace(whole, domains_per_zone=1, tiers={"nvlink": whole.tiers["nvlink"]})
+    with pytest.raises(ValueError, match=r"tiers: zone is missing .* add \[tiers.zone\] or shrink the shape"):
+        dataclasses.replace(lacks, domains_per_zone=2)
+    object.__setattr__(lacks, "domains_per_zone", 2)
+    with pytest.raises(ValueError, match=r"crosses the tier zone, which roce-3-tier lacks; add \[tiers.zone\]"):
+        collective_cost("all_gather", GroupShape(size=8, num_domains=2), 1e6, lacks)
+
+
 def test_groups_that_cross_zones_share_the_uplink() -> None:
     c = cluster(8, 4, 2)
     one_per_zone = collective_cost("all_reduce", GroupShape(size=2, num_domains=2, num_zones=2), 1e9, c, "ring")

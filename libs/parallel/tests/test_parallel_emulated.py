@@ -21,7 +21,7 @@ from gemworks.parallel.emulated_bench import (
     text_of,
     worst_splits,
 )
-from gemworks.parallel.emulated_network import EmulatedNetwork, why_not
+from gemworks.parallel.emulated_network import EmulatedNetwork, TierCounters, why_not
 from gemworks.parallel.emulated_run import StepShape, launch, step_profile, step_until_failure
 from gemworks.parallel.layout import Layout
 from gemworks.parallel.simulation import simulate
@@ -63,6 +63,18 @@ def test_row_major_and_worst_places_are_what_they_say() -> None:
     ]
     assert times == sorted(times)
     assert times[0] < times[1] < times[2]
+
+
+def test_rates_of_the_emulated_cluster_are_shares_of_its_links() -> None:
+    """A rank has half of its host's link, and a quarter of its zone's."""
+    cluster = EmulatedNetwork(host_mbit=400.0, cross_mbit=80.0).cluster()
+    assert cluster.tiers["zone"]["all_gather"].bytes_per_s == 25e6
+    assert cluster.tiers["cross_zone"]["all_gather"].bytes_per_s == 2.5e6
+    assert cluster.oversubscription == 10.0
+    before = TierCounters(nvlink=1.0, zone=2.0, cross_zone=3.0, framing_share=0.1)
+    after = TierCounters(nvlink=5.0, zone=10.0, cross_zone=9.0, framing_share=0.2)
+    assert after.minus(before, 2) == {"nvlink": 2.0, "zone": 4.0, "cross_zone": 3.0}
+    assert GLOO == {"reduce_scatter": 2.0}
 
 
 def test_a_blocking_step_is_the_sum_of_its_operations() -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from gemworks.parallel import ClusterSpec, ParallelPlan, build_meshes, place, presets
+from gemworks.parallel import ClusterSpec, Layout, ParallelPlan, build_meshes, place, presets
+from gemworks.parallel import meshes as meshes_module
+from gemworks.parallel.cluster import Tier
+from gemworks.parallel.measure import _tier_group
 from gemworks.parallel.meshes import members_group
+from gemworks.parallel.placement import ascending
 from gemworks.parallel.plan import VIEW_AXES
 from parallel_spawn import spawn
 
@@ -82,6 +87,51 @@ def test_16384_ranks_on_the_fake_process_group(fake_world, rank: int) -> None:
     assert part is not None
     assert part.mesh.numel() == 16384 // 2
     assert rank in part.mesh
+
+
+@pytest.mark.dist
+def test_axes_in_another_order_and_time_outs_reach_the_groups(fake_world, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_world(8, 5)
+    seen: list[timedelta] = []
+    real = meshes_module.members_group
+
+    def watched(members, timeout):
+        seen.append(timeout)
+        return real(members, timeout)
+
+    monkeypatch.setattr(meshes_module, "members_group", watched)
+    plan = ParallelPlan.for_world(8, shard=4, expert=2, expert_shard=2)
+    meshes = build_meshes(plan, presets.h200_host(8), timeout=timedelta(seconds=7))
+    assert seen == [timedelta(seconds=7)] * meshes.num_communicators
+    ranks = meshes.layout.ranks["dense"]
+    mesh = meshes.mesh("dense", ["shard", "replica"])
+    assert mesh is not None
+    assert mesh.mesh_dim_names == ("shard", "replica")
+    assert torch.equal(mesh.mesh, ranks.T.int())
+    assert (mesh.get_local_rank("shard"), mesh.get_local_rank("replica")) == (1, 1)
+
+
+@pytest.mark.dist
+def test_a_numbering_that_torch_would_not_keep_is_refused(fake_world) -> None:
+    """torch sorts a group's ranks, so the second coordinate of an axis would be the first place in its group."""
+    fake_world(4)
+    plan = ParallelPlan.for_world(4, shard=4, table_group=2, replica_shard=2)
+    cluster = presets.h200_host(4)
+    placed = place(plan, cluster)
+    ranks = {**placed.layout.ranks, "sparse": torch.tensor([[[0, 1], [3, 2]]])}
+    turned = dataclasses.replace(placed, layout=Layout(plan=plan, ranks=ranks))
+    with pytest.raises(ValueError, match=r"sparse.replica_shard group \[3, 2\], expected ranks that ascend"):
+        build_meshes(plan, cluster, placement=turned)
+    ranks["sparse"] = ascending(ranks["sparse"])
+    build_meshes(plan, cluster, placement=dataclasses.replace(placed, layout=Layout(plan=plan, ranks=ranks)))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("tier", "members"), [("nvlink", [4, 5]), ("zone", [5, 7]), ("cross_zone", [1, 5])])
+def test_a_tier_is_measured_on_groups_that_cross_it_alone(fake_world, tier: Tier, members: list[int]) -> None:
+    fake_world(8, 5)
+    base = dataclasses.replace(presets.roce_cluster(2048), gpus_per_domain=2, domains_per_zone=2, num_zones=2)
+    assert dist.get_process_group_ranks(_tier_group(base, tier)) == members
 
 
 @pytest.mark.dist

@@ -14,10 +14,10 @@ from gemworks.parallel.lengths import CostModel, LengthLaw, expected_imbalance
 from gemworks.parallel.memory import COMMUNICATOR_BYTES, InfeasiblePlan, estimate_memory
 from gemworks.parallel.placement import split_shape
 from gemworks.parallel.plan import View
-from gemworks.parallel.planner import ladder_text, ladders, search
+from gemworks.parallel.planner import ladder_text, ladders, search, why_slower
 from gemworks.parallel.profile import LayerProfile, ModelProfile, gem_like, scaled_batch
 from gemworks.parallel.simulation import simulate, with_validation
-from gemworks.parallel.splits import layout_of_splits, num_communicators, place_splits
+from gemworks.parallel.splits import layout_of_splits, model_traffic, num_communicators, place_splits
 from gemworks.parallel.step_graph import SimulationConfig
 from gemworks.parallel.tables import TableSpec
 from gemworks.parallel.timeline import Op, run_ops
@@ -202,6 +202,97 @@ def test_items_sum_to_the_step_and_bytes_are_conserved(world, a, b, e, g, r, ove
     assert num_communicators(plan, s.splits, c) == len({tuple(sorted(x)) for x in layout.communicators(0)})
 
 
+def test_recompute_optimizer_and_tables_in_closed_form() -> None:
+    c = presets.h200_host(8)
+    layers = tuple(
+        LayerProfile(
+            name=f"l{i}",
+            params=8_000_000,
+            flops=1e9,
+            forward_us=100.0,
+            backward_us=200.0,
+            recompute=0.3,
+            length_share=0.0,
+        )
+        for i in range(3)
+    )
+    expert = LayerProfile(
+        name="e", params=4_000_000, flops=1e9, forward_us=50.0, backward_us=90.0, length_share=0.0, kind="expert"
+    )
+    model = ModelProfile(
+        name="m",
+        layers=(*layers, expert),
+        num_experts=2,
+        law=CONSTANT,
+        optimizer_us_per_million=5.0,
+        tables=(TableSpec(name="t", num_rows=10**5, dim=64),),
+        ids_per_batch=1e5,
+        bytes_per_row=128.0,
+    )
+    plan = ParallelPlan.for_world(8, shard=4, expert=2, expert_shard=2, table_group=8)
+    s = simulate(plan, model, c, STILL)
+    assert s.items["recompute"] == pytest.approx(3 * 0.3 * 100.0)
+    assert s.items["optimizer"] == pytest.approx((24 / 4 + 4 / 2 / 2) * 5.0)
+    rows_us = 2 * 1e5 * 128 / c.gpu.hbm_bytes_per_s * 1e6
+    assert s.items["lookup and table update"] == pytest.approx(2.5 * rows_us)
+    assert s.alone_us == pytest.approx(3 * 300.0 + 140.0 + 2.5 * rows_us)
+    timed = simulate(plan, dataclasses.replace(model, lookup_us=7.0, update_us=11.0), c, STILL)
+    assert timed.items["lookup and table update"] == pytest.approx(18.0)
+
+
+def test_overlap_hides_exchange_and_table_gathers_behind_what_is_long_enough() -> None:
+    """An exchange that overlaps costs the neighbour's time at most; else it is exposed whole, four times a step."""
+    c = presets.h200_host(8)
+    dense = [
+        LayerProfile(name=f"d{i}", params=8, flops=1e9, forward_us=9e3, backward_us=9e3, length_share=0.0)
+        for i in range(4)
+    ]
+    expert = LayerProfile(
+        name="e",
+        params=8,
+        flops=1e9,
+        forward_us=9e3,
+        backward_us=9e3,
+        length_share=0.0,
+        exchange_bytes=2e7,
+        kind="expert",
+    )
+    model = ModelProfile(
+        name="m",
+        layers=(*dense[:2], expert, *dense[2:]),
+        num_experts=2,
+        law=CONSTANT,
+        optimizer_us_per_million=0.0,
+        tables=(TableSpec(name="t", num_rows=10**7, dim=64),),
+        ids_per_batch=1.0,
+        bytes_per_row=1.0,
+    )
+    plan = ParallelPlan.for_world(8, shard=1, expert=2, table_group=1, replica_shard=8)
+
+    def exposed(part: str, **changes: bool) -> float:
+        s = simulate(plan, model, c, dataclasses.replace(STILL, **changes))
+        return sum(us for label, us in s.items.items() if label.startswith("exposed: " + part))
+
+    one = collective_cost("all_gather", GroupShape(size=2), 4e7, c).us
+    other = collective_cost("reduce_scatter", GroupShape(size=2), 4e7, c).us
+    assert exposed("experts.expert ") == pytest.approx(0.0, abs=1e-6)
+    assert exposed("experts.expert ", overlap_exchange=False) == pytest.approx(2 * (one + other), rel=1e-9)
+    bytes_ = model.table_weight_bytes, model.table_bytes
+    forward, backward = (collective_cost("all_gather", GroupShape(size=8), b, c).us for b in bytes_)
+    assert exposed("sparse.replica_shard all_gather") == pytest.approx(forward, rel=1e-9)
+    assert exposed("sparse.replica_shard all_gather", overlap_tables=False) == pytest.approx(forward + backward)
+
+
+def test_the_traffic_that_decides_places_is_what_a_step_sends() -> None:
+    c, m = presets.roce_cluster(64), gem_like(num_layers=3, table_rows=10**8)
+    plan = ParallelPlan.for_world(64, shard=64, expert=2, expert_shard=32, table_group=8, replica_shard=8)
+    s = simulate(plan, m, c, STILL)
+    sizes = {(v, a): n for v in plan.views() for a, n in plan.sizes(v).items()}
+    want = sum(t.calls * edge_bytes(t.collective, sizes[t.view, t.axis], t.nbytes) for t in model_traffic(plan, m))
+    want -= edge_bytes("all_gather", 64, m.layers[-1].params * m.weight_bytes)  # the last layer's weights stay
+    assert sum(s.bytes_by_tier.values()) == pytest.approx(want, rel=1e-9)
+
+
 def test_slower_tiers_and_larger_batches_do_what_they_must() -> None:
     c, m = presets.roce_cluster(1024), gem_like(num_layers=2)
     plan = ParallelPlan.for_world(1024, shard=256, expert=2, expert_shard=16, table_group=256, replica_shard=4)
@@ -282,6 +373,26 @@ def test_two_gathered_layers_and_the_joint_batch_of_experts_are_in_the_memory() 
     plan = ParallelPlan.for_world(8, shard=8, expert=4, expert_shard=2)
     found = estimate_memory(plan, model, c, 0).parts["activations and gathered layers"]
     assert found == pytest.approx(4 * 1000.0 + 4 * 5e6 + (3e6 + 2e6) * 2.0 + 3e6 * 4.0)
+
+
+def test_the_peak_is_the_larger_of_activations_and_gathered_tables_with_slack_on_what_moves() -> None:
+    c, plan = presets.h200_host(8), ParallelPlan.for_world(8, shard=1, table_group=2, replica_shard=4)
+
+    def parts(activation_bytes: float) -> dict[str, float]:
+        layer = LayerProfile(name="l", params=1, flops=1e9, activation_bytes=activation_bytes)
+        table = TableSpec(name="t", num_rows=10**6, dim=255)
+        model = ModelProfile(name="m", layers=(layer,), tables=(table,), ids_per_batch=1e3, bytes_per_row=500.0)
+        return dict(estimate_memory(plan, model, c, 0).parts)
+
+    copy, rows = 10**6 * 1024 / 2, 2 * 1e3 * 500.0
+    small, large = parts(1e6), parts(1e9)
+    assert small["tables and row optimizer"] == large["tables and row optimizer"] == copy / 4
+    assert small["gathered tables"] == copy
+    assert "activations and gathered layers" not in small
+    assert small["allocator slack"] == pytest.approx(0.08 * (copy + rows))
+    assert large["activations and gathered layers"] == 1e9
+    assert "gathered tables" not in large
+    assert large["allocator slack"] == pytest.approx(0.08 * (1e9 + rows))
 
 
 def test_m6_a_plan_that_does_not_fit_says_need_capacity_largest_tables_and_what_to_change() -> None:
@@ -386,6 +497,28 @@ def test_search_ranks_includes_the_published_plan_and_gives_every_loser_a_reason
     assert published.text() in result.text(top=10**6)
 
 
+def test_the_reason_names_the_items_that_cost_most_and_a_slower_tier_costs_time() -> None:
+    c, m = presets.roce_cluster(64), gem_like(num_layers=2, table_rows=10**8)
+    found = search(m, c, keep=2)
+    assert all("(+" in line for line in found.sensitivity if "NVLink" in line)
+    best = found.best
+    items = dict(best.items)
+    label = next(iter(items))
+    worse = {**items, label: items[label] + 5e3, "made up": 7e3, "small": 1.0}
+    loser = dataclasses.replace(best, items=worse, step_us=best.step_us + 12001.0)
+    assert why_slower(loser, best) == f"12.00 ms slower: made up +7.00 ms, {label} +5.00 ms"
+    assert why_slower(best, best) == "as fast as the best"
+
+
+def test_a_plan_that_would_win_on_a_slower_tier_is_named() -> None:
+    c = presets.roce_cluster(64).scaled("zone", 0.25)
+    found = search(gem_like(num_layers=2, table_rows=10**8), c, keep=2)
+    nvlink, zone = found.sensitivity
+    assert "; then dense shard 2 x replica 32; " in nvlink
+    assert " would win with " in nvlink
+    assert zone.endswith("; the same plan stays best")
+
+
 def test_search_equals_exhaustion_on_a_small_world() -> None:
     c = presets.h200_host(4)
     m = dataclasses.replace(
@@ -418,6 +551,13 @@ def test_ladders_show_every_rung() -> None:
     found = ladders(gem_like(num_layers=4), presets.roce_cluster(4096))
     text = ladder_text(found)
     assert [len(v) for v in found.values()] == [3, 4]
+    published = ParallelPlan.for_world(
+        4096, shard=256, expert=2, expert_shard=16, table_group=256, replica_shard=8, sync_every=16
+    )
+    assert [rungs[-1].plan for rungs in found.values()] == [published] * 2
+    assert [r.plan.dense.shard for r in found["dense"]] == [4096, 256, 256]
+    assert [r.plan.experts.expert_shard for r in found["dense"] if r.plan.experts] == [4096, 256, 16]
+    assert [r.plan.sparse.table_group for r in found["sparse"] if r.plan.sparse] == [4096, 256, 256, 256]
     dense = [r.simulation.step_us for r in found["dense"]]
     assert dense[0] > dense[1], "sharding over the world loses to shard x replica"
     v1, v2_each, v2, v3 = (r.simulation for r in found["sparse"])

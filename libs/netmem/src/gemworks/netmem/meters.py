@@ -197,12 +197,13 @@ class Clock:
             out = run()
             return out, time.perf_counter() - start
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(self._device)
-        torch.cuda._sleep(_SLEEP_CYCLES)
-        begin.record()
-        out = run()
-        end.record()
-        torch.cuda.synchronize(self._device)
+        with torch.cuda.device(self._device):  # events and the sleep go to the current device's stream
+            torch.cuda.synchronize()
+            torch.cuda._sleep(_SLEEP_CYCLES)
+            begin.record()
+            out = run()
+            end.record()
+            torch.cuda.synchronize()
         return out, begin.elapsed_time(end) / 1e3
 
 

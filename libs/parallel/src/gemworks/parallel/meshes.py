@@ -63,11 +63,24 @@ class Meshes:
         layout: the same, the numbers.
         rank: this process.
         num_communicators: distinct process groups that this rank uses, beyond the world's.
+
+    Raises:
+        ValueError: a group's ranks do not ascend; on every rank alike.
     """
 
     def __init__(self, placement: Placement, device_type: str, timeout: timedelta) -> None:
         self.placement = placement
         self.layout: Layout = placement.layout
+        for view, axis in self.layout.used_axes():
+            groups = self.layout.groups(view, axis)
+            falls = (groups.diff(dim=1) < 0).any(dim=1)
+            if bool(falls.any()):
+                # A rank's coordinate along the axis would not be its place in the group: rows and shards would be
+                # looked for on the wrong rank.
+                raise ValueError(
+                    f"placement: got the {view}.{axis} group {groups[falls][0].tolist()}, expected ranks that ascend: "
+                    "torch orders a group's ranks itself; number the view by placement.ascending(ranks)"
+                )
         self.rank = dist.get_rank()
         self.device_type = device_type
         self._timeout = timeout

@@ -351,11 +351,22 @@ def _swap(
     while improved:
         improved = False
         for i, j in itertools.combinations(range(flat.numel()), 2):
-            flat[[i, j]] = flat[[j, i]]
-            candidate = flat.reshape(ranks.shape)
+            candidate = flat.clone()
+            candidate[[i, j]] = flat[[j, i]]
+            candidate = ascending(candidate.reshape(ranks.shape))
             new = view_cost_us(view, candidate, cluster, traffic)
             if new < cost * (1 - 1e-9) and allowed(candidate):
-                cost, how, improved = new, "swaps", True
-            else:
-                flat[[i, j]] = flat[[j, i]]
+                flat, cost, how, improved = candidate.reshape(-1), new, "swaps", True
     return cost, flat.reshape(ranks.shape), how
+
+
+def ascending(ranks: Tensor) -> Tensor:
+    """A numbering nearby whose ranks ascend along every axis: torch orders the ranks of a group so, whatever it is
+    given.
+
+    Sorting along one dim leaves the dims sorted before in order (Gale and Karp, "A phenomenon in the theory of
+    sorting", 1972).
+    """
+    for dim in range(ranks.ndim):
+        ranks = ranks.sort(dim=dim).values
+    return ranks

@@ -1,5 +1,3 @@
-# Kernel launches `kernel[grid](...)` are not typed as calls of their own signature.
-# pyright: reportCallIssue=false
 """Activation and cast together: planes of `act(x)` rounded to x's dtype, without a round trip of `act(x)` to memory.
 
 Whatever the backend, the planes are exactly those of the `y` it computed; `y` itself may differ in its last bit between

@@ -168,17 +168,9 @@ def quantise_first(
 def store_both(
     x,
     row,
-    first_row,
-    first_column,
-    codes_ptr,
-    scales_ptr,
-    codes_t_ptr,
-    scales_t_ptr,
-    inexact_ptr,
-    num_rows,
-    num_columns,
-    seed,
-    step,
+    place,
+    planes,
+    noise,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -192,6 +184,9 @@ def store_both(
     """Quantise one tile (fp32, zero outside) along its columns (DIRECTIONS & 1) and its rows (DIRECTIONS & 2), and
     store:
     codes `[M, K]`, scales `[M, K/width]`, transposed codes `[K, M]`, transposed scales `[K, M/width]`."""
+    first_row, first_column, num_rows, num_columns = place
+    codes_ptr, scales_ptr, codes_t_ptr, scales_t_ptr, inexact_ptr = planes
+    seed, step = noise
     WIDTH: tl.constexpr = 128 if REGROUP else BLOCK
     column = first_column + tl.arange(0, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
@@ -266,62 +261,23 @@ def cast_both_kernel(
 ):
     """Both planes of `x [M, K]` out of one read of memory: a tile is read in row strips and again in column strips, the
     second time from the first-level cache, which takes half the registers of holding it."""
+    planes, noise = (codes_ptr, scales_ptr, codes_t_ptr, scales_t_ptr, inexact_ptr), (seed, step)
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     first_column = tl.program_id(1) * COLUMNS
     for start in range(0, ROWS, SUB_ROWS):
         row = first_row + start + tl.arange(0, SUB_ROWS)
         x = load_tile(x_ptr, row, first_column, num_rows, num_columns, stride_row, stride_column, COLUMNS)
+        place = (first_row + start, first_column, num_rows, num_columns)
         store_both(
-            x,
-            row,
-            first_row + start,
-            first_column,
-            codes_ptr,
-            scales_ptr,
-            codes_t_ptr,
-            scales_t_ptr,
-            inexact_ptr,
-            num_rows,
-            num_columns,
-            seed,
-            step,
-            SUB_ROWS,
-            COLUMNS,
-            BLOCK,
-            FORMAT,
-            MODE,
-            REGROUP,
-            STOCHASTIC,
-            1,
-            HARDWARE,
+            x, row, place, planes, noise, SUB_ROWS, COLUMNS, BLOCK, FORMAT, MODE, REGROUP, STOCHASTIC, 1, HARDWARE
         )
     row = first_row + tl.arange(0, ROWS)
     for start in range(0, COLUMNS, SUB_COLUMNS):
         column = first_column + start
         x = load_tile(x_ptr, row, column, num_rows, num_columns, stride_row, stride_column, SUB_COLUMNS)
+        place = (first_row, column, num_rows, num_columns)
         store_both(
-            x,
-            row,
-            first_row,
-            column,
-            codes_ptr,
-            scales_ptr,
-            codes_t_ptr,
-            scales_t_ptr,
-            inexact_ptr,
-            num_rows,
-            num_columns,
-            seed,
-            step,
-            ROWS,
-            SUB_COLUMNS,
-            BLOCK,
-            FORMAT,
-            MODE,
-            REGROUP,
-            STOCHASTIC,
-            2,
-            HARDWARE,
+            x, row, place, planes, noise, ROWS, SUB_COLUMNS, BLOCK, FORMAT, MODE, REGROUP, STOCHASTIC, 2, HARDWARE
         )
 
 

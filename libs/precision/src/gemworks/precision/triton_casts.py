@@ -1,5 +1,3 @@
-# Kernel launches `kernel[grid](...)` are not typed as calls of their own signature.
-# pyright: reportCallIssue=false
 """Launching the Triton casts: shapes, grids and tile sizes. Codes and scales are bit-equal to the reference."""
 
 from __future__ import annotations
@@ -181,7 +179,7 @@ def tile_planes(x: Tensor, spec: CastSpec, block: int, directions: int, count: T
     if directions & ALONG_COLUMNS:
         sides.append(torch.empty(k, m, dtype=torch.uint8, device=device))
         sides.append(torch.empty(-(-m // width), k, dtype=dtype, device=device))
-    return TilePlanes(*sides[:2], *sides[-2:], new_count(x, spec) if count is None else count)
+    return TilePlanes(sides[0], sides[1], sides[-2], sides[-1], new_count(x, spec) if count is None else count)
 
 
 def new_count(x: Tensor, spec: CastSpec) -> Tensor:
@@ -292,32 +290,24 @@ def triton_cast(x: Tensor, dim: int | None, spec: CastSpec, block: int | None = 
     if codes.numel():
         config = rows_config(block, spec.regroups, size, rows.stride(1) != 1, spec.stochastic is not None)
         signs = hadamard_signs(spec.hadamard, x.device) if spec.hadamard is not None else inexact
-        seed, step = seed_and_step(spec)
         grid, swap = two_axes(-(-num_rows // config.rows), -(-padded // config.columns))
-        cast_rows_kernel[grid](
-            rows,
-            codes,
-            scales,
-            inexact,
-            signs,
-            num_rows,
-            num_columns,
-            rows.stride(0),
-            rows.stride(1),
-            scales.stride(0),
-            scales.stride(1),
-            padded,
-            seed,
-            step,
-            1.0 / math.sqrt(size) if size else 1.0,
-            ROWS=config.rows,
-            COLUMNS=config.columns,
-            BLOCK=block,
-            STREAM=STREAM_ROWS if front == 1 else STREAM_COLUMNS,
-            HADAMARD=size,
-            SWAP=swap,
-            num_warps=config.num_warps,
+        constants = {
+            "ROWS": config.rows,
+            "COLUMNS": config.columns,
+            "BLOCK": block,
+            "STREAM": STREAM_ROWS if front == 1 else STREAM_COLUMNS,
+            "HADAMARD": size,
+            "SWAP": swap,
             **cast_flags(spec),
+        }
+        sizes = (num_rows, num_columns, *rows.stride(), *scales.stride(), padded)
+        normalise = 1.0 / math.sqrt(size) if size else 1.0
+        launch(
+            cast_rows_kernel,
+            (*grid, 1),
+            (rows, codes, scales, inexact, signs, *sizes, *seed_and_step(spec), normalise),
+            constants,
+            {"num_warps": config.num_warps},
         )
     if front == 0:
         codes, scales = codes.t(), scales.t()
@@ -340,25 +330,20 @@ def triton_cast_both(x: Tensor, spec: CastSpec) -> tuple[MXTensor, MXTensor, Ten
     planes, tensors, inexact = empty_planes(x, spec)
     if x.numel():
         config = both_config(spec.block, spec.regroups, spec.stochastic is not None)
-        seed, step = seed_and_step(spec)
-        grid = (-(-num_rows // config.rows), -(-num_columns // config.columns))
-        cast_both_kernel[grid](
-            x,
-            *tensors,
-            inexact,
-            num_rows,
-            num_columns,
-            x.stride(0),
-            x.stride(1),
-            seed,
-            step,
-            ROWS=config.rows,
-            COLUMNS=config.columns,
-            SUB_ROWS=config.sub_rows,
-            SUB_COLUMNS=config.sub_columns,
-            BLOCK=spec.block,
-            num_warps=config.num_warps,
+        constants = {
+            "ROWS": config.rows,
+            "COLUMNS": config.columns,
+            "SUB_ROWS": config.sub_rows,
+            "SUB_COLUMNS": config.sub_columns,
+            "BLOCK": spec.block,
             **cast_flags(spec),
+        }
+        launch(
+            cast_both_kernel,
+            (-(-num_rows // config.rows), -(-num_columns // config.columns), 1),
+            (x, *tensors, inexact, num_rows, num_columns, *x.stride(), *seed_and_step(spec)),
+            constants,
+            {"num_warps": config.num_warps},
         )
     return (*planes, inexact)
 

@@ -81,9 +81,7 @@ def prepare(
             if config.train.cuda_graphs and device.type == "cuda":
                 run = replayed(run)
         except (RuntimeError, NotImplementedError) as error:
-            prepared.append(
-                Prepared(part, None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}")
-            )
+            prepared.append(Prepared(part, None, report.note_of(error)))
             continue
         prepared.append(Prepared(part, run) if is_finite else Prepared(part, None, WRONG_ANSWER))
     if device.type == "cuda":

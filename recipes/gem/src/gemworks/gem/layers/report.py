@@ -31,6 +31,18 @@ COLUMNS = (
 Row = dict[str, str]
 
 
+NOTE_LENGTH = 240
+
+
+def note_of(error: BaseException) -> str:
+    """Why there is no number, for a CSV's `note`: one line, though a compiler's error has its reason in the second.
+
+    >>> note_of(RuntimeError("backend='inductor' raised:\\nValueError: no"))
+    "RuntimeError: backend='inductor' raised: ValueError: no"
+    """
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:NOTE_LENGTH]
+
+
 @dataclass(frozen=True)
 class Measured:
     """One layer type, measured; without a time it could not run, and `note` says why."""

@@ -92,8 +92,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return _forward_on_host(q, k, v, *rest)
     from gemworks.jagged.ops.attention_core import launch
 
-    with torch.cuda.device(q.device):
-        return launch.forward(make_problem(q, k, v, call, architecture))
+    return launch.forward(make_problem(q, k, v, call, architecture))
 
 
 @attention_backward.register_kernel("cuda")
@@ -121,8 +120,7 @@ def backward_into(
         if kernels_take(q, k, v, call, architecture):
             from gemworks.jagged.ops.attention_core import launch
 
-            with torch.cuda.device(q.device):
-                launch.backward(make_problem(q, k, v, call, architecture), d_out, out, lse, into)
+            launch.backward(make_problem(q, k, v, call, architecture), d_out, out, lse, into)
             return
     for x, grad in zip(into, _backward_on_host(d_out, q, k, v, out, lse, *rest), strict=True):
         x.copy_(grad)

@@ -46,16 +46,15 @@ def _values(
     if q.is_cuda:
         from gemworks.jagged.ops.attention_fp8.launch import rows_values, tiles_values
 
-        with torch.cuda.device(q.device):
-            if v.dim() == 3:
-                v_values = v if sv is None else rows_values(v, sv, dtype)
-                return rows_values(q, sq, dtype), rows_values(k, sk, dtype), v_values
-            assert offsets_q is not None
-            assert of_k is not None
-            assert sv is not None
-            q_values = tiles_values(q, sq, offsets_q, q.shape[0], dtype)
-            k_values, v_values = (tiles_values(x, s, of_k, k.shape[0], dtype) for x, s in ((k, sk), (v, sv)))
-            return q_values, k_values, v_values
+        if v.dim() == 3:
+            v_values = v if sv is None else rows_values(v, sv, dtype)
+            return rows_values(q, sq, dtype), rows_values(k, sk, dtype), v_values
+        assert offsets_q is not None
+        assert of_k is not None
+        assert sv is not None
+        q_values = tiles_values(q, sq, offsets_q, q.shape[0], dtype)
+        k_values, v_values = (tiles_values(x, s, of_k, k.shape[0], dtype) for x, s in ((k, sk), (v, sv)))
+        return q_values, k_values, v_values
     if v.dim() == 3:
         v_values = v if sv is None else dequantize_rows(v, sv, dtype)
         return dequantize_rows(q, sq, dtype), dequantize_rows(k, sk, dtype), v_values
@@ -101,9 +100,8 @@ def _(
             architecture, dtype, q.shape[2], v.shape[2], rule.activation, not rule.mask.is_full, rule.scale
         )
         if refusal is None:
-            with torch.cuda.device(q.device):
-                problem = make_problem(q, k, v, call, architecture)
-                return launch.hopper_forward(problem, (q_scales, k_scales, v_scales), dtype)
+            problem = make_problem(q, k, v, call, architecture)
+            return launch.hopper_forward(problem, (q_scales, k_scales, v_scales), dtype)
         warn_once(f"FP8 tiles are multiplied out in front of {dtype} attention, at its speed at best: {refusal}")
     values = _values(q, k, v, (q_scales, k_scales, v_scales), dtype, settings)
     return attention_forward(*values, *settings)
