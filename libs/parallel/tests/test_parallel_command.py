@@ -42,9 +42,23 @@ def test_search_and_place_print_for_people_and_as_json(tmp_path, capsys: pytest.
     found = json.loads(capsys.readouterr().out)
     assert found["best"]["step_us"] == found["plans"][0]["step_us"]
     assert main(["place", *where, *PLAN]) == 0
-    assert "predicted" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "predicted" in text
+    assert "prediction error: median" in text
     assert main(["place", *where, *PLAN, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["views"]["sparse"]["tiers"]["replica_shard"] == "nvlink"
+    content = json.loads(capsys.readouterr().out)
+    assert content["views"]["sparse"]["tiers"]["replica_shard"] == "nvlink"
+    assert content["validation"] in text
+
+
+def test_a_step_without_a_table_group_still_has_its_tables(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One copy over all GPUs, whatever shares a replica."""
+    where = _files(tmp_path)
+    for more, group in ([], 64), (["--replica-shard", "4"], 16):
+        assert main(["simulate", *where, "--gpus", "64", "--shard", "64", *more, "--json"]) == 0
+        content = json.loads(capsys.readouterr().out)
+        assert content["plan"]["sparse"]["table_group"] == group
+        assert content["memory_bytes"]["tables and row optimizer"] > 0
 
 
 def test_ranks_says_who_holds_what_and_draws_it(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

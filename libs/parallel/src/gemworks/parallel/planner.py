@@ -353,4 +353,5 @@ def ladder_text(found: Mapping[str, Sequence[Rung]]) -> str:
                 f"{dimension:8} {r.name:38} {s.step_us / 1e3:>9.2f} {s.mfu:>6.1%} {s.scaling_ratio:>8.1%} "
                 f"{s.memory.total / GIB:>7.1f}" + ("" if s.memory.fits else "  does not fit")
             )
-    return "\n".join(lines)
+    said = dict.fromkeys(r.simulation.validation for rungs in found.values() for r in rungs)
+    return "\n".join([*lines, *said])
