@@ -106,7 +106,7 @@ def apply_fsdp(
         A report.
 
     Raises:
-        ValueError: an unknown block, or replicas that start different.
+        ValueError: an unknown block, one named twice, or replicas that start different.
     """
     kind("model", model, nn.Module)
     kind("meshes", meshes, Meshes, "make them with build_meshes")
@@ -114,6 +114,8 @@ def apply_fsdp(
         raise ValueError(f"blocks: got {blocks!r}, expected a list of names")
     rules = policy or FsdpPolicy()
     modules = dict(model.named_modules())
+    if len(set(blocks)) != len(blocks):
+        raise ValueError(f"blocks: got {list(blocks)}, expected each name once")
     unknown = [b for b in blocks if b not in modules]
     if unknown:
         known = sorted(n for n in modules if n)[:12]
