@@ -78,6 +78,8 @@ def test_ranks_says_who_holds_what_and_draws_it(tmp_path, capsys: pytest.Capture
         (["search", "--cluster", "nowhere.toml"], "expected roce, h200, gb200, or the path of a cluster file"),
         (["search", "--model", "nothing.json"], "expected gem-like"),
         (["place", "--cluster", "h200", "--shard", "3"], "expected a divisor of the world size 8"),
+        (["simulate", "--cluster", "h200", "--shard", "8", "--replica-shard", "0"], "sparse.replica_shard: got 0"),
+        (["place", "--cluster", "h200", "--shard", "8", "--replica-shard", "4"], "got 4 without table_group"),
         (["search", "--balance", "luck"], "--balance: got 'luck', expected none, bbs or global"),
         (["simulate", "--cluster", "h200", "--shard", "8", "--table-group", "8"], "need "),
     ],

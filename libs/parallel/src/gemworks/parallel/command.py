@@ -119,7 +119,7 @@ def _table_group(question: Question, request: Request, cluster: ClusterSpec, mod
     """A step without its model's tables would be no prediction of it: one copy over all GPUs if nothing is said."""
     if request.table_group is not None or question != "simulate" or not model.tables:
         return request.table_group
-    return max(1, cluster.num_gpus // request.replica_shard)
+    return max(1, cluster.num_gpus // max(1, request.replica_shard))
 
 
 def _write(request: Request, plan: ParallelPlan, cluster: ClusterSpec, trace: Callable[[], str] | None) -> None:
