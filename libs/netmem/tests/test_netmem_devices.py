@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from gemworks.netmem import profiler
+from gemworks.netmem import meters
 from gemworks.netmem.codec import get_codec
 
 
 def test_every_kernel_starts_on_the_device_of_an_argument():
     """Triton starts on the current device: each launch stands in `with torch.cuda.device_of(x)`, x one of its own."""
-    source = Path(profiler.__file__).parent
+    source = Path(meters.__file__).parent
     guarded, launches = 0, 0
     for path in source.rglob("*.py"):
         tree = ast.parse(path.read_text())
@@ -56,7 +56,7 @@ def test_the_clock_of_a_profile_is_that_of_its_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append(("synchronize", current[0])))
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: seen.append(("sleep", current[0])), raising=False)
-    assert profiler._Clock(torch.device("cuda", 1))(lambda: "out") == ("out", 2e-3)
+    assert meters.Clock(torch.device("cuda", 1))(lambda: "out") == ("out", 2e-3)
     assert [name for name, _ in seen] == ["synchronize", "sleep", "event", "event", "synchronize"]
     assert {place for _, place in seen} == {1}
     assert current == [0]

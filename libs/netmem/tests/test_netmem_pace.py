@@ -95,13 +95,13 @@ def test_only_the_first_region_moves_and_is_back_before_its_backward(seed, max_d
     )
     moved = (32 * 64 + 32 * 64 + 32 * 16) * 4
     plan = evaluate(make_step(rate=moved / 2, moved_bytes=moved), ["offload"] + ["keep"] * (NUM - 1))
-    fetched, original = [], engine._traffic.fetch
+    fetched, original = [], engine._queues.fetch
 
     def fetch(parcel):
         fetched.append(parcel.state.value)
         return original(parcel)
 
-    engine._traffic.fetch = fetch
+    engine._queues.fetch = fetch
     with apply_policy(model, plan, engine=engine):
         for _ in range(3):
             model.zero_grad()

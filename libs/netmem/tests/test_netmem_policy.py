@@ -10,10 +10,11 @@ from gemworks.netmem import policy as policy_module
 from gemworks.netmem.arena import PinnedArena
 from gemworks.netmem.budget import CHOICES, KEEP, QUANTISE, QUANTISE_OFFLOAD, StepProfile, evaluate
 from gemworks.netmem.ledger import BandwidthLedger, Link
+from gemworks.netmem.meters import LiveStorages, storages
 from gemworks.netmem.movers import DelayedMover
 from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.policy import apply_policy, compile_with_budget, explain_compile_budget, has_region_budget
-from gemworks.netmem.profiler import _LiveStorages, _storages, profile, table
+from gemworks.netmem.profiler import profile, table
 from gemworks.netmem.solver import least_feasible, solve
 from torch import nn
 
@@ -177,7 +178,7 @@ def peak_of_a_step(model: nn.Module, engine: OffloadEngine) -> int:
     engine.arena.prepare()
     fixed = [*model.parameters(), *[p.grad for p in model.parameters()], x, engine.arena.region]
     base = sum(t.numel() * t.element_size() for t in fixed[:-1] if t is not None)
-    meter = _LiveStorages(_storages(fixed))
+    meter = LiveStorages(storages(fixed))
     with meter:
         model(x).backward()
         return base + meter.peak()
@@ -276,7 +277,7 @@ def test_o6_what_is_late_or_early_stays_out_of_a_backward_without_room(up, max_d
     run = engine(DelayedMover(0, max_delay=max_delay, chunk_bytes=1 << 20))
     run.arena.prepare()
     x.grad = torch.zeros_like(x)
-    meter = _LiveStorages(_storages([x, x.grad, run.arena.region]))
+    meter = LiveStorages(storages([x, x.grad, run.arena.region]))
     with apply_policy(model, plan, engine=run), meter:
         model(x).sum().backward()
     assert step.base_bytes + meter.peak() <= plan.peak_bytes + SCALARS

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 pytestmark = [
     pytest.mark.dist,
-    # torch 2.13 renames collectives that 2.11 has under the old name alone; here a test calls them in the library's place
+    # torch 2.13 renames collectives that 2.11 has under the old name alone; here a test calls them for the library
     pytest.mark.filterwarnings("ignore:.*_tensor` is deprecated:FutureWarning"),
 ]
 

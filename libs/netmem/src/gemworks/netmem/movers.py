@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from gemworks.netmem.arena import Fence
@@ -33,6 +33,7 @@ def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[arg-type]
 
 
+@runtime_checkable
 class Mover(Protocol):
     """Moves bytes asynchronously, in order per direction."""
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from gemworks.netmem.arena import PinnedArena
+from gemworks.netmem.checks import check_all, check_kind, check_number, checked_device
 from gemworks.netmem.codec import Codec, get_codec
 from gemworks.netmem.errors import PinnedMemoryExhaustedError
 from gemworks.netmem.handles import (
@@ -39,7 +40,7 @@ from gemworks.netmem.handles import (
 )
 from gemworks.netmem.movers import CHUNK_BYTES, Mover, mover_for
 from gemworks.netmem.parcels import Parcel
-from gemworks.netmem.traffic import Traffic
+from gemworks.netmem.queues import ParcelQueues
 from torch.multiprocessing.reductions import StorageWeakRef
 
 # A view of a much larger storage is copied out by itself instead of moving the whole storage.
@@ -94,7 +95,7 @@ class OffloadEngine:
         mover: who copies; None: chosen by the device.
 
     Raises:
-        ValueError: a size below 0.
+        ValueError: a size below 0, a device that is not there, an arena or a mover that is none.
 
     >>> engine = OffloadEngine(PinnedArena(1 << 20, pin=False), device="cpu", min_bytes=0)
     >>> x = torch.ones(8, requires_grad=True)
@@ -119,22 +120,16 @@ class OffloadEngine:
     ) -> None:
         if arena is not None and not isinstance(arena, PinnedArena):
             raise ValueError(f"arena: expected a PinnedArena, or None for one of 16 GiB, got {type(arena).__name__}")
-        if window_bytes < 0 or min_bytes < 0 or chunk_bytes < 1:
-            raise ValueError(
-                f"window_bytes, min_bytes, chunk_bytes: expected >= 0, >= 0, >= 1, got {window_bytes}, {min_bytes}, "
-                f"{chunk_bytes}"
-            )
-        if device is None:
-            device = (
-                torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-            )
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        check_number("window_bytes", window_bytes)
+        check_number("min_bytes", min_bytes)
+        check_number("chunk_bytes", chunk_bytes, 1, whole=True)
+        if mover is not None:
+            check_kind("mover", mover, Mover, "a CopyArbiter's port, or None")
+        self.device = checked_device(device)
         self.min_bytes = min_bytes
         self.arena = arena or PinnedArena((1 if self.device.type == "cpu" else 16) << 30)
         self._mover = mover or mover_for(self.device, chunk_bytes)
-        self._traffic = Traffic(self.arena, self._mover, window_bytes)
+        self._queues = ParcelQueues(self.arena, self._mover, window_bytes)
         self._lock = threading.RLock()
         self._identity: dict[tuple[Any, ...], Any] = {}
         # storages coded whole; weakly, because their codes may be on the device
@@ -145,7 +140,7 @@ class OffloadEngine:
     @property
     def window_bytes(self) -> int:
         """Most bytes in flight each way."""
-        return self._traffic.window_bytes
+        return self._queues.window_bytes
 
     # -- what users call -----------------------------------------------------------------------------------------------
 
@@ -167,10 +162,11 @@ class OffloadEngine:
             exact_strides: every tensor comes back with the strides it had, as compiled code demands: tensors with gaps
                 or overlaps are coded and move with their whole storage.
         """
+        check_all("modules", modules, torch.nn.Module)
         coder = None if codec is None else get_codec(codec)
         with self._lock:
             self._reap()
-            self._traffic.begin_forward()
+            self._queues.begin_forward()
         # beside 16-bit activations, float32 means statistics (a logsumexp, a mean): too few bytes to be worth the error
         wide = torch.is_autocast_enabled(self.device.type) or any(
             p.dtype in (torch.bfloat16, torch.float16) for module in modules for p in module.parameters()
@@ -195,17 +191,17 @@ class OffloadEngine:
         """Counters of this moment."""
         with self._lock:
             self._reap()
-            traffic = self._traffic
+            queues = self._queues
             return OffloadStats(
                 **self._count,
-                moved_up_bytes=traffic.moved_up_bytes,
-                moved_down_bytes=traffic.moved_down_bytes,
-                num_moved=traffic.num_sent,
-                num_rescued=traffic.num_rescued,
-                num_live=traffic.num_live,
-                largest_parcel_bytes=traffic.largest_parcel_bytes,
-                in_flight_bytes=traffic.in_flight_bytes,
-                peak_in_flight_bytes=traffic.peak_in_flight_bytes,
+                moved_up_bytes=queues.moved_up_bytes,
+                moved_down_bytes=queues.moved_down_bytes,
+                num_moved=queues.num_sent,
+                num_rescued=queues.num_rescued,
+                num_live=queues.num_live,
+                largest_parcel_bytes=queues.largest_parcel_bytes,
+                in_flight_bytes=queues.in_flight_bytes,
+                peak_in_flight_bytes=queues.peak_in_flight_bytes,
                 host_bytes=self.arena.stats().requested_bytes,
             )
 
@@ -214,7 +210,7 @@ class OffloadEngine:
         with self._lock:
             self._mover.synchronize()
             self._reap()
-            self._traffic.drain(0)
+            self._queues.drain(0)
 
     # -- pace ----------------------------------------------------------------------------------------------------------
 
@@ -225,24 +221,24 @@ class OffloadEngine:
         """
         with self._lock:
             self._reap()
-            self._traffic.begin_forward()
-            self._traffic.num_paced += 1
+            self._queues.begin_forward()
+            self._queues.num_paced += 1
         try:
             yield
         finally:
             with self._lock:
-                self._traffic.num_paced -= 1
+                self._queues.num_paced -= 1
 
     @property
     def position(self) -> int:
         """Number of parcels sent so far. What a region sends lies between its position before and after."""
-        return self._traffic.num_sent
+        return self._queues.num_sent
 
     def parcel_bytes(self, start: int) -> tuple[int, ...]:
         """Sizes of what was sent since `position` was `start` and is still needed, in that order."""
         with self._lock:
             self._reap()
-            return self._traffic.parcel_bytes(start)
+            return self._queues.parcel_bytes(start)
 
     def end_forward(self, leaving_bytes: float) -> None:
         """Let device bytes go until at most that many, rounded up to a whole parcel, are leaving.
@@ -250,10 +246,14 @@ class OffloadEngine:
         Compute waits for their copies on the device, not on the host: if the link is as fast as the plan assumed they
         are done by then. Without this call a region that nobody saves after keeps its bytes until the next one that
         does.
+
+        Raises:
+            ValueError: a negative number of bytes, or a NaN.
         """
+        check_number("leaving_bytes", leaving_bytes, finite=False)
         with self._lock, torch.no_grad():
             self._reap()
-            self._traffic.end_forward(leaving_bytes)
+            self._queues.end_forward(leaving_bytes)
 
     def begin_backward(self, start: int, end: int, returning_bytes: float, staying_bytes: float = math.inf) -> None:
         """The backward of a region begins: bring its own parcels, and some of what is needed after it.
@@ -263,10 +263,17 @@ class OffloadEngine:
             returning_bytes: of the parcels before `start`, to be on their way back, rounded up to a whole parcel.
             staying_bytes: of the parcels before `start`, may be on the device, rounded up likewise: of those that are
                 still leaving, compute waits for the others' copies and lets them go.
+
+        Raises:
+            ValueError: a negative number of bytes, or a NaN; `end` before `start`.
         """
+        check_number("start", start, whole=True)
+        check_number("end", end, start, whole=True)
+        check_number("returning_bytes", returning_bytes, finite=False)
+        check_number("staying_bytes", staying_bytes, finite=False)
         with self._lock, torch.no_grad():
             self._reap()
-            self._traffic.begin_backward(start, end, returning_bytes, staying_bytes)
+            self._queues.begin_backward(start, end, returning_bytes, staying_bytes)
 
     # -- pack ----------------------------------------------------------------------------------------------------------
 
@@ -303,7 +310,7 @@ class OffloadEngine:
 
     def _keep(self, x: torch.Tensor) -> Kept:
         self._count["num_kept"] += 1
-        return Kept(self._traffic, x)
+        return Kept(self._queues, x)
 
     def _look_up(self, key: tuple[Any, ...]) -> Any:
         filed = self._identity.get(key)
@@ -324,10 +331,10 @@ class OffloadEngine:
         parcel, probe = self._look_up(key), None
         if parcel is None:
             source = x.clone(memory_format=torch.contiguous_format).untyped_storage() if compact else storage
-            parcel = self._traffic.send(source)
+            parcel = self._queues.send(source)
             probe = self._file(key, parcel, x)
-        handle = Moved(self._traffic, x, parcel, compact, probe)
-        self._traffic.drain(self.window_bytes)
+        handle = Moved(self._queues, x, parcel, compact, probe)
+        self._queues.drain(self.window_bytes)
         return handle
 
     def _code(self, x: torch.Tensor, codec: Codec, move: bool) -> Coded:
@@ -341,7 +348,7 @@ class OffloadEngine:
             placed: list[Parcel | torch.Tensor] = []
             for c in tensors:
                 try:
-                    placed.append(self._traffic.send(own_storage(c)) if move and c.numel() else c)
+                    placed.append(self._queues.send(own_storage(c)) if move and c.numel() else c)
                 except PinnedMemoryExhaustedError as error:
                     self._exhausted(error)
                     placed.append(c)
@@ -349,8 +356,8 @@ class OffloadEngine:
             # codes on the device aren't filed: the file would keep them alive
             if all(isinstance(where, Parcel) for where in placed):
                 self._file(key, codes, x)
-        handle = Coded(self._traffic, x, codec, codes)
-        self._traffic.drain(self.window_bytes)
+        handle = Coded(self._queues, x, codec, codes)
+        self._queues.drain(self.window_bytes)
         return handle
 
     def _part(self, x: torch.Tensor, whole: torch.Tensor, codec: Codec, move: bool) -> Part:
@@ -360,7 +367,7 @@ class OffloadEngine:
         if coded is None:
             coded = self._code(whole, codec, move)
             self._wholes[key] = weakref.ref(coded), StorageWeakRef(x.untyped_storage())
-        return Part(self._traffic, x, coded)
+        return Part(self._queues, x, coded)
 
     # -- unpack --------------------------------------------------------------------------------------------------------
 
@@ -376,7 +383,7 @@ class OffloadEngine:
                     storage = self._unpack(handle.whole).untyped_storage()
                     handle.whole.decoded = StorageWeakRef(storage)
                 return view_of(storage, handle.dtype, handle.offset, handle.shape, handle.stride)
-            storages = {id(p): self._traffic.fetch(p) for p in handle.parcels}
+            storages = {id(p): self._queues.fetch(p) for p in handle.parcels}
             if isinstance(handle, Moved):
                 x = view_of(storages[id(handle.parcels[0])], handle.dtype, handle.offset, handle.shape, handle.stride)
             else:
@@ -387,20 +394,20 @@ class OffloadEngine:
                 )
                 x = handle.restore(codes)
             if handle.parcels:
-                self._traffic.unpacked(handle.parcels)
+                self._queues.unpacked(handle.parcels)
             return x
 
     # -- housekeeping --------------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
         """Close the parcels whose handles have all died, and forget what was filed about storages that are gone."""
-        self._traffic.reap()
-        if len(self._identity) > 2 * self._traffic.num_live + 64:
+        self._queues.reap()
+        if len(self._identity) > 2 * self._queues.num_live + 64:
             self._identity = {k: v for k, v in self._identity.items() if v.valid()}
-        if len(self._wholes) > 2 * self._traffic.num_live + 64:
+        if len(self._wholes) > 2 * self._queues.num_live + 64:
             self._wholes = {k: v for k, v in self._wholes.items() if v[0]() is not None}
 
     def _tidy(self) -> None:
         """As above, and let the bytes go that have left."""
         self._reap()
-        self._traffic.let_go_of_done()
+        self._queues.let_go_of_done()

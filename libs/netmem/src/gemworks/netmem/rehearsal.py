@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from gemworks.netmem.arena import Fence, PinnedArena
-from gemworks.netmem.budget import Option, Plan, StepProfile
+from gemworks.netmem.budget import Option, Plan, StepProfile, check_plan
+from gemworks.netmem.checks import check_kind, check_number
 from gemworks.netmem.movers import WAYS, Way
 from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.policy import paced_forward
@@ -203,7 +204,7 @@ def rehearse(
         Time and traffic of a step, the mean of them. Without moved bytes it is `plan.step_s`.
 
     Raises:
-        ValueError: a negative time, or no step.
+        ValueError: a negative time, no step, or a plan for other regions.
 
     >>> from gemworks.netmem.budget import Region, evaluate
     >>> keep = Option("keep", 1.0, 2.0, held_bytes=10, forward_bytes=12, backward_bytes=14)
@@ -215,10 +216,13 @@ def rehearse(
     >>> round(rehearse(step, plan).step_s, 3)  # a tensor of 5 leaves in 1 s, and the other one is there all the time
     7.0
     """
-    if not (issue_s >= 0 and send_s >= 0 and num_steps >= 1):
-        raise ValueError(
-            f"issue_s, send_s, num_steps: expected at least 0, 0 and 1, got {issue_s}, {send_s} and {num_steps}"
-        )
+    check_kind("profile", profile, StepProfile, "the one that the plan was made for")
+    check_plan(plan, profile)
+    check_number("issue_s", issue_s)
+    check_number("send_s", send_s)
+    check_number("num_steps", num_steps, 1, whole=True)
+    if duplex_bytes_per_s is not None:
+        check_number("duplex_bytes_per_s", duplex_bytes_per_s, above=True)
     chosen = [region.option(plan.choices[region.name]) for region in profile.regions]
     sizes = [_sizes(profile, option) for option in chosen]
     total = sum(map(sum, sizes))

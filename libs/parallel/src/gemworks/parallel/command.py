@@ -39,7 +39,8 @@ class Request:
         balance: how ranks' batches are evened out: none, bbs or global.
         errors: simulator_error.csv whose measured errors every prediction carries.
         shard, expert, expert_shard, table_group, replica_shard, sync_every: of the plan; unused by "search". Without
-            `expert` a model with experts keeps them all on each rank.
+            `expert` a model with experts keeps them all on each rank; without `table_group` "simulate" spreads one
+            copy of the tables over all GPUs.
         top, keep: of "search": plans to show, and candidates kept per view.
         ranks: of "ranks": which; None: all.
         picture: where to draw the groups on the tiers (SVG).
@@ -91,7 +92,7 @@ def answer(question: Question, request: Request) -> Answer:
         shard=request.shard,
         expert=request.expert if request.expert is not None or not model.num_experts else 1,
         expert_shard=request.expert_shard,
-        table_group=request.table_group,
+        table_group=_table_group(question, request, cluster, model),
         replica_shard=request.replica_shard,
         sync_every=request.sync_every,
     )
@@ -112,6 +113,13 @@ def answer(question: Question, request: Request) -> Answer:
         ranks=request.ranks,
     )
     return Answer(text=f"{placement.text()}\n\n{holdings.text()}", json=holdings.to_json())
+
+
+def _table_group(question: Question, request: Request, cluster: ClusterSpec, model: ModelProfile) -> int | None:
+    """A step without its model's tables would be no prediction of it: one copy over all GPUs if nothing is said."""
+    if request.table_group is not None or question != "simulate" or not model.tables:
+        return request.table_group
+    return max(1, cluster.num_gpus // request.replica_shard)
 
 
 def _write(request: Request, plan: ParallelPlan, cluster: ClusterSpec, trace: Callable[[], str] | None) -> None:

@@ -30,10 +30,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
-from gemworks.parallel.cluster import ClusterSpec, Collective, Tier
+from gemworks.parallel._check import number, one_of, whole
+from gemworks.parallel.cluster import COLLECTIVES, ClusterSpec, Collective, Tier
 from torch import Tensor
 
 Algorithm = Literal["auto", "ring", "tree"]
@@ -54,6 +55,8 @@ class GroupShape:
     num_zones: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("size", "num_domains", "num_zones"):
+            whole(f"GroupShape: {name}", getattr(self, name))
         if self.size % self.num_domains or self.num_domains % self.num_zones:
             raise ValueError(
                 f"GroupShape: got size {self.size}, {self.num_domains} domains, {self.num_zones} zones; expected each "
@@ -131,6 +134,9 @@ def edge_bytes(collective: Collective, size: int, nbytes: float, algorithm: str 
         >>> edge_bytes("all_reduce", 4, 100.0)
         150.0
     """
+    one_of("collective", collective, COLLECTIVES)
+    whole("size", size)
+    number("nbytes", nbytes, least=0)
     if size == 1:
         return 0.0
     if collective == "all_reduce":
@@ -162,10 +168,12 @@ def collective_cost(
         `CollectiveCost`; zero for groups of one rank.
 
     Raises:
-        ValueError: a negative size, a tree for something else than an all-reduce, or a tier that the cluster lacks.
+        ValueError: an unknown word, a negative size, a tree for something else than an all-reduce, or a tier that the
+            cluster lacks.
     """
-    if nbytes < 0:
-        raise ValueError(f"nbytes: got {nbytes}, expected >= 0")
+    one_of("collective", collective, COLLECTIVES)
+    number("nbytes", nbytes, least=0)
+    one_of("algorithm", algorithm, get_args(Algorithm))
     if algorithm == "tree" and collective != "all_reduce":
         raise ValueError(
             f"algorithm: got 'tree' for {collective}, expected 'ring' or 'auto': only all_reduce has a tree"
@@ -230,8 +238,9 @@ def _lie_of_shape(s: GroupShape, cluster: ClusterSpec) -> _Lie:
 
 
 def _lie_of_ranks(groups: Tensor, cluster: ClusterSpec) -> _Lie:
-    if groups.ndim != 2:
-        raise ValueError(f"groups: got shape {tuple(groups.shape)}, expected [num_groups, size]")
+    if not isinstance(groups, Tensor) or groups.ndim != 2 or not groups.numel() or groups.is_floating_point():
+        got = f"{groups.dtype} {tuple(groups.shape)}" if isinstance(groups, Tensor) else type(groups).__name__
+        raise ValueError(f"groups: got {got}, expected a GroupShape, or ranks, int64 [num_groups, size]")
     G, n = groups.shape
     if n == 1:
         return _lie_of_shape(GroupShape(size=1), cluster)

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from gemworks.parallel._check import kind as check_kind
+from gemworks.parallel._check import one_of
 from gemworks.parallel.meshes import Meshes
 from gemworks.parallel.replicas import check_equal_replicas
 from gemworks.parallel.sparse_optim import RowOptimizer
@@ -46,6 +48,9 @@ class FeatureSpec:
     name: str
     table: str
     pooling: Pooling | None = None
+
+    def __post_init__(self) -> None:
+        one_of(f"feature {self.name!r}: pooling", self.pooling, (None, *get_args(Pooling)))
 
 
 class _Route:
@@ -204,10 +209,16 @@ class FullyShardedEmbeddings(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        check_kind("meshes", meshes, Meshes, "make them with build_meshes")
         plan = meshes.layout.plan.sparse
         if plan is None:
             raise ValueError("meshes: the plan has no sparse view; give ParallelPlan table_group")
+        for t in tables:
+            check_kind("tables", t, TableSpec)
         known = {t.name: t for t in tables}
+        names = [f.name for f in features]
+        if len(set(names)) != len(names):
+            raise ValueError(f"features: got the names {sorted(names)}, expected them to differ")
         for f in features:
             if f.table not in known:
                 raise ValueError(f"features: {f.name!r} looks up {f.table!r}, expected one of {sorted(known)}")
@@ -326,7 +337,12 @@ class FullyShardedEmbeddings(nn.Module):
 
         Returns:
             [num_rows, D], or [num_rows] for "state".
+
+        Raises:
+            ValueError: no such table, or no such state.
         """
+        one_of("name", name, self.tables)
+        one_of("kind", kind, ("weight", "state"))
         self.sync()
         spec = self.tables[name]
         bank = next(b for b in self._banks if b.shards.dim == spec.dim)

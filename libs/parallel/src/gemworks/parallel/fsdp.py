@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
+from gemworks.parallel._check import kind, whole
 from gemworks.parallel.experts import ExpertExchange
 from gemworks.parallel.meshes import Meshes
 from gemworks.parallel.replicas import GradientAverager, check_equal_replicas
@@ -44,6 +45,14 @@ class FsdpPolicy:
     prefetch: bool = True
     all_gather: Any = None
     wrap_weight: Callable[[str, nn.Parameter], Tensor | None] | None = None
+
+    def __post_init__(self) -> None:
+        whole("min_shard_numel", self.min_shard_numel, 0)
+        whole("keep_bytes", self.keep_bytes, 0)
+        for name in ("param_dtype", "reduce_dtype"):
+            value = getattr(self, name)
+            if not isinstance(value, torch.dtype | None):
+                raise ValueError(f"{name}: got {value!r}, expected a torch dtype such as torch.bfloat16, or None")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +108,10 @@ def apply_fsdp(
     Raises:
         ValueError: an unknown block, or replicas that start different.
     """
+    kind("model", model, nn.Module)
+    kind("meshes", meshes, Meshes, "make them with build_meshes")
+    if isinstance(blocks, str):
+        raise ValueError(f"blocks: got {blocks!r}, expected a list of names")
     rules = policy or FsdpPolicy()
     modules = dict(model.named_modules())
     unknown = [b for b in blocks if b not in modules]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gemworks.parallel._check import kind, whole
 from gemworks.parallel.cluster import ClusterSpec, Tier
 from gemworks.parallel.memory import GIB
 from gemworks.parallel.placement import Split
@@ -110,8 +111,8 @@ def search(
     Raises:
         ValueError: no plan fits; names the one that needs least.
     """
-    if keep < 1:
-        raise ValueError(f"keep: got {keep}, expected >= 1, how many of each view are combined")
+    whole("keep", keep, unit="how many of each view are combined")
+    kind("model", model, ModelProfile, "gem_like() makes one")
     start = time.perf_counter()
     s = _Search(model, cluster, config or SimulationConfig())
     world = cluster.num_gpus
@@ -311,10 +312,10 @@ def ladders(
             world,
             shard=sh,
             expert=e if model.num_experts else None,
-            expert_shard=es,
+            expert_shard=es if model.num_experts else 1,
             table_group=g if model.tables else None,
-            replica_shard=r,
-            sync_every=every if world > g * r else 1,
+            replica_shard=r if model.tables else 1,
+            sync_every=every if model.tables and world > g * r else 1,
         )
 
     rungs = {
@@ -345,11 +346,11 @@ def ladders(
 def ladder_text(found: Mapping[str, Sequence[Rung]]) -> str:
     """The ladders as a table."""
     lines = [f"{'ladder':8} {'rung':38} {'step ms':>9} {'MFU':>6} {'scaling':>8} {'GiB':>7}"]
-    for kind, rungs in found.items():
+    for dimension, rungs in found.items():
         for r in rungs:
             s = r.simulation
             lines.append(
-                f"{kind:8} {r.name:38} {s.step_us / 1e3:>9.2f} {s.mfu:>6.1%} {s.scaling_ratio:>8.1%} "
+                f"{dimension:8} {r.name:38} {s.step_us / 1e3:>9.2f} {s.mfu:>6.1%} {s.scaling_ratio:>8.1%} "
                 f"{s.memory.total / GIB:>7.1f}" + ("" if s.memory.fits else "  does not fit")
             )
     return "\n".join(lines)

@@ -54,7 +54,8 @@ def unread_count(device: torch.device) -> Tensor:
 @lru_cache(maxsize=1)
 def launchers() -> tuple[Launcher, Launcher, Launcher, Launcher, Launcher]:
     """Of the kernels, which are not imported before they are needed: tiles, squares, weights, any squares, reading."""
-    from gemworks.precision.kernel_cast import cast_square_kernel, dequantise_kernel
+    from gemworks.precision.kernel_cast import cast_square_kernel
+    from gemworks.precision.kernel_reading import dequantise_kernel
     from gemworks.precision.kernel_square import cast_squares_kernel, cast_weight_kernel
     from gemworks.precision.kernel_tile import cast_tile_kernel
 

@@ -6,6 +6,7 @@ Imported on the first call on a device (or by a test of the interpreter), never 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class Problem:
     rows_k: int | None  # per sequence, for a 4-D k
     bias: Bias | None = None
 
-    @property
+    @cached_property
     def shape(self) -> table.Shape:
         return table.Shape(
             self.rule.activation,

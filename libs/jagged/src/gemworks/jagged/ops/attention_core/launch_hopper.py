@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 from gemworks.jagged._triton.quick import quick
+from gemworks.jagged.dispatch import num_multiprocessors
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core.kernel_backward import zero_queries_without_keys_kernel as _zero
 from gemworks.jagged.ops.attention_core.kernel_backward_fused_hopper import backward_fused_hopper_kernel as _fused
@@ -31,13 +32,8 @@ Pair = tuple[Tensor, Tensor]
 _GL_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-@lru_cache(maxsize=16)
-def _num_programs(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def _grid(x: Tensor, config: GluonConfig) -> tuple[int]:
-    return (_num_programs(x.device.index or 0) * config.programs,)
+    return (num_multiprocessors(x.device) * config.programs,)
 
 
 def streamable(x: Tensor) -> Tensor:
@@ -134,7 +130,7 @@ def backward_fused(
     mask = {"MASKED": not p.rule.mask.is_full, "BOTTOM_RIGHT": p.rule.mask.align == "bottom_right"}
     in_one_tile = p.rows_k is not None and p.rows_k <= 128
     scratch = torch.empty(1 if in_one_tile else num_tiles * 64 * width, dtype=torch.float32, device=q.device)
-    backward_fused_hopper_kernel[(_num_programs(q.device.index or 0),)](
+    backward_fused_hopper_kernel[(num_multiprocessors(q.device),)](
         *(ragged(x, 64) for x in (q, k, v, d_out)), dq, dk, dv, scratch, turn[4:], turn, lse, delta,
         bounds[2], bounds[1], sample, row, count, tiles_per_unit, num_sequences, *limits(p.rule),
         *(s for x in (dq, dk, dv) for s in (x.stride(0), x.stride(1))), lse.stride(0),

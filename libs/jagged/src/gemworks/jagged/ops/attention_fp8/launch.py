@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 from gemworks.jagged._triton.quick import quick
+from gemworks.jagged.dispatch import num_multiprocessors
 from gemworks.jagged.ops.attention_core import table
 from gemworks.jagged.ops.attention_core.launch import Problem
 from gemworks.jagged.ops.attention_fp8.kernel_dequantize import rows_kernel as _rows_kernel
@@ -91,8 +92,6 @@ def hopper_forward(
     p: Problem, scales: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, config: HopperConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """(output [T, N, H] in `dtype`, log-sum-exp [N, T]) of tiles: `p.v` is [C, M, H, 128], see tiles.py."""
-    from gemworks.jagged.ops.attention_core.launch_hopper import _num_programs
-
     config = HOPPER if config is None else config
     (total, heads, width), heads_k = p.q.shape, p.k.shape[1]
     out = torch.empty(total, heads, width, dtype=dtype, device=p.q.device)
@@ -101,7 +100,7 @@ def hopper_forward(
         return out.zero_(), lse.fill_(float("inf"))
     sample, row, count = p.tiles("q128")
     bounds = p.schedule.bounds
-    fp8_hopper_kernel()[(_num_programs(p.q.device.index or 0),)](
+    fp8_hopper_kernel()[(num_multiprocessors(p.q.device),)](
         _descriptor(p.q.view(total, heads * width), 64, width),
         _descriptor(p.k.view(p.k.shape[0], heads_k * width), config.block, width),
         _descriptor(p.v.view(-1, TILE), width, config.block),

@@ -46,9 +46,7 @@ def tiles_of_rows(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def check_tiles(name: str, codes: Tensor, scales: Tensor, rows: int, num_sequences: int, *, transposed: bool) -> None:
-    """Raises:
-    ValueError: codes or scales that are not this arrangement of `rows` rows.
-    """
+    """Raise ValueError unless codes and scales are this arrangement of `rows` rows."""
     count = num_tiles(rows, num_sequences)
     heads = codes.shape[1] if codes.dim() >= 2 else -1
     expected = (count, heads, codes.shape[-2], TILE) if transposed else (rows, heads, codes.shape[-1])

@@ -18,7 +18,7 @@ from gemworks.netmem.movers import Mover
 from gemworks.netmem.parcels import Parcel, State
 
 
-class Traffic:
+class ParcelQueues:
     """Sends parcels, lets their device bytes go and brings them back.
 
     Args:
