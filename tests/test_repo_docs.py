@@ -173,6 +173,34 @@ def test_one_line_of_support_says_no_more_than_its_rows(monkeypatch: pytest.Monk
         tables.grouped_support(rows[1:])
 
 
+def test_the_support_table_of_jagged_is_what_support_says() -> None:
+    """Its README folds equal rows; unfolded they are those of `support()`, no more and no less."""
+    from gemworks.jagged import support
+
+    text = (ROOT / "libs/jagged/README.md").read_text(encoding="utf-8")
+    section = text[text.index("\n## Support\n") : text.index("\n## Measured\n")]
+    groups = {
+        "norms": ["layer_norm", "rms_norm"],
+        "pooling": ["kronecker_compress", "sum_pool", "mean_pool", "last_pool"],
+    }
+    dtypes = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+    told = []
+    for line in section.splitlines():
+        if not line.startswith("|") or line.startswith(("| op", "|---")):
+            continue
+        ops, types, places, directions, backend, width = _cells(line)
+        told += [
+            (op, dtypes[dtype], place, direction, backend.partition(" (")[0], None if width == "-" else int(width))
+            for name in ops.split(", ")
+            for op in groups.get(name, [name.strip("`")])
+            for dtype in types.split(", ")
+            for place in places.split(", ")
+            for direction in directions.split(", ")
+        ]
+    rows = [(r.op, r.dtype, r.architecture, r.direction, r.backend, r.max_head_dim) for r in support()]
+    assert sorted(map(str, told)) == sorted(map(str, rows))
+
+
 def test_the_index_names_every_decision_and_what_replaced_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that a later one replaces says so below its title, and nowhere else, so that the index can."""
     monkeypatch.syspath_prepend(ROOT / "docs/_site")
