@@ -180,6 +180,29 @@ def _is_quick(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "quick"
 
 
+def test_torch_is_asked_once_about_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Architecture and multiprocessors by index; a device without one is the current one, whichever that is then."""
+    from gemworks.jagged import dispatch
+
+    asked, current = [], [7]
+
+    def properties(index: int) -> Any:
+        asked.append(index)
+        return SimpleNamespace(major=9, minor=index % 2, multi_processor_count=100 + index)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    dispatch._gpu.cache_clear()
+    for index in (7, 8, 7):
+        current[0] = index
+        for device in (torch.device("cuda", index), f"cuda:{index}", "cuda"):
+            assert dispatch.architecture_of(device) == f"sm_9{index % 2}"
+        assert dispatch.num_multiprocessors(torch.device("cuda")) == 100 + index
+    assert asked == [7, 8]
+    dispatch._gpu.cache_clear()
+    assert dispatch.architecture_of("cpu") == "cpu"
+
+
 def test_a_watched_launch_takes_the_long_way(kernel: Kernel, monkeypatch: pytest.MonkeyPatch):
     run, x = Quick(kernel), torch.zeros(64)  # pyright: ignore[reportArgumentType]
     hooks = SimpleNamespace(launch_enter_hook=lambda metadata: None, launch_exit_hook=None)

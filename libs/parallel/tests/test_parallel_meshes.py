@@ -118,7 +118,8 @@ def test_a_numbering_that_torch_would_not_keep_is_refused(fake_world) -> None:
     plan = ParallelPlan.for_world(4, shard=4, table_group=2, replica_shard=2)
     cluster = presets.h200_host(4)
     placed = place(plan, cluster)
-    ranks = {**placed.layout.ranks, "sparse": torch.tensor([[[0, 1], [3, 2]]])}
+    ranks = dict(placed.layout.ranks)
+    ranks["sparse"] = torch.tensor([[[0, 1], [3, 2]]])
     turned = dataclasses.replace(placed, layout=Layout(plan=plan, ranks=ranks))
     with pytest.raises(ValueError, match=r"sparse.replica_shard group \[3, 2\], expected ranks that ascend"):
         build_meshes(plan, cluster, placement=turned)

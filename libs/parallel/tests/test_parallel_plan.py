@@ -223,7 +223,7 @@ def test_shard_groups_keep_to_a_zone_unless_the_caller_lifts_that() -> None:
 
 
 def test_ranks_ascend_along_every_axis_as_torch_orders_a_groups_ranks() -> None:
-    """Found by swaps, where groups do not fit the domains; a better order that torch would not keep is worth nothing."""
+    """Swaps found others where groups do not fit the domains; an order that torch would not keep is worth nothing."""
     c = cluster(2, 2, 3)
     for shard, axis, collective in (
         (4, "shard", "broadcast"),
@@ -270,6 +270,9 @@ def test_default_traffic_divides_what_is_model_parallel() -> None:
     assert found["experts", "expert_shard", "all_gather"] == 4 / 4
     assert found["experts", "replica", "all_reduce"] == 4 / 4 / 2
     assert found["sparse", "replica", "all_reduce"] == 4 / 4
+    late = ParallelPlan.for_world(64, shard=16, table_group=8, replica_shard=4, sync_every=5)
+    calls = [t.calls for p in (plan, late) for t in default_traffic(p) if (t.view, t.axis) == ("sparse", "replica")]
+    assert calls == [1.0, 0.2]
 
 
 def test_placement_of_the_published_plan_reports_tiers() -> None:
@@ -390,8 +393,8 @@ def test_m7_describe_says_who_holds_what_in_stable_text_and_json() -> None:
     [
         (lambda: ParallelPlan.for_world(8, shard="2"), r"dense.shard: got '2', expected an int >= 1"),  # pyright: ignore
         (lambda: presets.roce_cluster(256, oversubscription=0.0), r"oversubscription: got 0.0, expected >= 1"),
-        (lambda: gem_like(width=-1), r"width: got -1, expected >= 1"),
-        (lambda: search(gem_like(num_layers=1), presets.roce_cluster(8), keep=0), r"keep: got 0, expected >= 1"),
+        (lambda: gem_like(width=-1), r"width: got -1, expected an int >= 1"),
+        (lambda: search(gem_like(num_layers=1), presets.roce_cluster(8), keep=0), r"keep: got 0, expected an int >= 1"),
     ],
 )
 def test_wrong_arguments_are_named(call: Callable[[], object], message: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+from gemworks.parallel._check import number, whole
 from gemworks.parallel._toml import dump_toml
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
@@ -37,8 +38,8 @@ class Rate:
     latency_us: float
 
     def __post_init__(self) -> None:
-        _positive("bytes_per_s", self.bytes_per_s)
-        _not_negative("latency_us", self.latency_us)
+        number("bytes_per_s", self.bytes_per_s, above=0)
+        number("latency_us", self.latency_us, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +64,9 @@ class Link:
 
     def __post_init__(self) -> None:
         for name in ("up_bytes_per_s", "down_bytes_per_s", "duplex_bytes_per_s"):
-            _positive(name, getattr(self, name))
+            number(name, getattr(self, name), above=0)
         for name in ("latency_us", "copy_engines_up", "copy_engines_down"):
-            _not_negative(name, getattr(self, name))
+            number(name, getattr(self, name), least=0)
         most = self.up_bytes_per_s + self.down_bytes_per_s
         if self.duplex_bytes_per_s > most * (1 + 1e-9):
             raise ValueError(
@@ -86,14 +87,15 @@ class Gpu:
 
     def __post_init__(self) -> None:
         for name in ("hbm_bytes", "hbm_bytes_per_s", "num_sms"):
-            _positive(name, getattr(self, name))
+            number(name, getattr(self, name), above=0)
+        _mapping("gpu.peak_flops_per_s", self.peak_flops_per_s)
         unknown = sorted(set(self.peak_flops_per_s) - set(_DTYPES))
         if unknown or "bf16" not in self.peak_flops_per_s:
             raise ValueError(
                 f"gpu.peak_flops_per_s: got keys {sorted(self.peak_flops_per_s)}, expected bf16 and any of {_DTYPES}"
             )
         for dtype, value in self.peak_flops_per_s.items():
-            _positive(f"gpu.peak_flops_per_s.{dtype}", value)
+            number(f"gpu.peak_flops_per_s.{dtype}", value, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +135,8 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         for name in ("gpus_per_domain", "domains_per_zone", "num_zones"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"shape.{name}: got {value!r}, expected an int >= 1")
+            whole(f"shape.{name}", getattr(self, name))
+        number("shape.oversubscription", self.oversubscription)
         if self.oversubscription < 1:
             raise ValueError(
                 f"shape.oversubscription: got {self.oversubscription}, expected >= 1 (1: the uplink carries every NIC)"
@@ -195,8 +196,7 @@ class ClusterSpec:
         Raises:
             ValueError: `num_gpus` fills neither whole domains nor whole zones.
         """
-        if num_gpus < 1:
-            raise ValueError(f"num_gpus: got {num_gpus}, expected >= 1")
+        whole("num_gpus", num_gpus)
         if num_gpus <= self.gpus_per_domain:
             shape = (num_gpus, 1, 1)
         elif num_gpus <= self.gpus_per_zone and num_gpus % self.gpus_per_domain == 0:
@@ -212,7 +212,7 @@ class ClusterSpec:
 
     def scaled(self, tier: Tier, factor: float) -> ClusterSpec:
         """The same cluster with every collective's bandwidth on one tier multiplied by `factor` (for sensitivity)."""
-        _positive("factor", factor)
+        number("factor", factor, above=0)
         if tier not in self.tiers:
             raise ValueError(f"tier: got {tier!r}, expected one of {tuple(self.tiers)}, which {self.name} has")
         rates = {c: dataclasses.replace(r, bytes_per_s=r.bytes_per_s * factor) for c, r in self.tiers[tier].items()}
@@ -252,6 +252,9 @@ class ClusterSpec:
             raise ValueError(
                 f"schema: got {top['schema']!r}, expected {SCHEMA!r}; convert the file or update the library"
             )
+        for name in ("links", "tiers", "sources"):
+            _mapping(name, top[name])
+        _mapping("extra", top.get("extra", {}))
         shape = _table(top["shape"], "shape", {"gpus_per_domain", "domains_per_zone", "num_zones", "oversubscription"})
         unknown = sorted(set(top["tiers"]) - set(TIERS))
         if unknown:
@@ -287,10 +290,15 @@ class ClusterSpec:
 
     @classmethod
     def from_toml(cls, path: str | Path) -> ClusterSpec:
-        """Read a cluster file; see `from_dict` for the errors."""
+        """Read a cluster file.
+
+        Raises:
+            ValueError: not TOML, or see `from_dict`; the file is named.
+            OSError: it cannot be read.
+        """
         try:
             raw = tomllib.loads(Path(path).read_text())
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"cluster file {str(path)!r}: not TOML: {error}; ClusterSpec.to_toml writes one") from None
         return cls.from_dict(raw)
 
@@ -321,6 +329,7 @@ def _build(cls: type[T], value: Any, path: str) -> T:
     for name, spec in fields.items():
         kind = kinds.get(str(spec.type))
         if kind is None:
+            _mapping(f"{path}.{name}", table[name])
             kwargs[name] = {k: _typed(v, float, f"{path}.{name}.{k}") for k, v in table[name].items()}
         else:
             kwargs[name] = _typed(table[name], kind, f"{path}.{name}")
@@ -330,11 +339,6 @@ def _build(cls: type[T], value: Any, path: str) -> T:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name}: got {value!r}, expected > 0")
-
-
-def _not_negative(name: str, value: float) -> None:
-    if not value >= 0:
-        raise ValueError(f"{name}: got {value!r}, expected >= 0")
+def _mapping(path: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{path}: got {value!r}, expected a table; the README lists every key")

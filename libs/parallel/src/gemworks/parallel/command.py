@@ -39,7 +39,8 @@ class Request:
         balance: how ranks' batches are evened out: none, bbs or global.
         errors: simulator_error.csv whose measured errors every prediction carries.
         shard, expert, expert_shard, table_group, replica_shard, sync_every: of the plan; unused by "search". Without
-            `expert` a model with experts keeps them all on each rank.
+            `expert` a model with experts keeps them all on each rank; without `table_group` "simulate" spreads one
+            copy of the tables over all GPUs.
         top, keep: of "search": plans to show, and candidates kept per view.
         ranks: of "ranks": which; None: all.
         picture: where to draw the groups on the tiers (SVG).
@@ -91,7 +92,7 @@ def answer(question: Question, request: Request) -> Answer:
         shard=request.shard,
         expert=request.expert if request.expert is not None or not model.num_experts else 1,
         expert_shard=request.expert_shard,
-        table_group=request.table_group,
+        table_group=_table_group(question, request, cluster, model),
         replica_shard=request.replica_shard,
         sync_every=request.sync_every,
     )
@@ -102,7 +103,7 @@ def answer(question: Question, request: Request) -> Answer:
     _write(request, plan, cluster, None)
     if question == "place":
         placement = place(plan, cluster, model_traffic(plan, model))
-        return Answer(text=placement.text(), json=_placement_json(placement))
+        return Answer(text=f"{placement.text()}\n{config.validation}", json=_placement_json(placement, config))
     placement = place(plan, cluster)
     holdings = describe(
         placement.layout,
@@ -114,6 +115,13 @@ def answer(question: Question, request: Request) -> Answer:
     return Answer(text=f"{placement.text()}\n\n{holdings.text()}", json=holdings.to_json())
 
 
+def _table_group(question: Question, request: Request, cluster: ClusterSpec, model: ModelProfile) -> int | None:
+    """A step without its model's tables would be no prediction of it: one copy over all GPUs if nothing is said."""
+    if request.table_group is not None or question != "simulate" or not model.tables:
+        return request.table_group
+    return max(1, cluster.num_gpus // max(1, request.replica_shard))
+
+
 def _write(request: Request, plan: ParallelPlan, cluster: ClusterSpec, trace: Callable[[], str] | None) -> None:
     if request.picture is not None:
         request.picture.write_text(draw_plan(place(plan, cluster).layout, cluster), encoding="utf-8")
@@ -123,12 +131,13 @@ def _write(request: Request, plan: ParallelPlan, cluster: ClusterSpec, trace: Ca
         request.trace.write_text(trace(), encoding="utf-8")
 
 
-def _placement_json(placement: Placement) -> str:
+def _placement_json(placement: Placement, config: SimulationConfig) -> str:
     views = {
         view: {"tiers": dict(v.tiers), "how": v.how, "predicted_us": v.cost_us, "row_major_us": v.row_major_us}
         for view, v in placement.views.items()
     }
-    return json.dumps({"plan": placement.layout.plan.to_dict(), "views": views}, sort_keys=True)
+    content = {"plan": placement.layout.plan.to_dict(), "views": views, "validation": config.validation}
+    return json.dumps(content, sort_keys=True)
 
 
 def _cluster(request: Request) -> ClusterSpec:

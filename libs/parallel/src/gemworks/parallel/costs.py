@@ -14,12 +14,10 @@ Hockney's a + S/w):
   wire carries those before; see `Posting`
 
 Over several tiers a ring visits a group's domains and zones one after the other, so the same bytes `e` pass every
-edge. An edge out of a domain uses the NICs of the group's m members there, and shares the domain's NICs with the other
-groups that leave it; an edge out of a zone shares the zone's uplink likewise. All groups of an axis run the collective
-at the same time. Hence
+edge. An edge out of a domain uses the NICs of the group's m members there; an edge out of a zone shares the zone's
+uplink with the other groups that leave it. All groups of an axis run the collective at the same time. Hence
 
-    time = latency + max(e / w_nvlink, e / (m w_zone),
-                         load(domain) / (gpus_per_domain w_zone), load(zone) / (gpus_per_zone w_cross))
+    time = latency + max(e / w_nvlink, e / (m w_zone), load(zone) / (gpus_per_zone w_cross))
 
 with `load` the sum of e over the groups that cross. The bandwidth terms assume enough channels to use all m NICs, as
 NCCL does.
@@ -30,10 +28,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
-from gemworks.parallel.cluster import ClusterSpec, Collective, Tier
+from gemworks.parallel._check import number, one_of, whole
+from gemworks.parallel.cluster import COLLECTIVES, ClusterSpec, Collective, Tier
 from torch import Tensor
 
 Algorithm = Literal["auto", "ring", "tree"]
@@ -54,6 +53,8 @@ class GroupShape:
     num_zones: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("size", "num_domains", "num_zones"):
+            whole(f"GroupShape: {name}", getattr(self, name))
         if self.size % self.num_domains or self.num_domains % self.num_zones:
             raise ValueError(
                 f"GroupShape: got size {self.size}, {self.num_domains} domains, {self.num_zones} zones; expected each "
@@ -131,6 +132,9 @@ def edge_bytes(collective: Collective, size: int, nbytes: float, algorithm: str 
         >>> edge_bytes("all_reduce", 4, 100.0)
         150.0
     """
+    one_of("collective", collective, COLLECTIVES)
+    whole("size", size)
+    number("nbytes", nbytes, least=0)
     if size == 1:
         return 0.0
     if collective == "all_reduce":
@@ -162,10 +166,12 @@ def collective_cost(
         `CollectiveCost`; zero for groups of one rank.
 
     Raises:
-        ValueError: a negative size, a tree for something else than an all-reduce, or a tier that the cluster lacks.
+        ValueError: an unknown word, a negative size, a tree for something else than an all-reduce, or a tier that the
+            cluster lacks.
     """
-    if nbytes < 0:
-        raise ValueError(f"nbytes: got {nbytes}, expected >= 0")
+    one_of("collective", collective, COLLECTIVES)
+    number("nbytes", nbytes, least=0)
+    one_of("algorithm", algorithm, get_args(Algorithm))
     if algorithm == "tree" and collective != "all_reduce":
         raise ValueError(
             f"algorithm: got 'tree' for {collective}, expected 'ring' or 'auto': only all_reduce has a tree"
@@ -188,7 +194,6 @@ class _Lie:
     zones: int
     min_members: int  # fewest members of a group that leaves its domain, in one domain
     has_nvlink: bool  # some group has two members in one domain
-    domain_share: float  # most groups that leave one domain / gpus_per_domain
     zone_share: float  # most groups that leave one zone / gpus_per_zone
     a2a_nvlink: float  # all-to-all: largest fraction of peers in one's own domain
     a2a_domain: float  # all-to-all: largest fraction of a rank's bytes that leaves its domain
@@ -219,7 +224,6 @@ def _lie_of_shape(s: GroupShape, cluster: ClusterSpec) -> _Lie:
         zones=z,
         min_members=m,
         has_nvlink=m > 1,
-        domain_share=1 / m if d > 1 else 0.0,
         zone_share=leave_zone / mz,
         a2a_nvlink=(m - 1) / n,
         a2a_domain=(n - m) / n,
@@ -230,8 +234,9 @@ def _lie_of_shape(s: GroupShape, cluster: ClusterSpec) -> _Lie:
 
 
 def _lie_of_ranks(groups: Tensor, cluster: ClusterSpec) -> _Lie:
-    if groups.ndim != 2:
-        raise ValueError(f"groups: got shape {tuple(groups.shape)}, expected [num_groups, size]")
+    if not isinstance(groups, Tensor) or groups.ndim != 2 or not groups.numel() or groups.is_floating_point():
+        got = f"{groups.dtype} {tuple(groups.shape)}" if isinstance(groups, Tensor) else type(groups).__name__
+        raise ValueError(f"groups: got {got}, expected a GroupShape, or ranks, int64 [num_groups, size]")
     G, n = groups.shape
     if n == 1:
         return _lie_of_shape(GroupShape(size=1), cluster)
@@ -253,7 +258,6 @@ def _lie_of_ranks(groups: Tensor, cluster: ClusterSpec) -> _Lie:
     zp, _, mz_of_rank, z_of_group = members(cluster.gpus_per_zone, cluster.num_zones)
     leaves_domain = d_of_group[dp // num_domains] > 1
     leaves_zone = z_of_group[zp // cluster.num_zones] > 1
-    per_domain = torch.bincount((dp % num_domains)[leaves_domain], minlength=num_domains)
     per_zone = torch.bincount((zp % cluster.num_zones)[leaves_zone], minlength=cluster.num_zones)
     zone_of_rank = ranks // cluster.gpus_per_zone
     zone_out = torch.bincount(zone_of_rank, weights=(n - mz_of_rank).double() / n, minlength=cluster.num_zones)
@@ -267,7 +271,6 @@ def _lie_of_ranks(groups: Tensor, cluster: ClusterSpec) -> _Lie:
         zones=int(z_of_group.max()),
         min_members=int(dm[leaves_domain].min()) if bool(leaves_domain.any()) else n,
         has_nvlink=bool((dm > 1).any()),
-        domain_share=float(per_domain.max()) / cluster.gpus_per_domain,
         zone_share=float(per_zone.max()) / cluster.gpus_per_zone,
         a2a_nvlink=float((m_of_rank - 1).max()) / n,
         a2a_domain=float((n - m_of_rank).max()) / n,
@@ -305,7 +308,9 @@ def _ring_or_tree(
         has_zone_tier = "zone" in cluster.tiers or lie.domains > lie.zones
         if has_zone_tier:
             w, alphas["zone"] = _rate(cluster, "zone", collective)
-            terms.append((e / w * max(1 / lie.min_members, lie.domain_share), "zone"))
+            # The groups that leave a domain have no more than its GPUs, min_members each or more: what they load its
+            # NICs with together is never above what the thinnest loads its own.
+            terms.append((e / w / lie.min_members, "zone"))
     if lie.zones > 1:
         w, alphas["cross_zone"] = _rate(cluster, "cross_zone", collective)
         terms.append((e / w * lie.zone_share, "cross_zone"))

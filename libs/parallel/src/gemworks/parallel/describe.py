@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gemworks.parallel._check import kind
 from gemworks.parallel.cluster import ClusterSpec
 from gemworks.parallel.layout import Layout
 from gemworks.parallel.tables import TableShards, TableSpec, shard_tables
@@ -73,15 +74,17 @@ def describe(
         ranks: which ranks to list; all if None.
 
     Raises:
-        ValueError: experts or tables for a plan without that view, or experts that don't divide.
+        ValueError: experts or tables for a plan without that view, experts that don't divide, or another cluster than
+            the plan's.
     """
     plan = layout.plan
+    plan.validate(cluster, num_experts=num_experts)
+    for t in tables:
+        kind("tables", t, TableSpec)
     if tables and plan.sparse is None:
         raise ValueError("tables: got tables for a plan without a sparse view; give the plan table_group")
-    if num_experts is not None:
-        if plan.experts is None:
-            raise ValueError("num_experts: got experts for a plan without an experts view; give the plan expert")
-        plan.validate(cluster, num_experts=num_experts)
+    if num_experts is not None and plan.experts is None:
+        raise ValueError("num_experts: got experts for a plan without an experts view; give the plan expert")
     shards = shard_tables(tables, plan.sparse.table_group) if plan.sparse is not None else ()
     tiers = layout.crossings(cluster)
     axes = [

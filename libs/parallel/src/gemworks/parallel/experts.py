@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from gemworks.parallel._check import one_of, whole
 from torch import Tensor, nn
 
 
@@ -36,7 +37,12 @@ class LocalExperts(nn.Module):
         self.gates = nn.ParameterDict({str(i): nn.Parameter(torch.ones(1)) for i in experts})
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([self.gates[i].to(x.dtype) * expert(x) for i, expert in self.experts.items()]).sum(0)
+        found = {i: self.gates[i].to(x.dtype) * expert(x) for i, expert in self.experts.items()}
+        if len({y.shape for y in found.values()}) > 1:
+            raise ValueError(
+                f"experts: got outputs { ({i: tuple(y.shape) for i, y in found.items()}) }, expected one shape"
+            )
+        return torch.stack(list(found.values())).sum(0)
 
 
 @dataclass
@@ -221,6 +227,8 @@ class ExpertExchange(nn.Module):
         gradient: Literal["mean", "sum"] = "mean",
     ) -> None:
         super().__init__()
+        whole("num_experts", num_experts)
+        one_of("gradient", gradient, ("mean", "sum"))
         size = 1 if group is None else dist.get_world_size(group)
         if num_experts % size:
             raise ValueError(
@@ -310,7 +318,10 @@ class EnsembleExperts(ExpertExchange):
         gradient: Literal["mean", "sum"] = "mean",
     ) -> None:
         super().__init__(num_experts, group, gradient=gradient)
-        self.local = LocalExperts({i: make_expert(i) for i in self.indices})
+        made = {i: make_expert(i) for i in self.indices}
+        if strange := {i: type(m).__name__ for i, m in made.items() if not isinstance(m, nn.Module)}:
+            raise ValueError(f"make_expert: got {strange}, expected a module for each index")
+        self.local = LocalExperts(made)
 
     def experts_here(self) -> nn.Module:
         return self.local

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 class RankFailure(RuntimeError):
-    """A collective failed; `ranks` are those whose beat stopped (empty: the store itself is gone)."""
+    """A collective failed; `ranks` are those whose beat stopped (empty: none did, or the store itself is gone)."""
 
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -63,10 +63,17 @@ class Heartbeat:
         self._thread.join()
 
     def silent_ranks(self) -> tuple[int, ...]:
-        """Ranks whose counter does not move within `patience` intervals; it waits that long."""
+        """Ranks whose counter does not move within `patience` intervals, without those that left; it waits that
+        long."""
         before = [self.beats(r) for r in range(self._world)]
         time.sleep(self._interval * self._patience)
-        return tuple(r for r in range(self._world) if r != self._rank and self.beats(r) == before[r])
+        still = [r for r in range(self._world) if r != self._rank and self.beats(r) == before[r]]
+        gone = self.left_ranks()
+        return tuple(r for r in still if r not in gone)
+
+    def left_ranks(self) -> tuple[int, ...]:
+        """Ranks whose `guard` has failed: they may be gone, but because of another."""
+        return tuple(r for r in range(self._world) if self._store.add(f"left/{r}", 0))
 
     def beats(self, rank: int) -> int:
         """How often a rank has beaten so far, for whoever watches one rank without waiting in `silent_ranks`."""
@@ -83,12 +90,18 @@ class Heartbeat:
             yield
         except (RuntimeError, dist.DistError) as error:
             try:
-                silent = self.silent_ranks()
+                silent, gone = self.silent_ranks(), self.left_ranks()
+                # Ranks notice a death at different times, each when a group of its own fails. Who notices later must
+                # not take for dead those that have gone because of it.
+                self._store.add(f"left/{self._rank}", 1)
             except (RuntimeError, dist.DistError):
                 raise RankFailure(f"{what}: a collective failed and the store is gone: its host died", ()) from error
-            named = (
-                f"ranks {list(silent)} stopped" if silent else "every rank is alive: ranks disagree on the collective"
-            )
+            if silent:
+                named = f"ranks {list(silent)} stopped"
+            elif gone:
+                named = f"no rank died, but ranks {list(gone)} have left"
+            else:
+                named = "every rank is alive: ranks disagree on the collective"
             raise RankFailure(f"{what}: a collective failed; {named}", silent) from error
 
     def _run(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from gemworks.parallel._check import kind
 from gemworks.parallel.cluster import ClusterSpec, Tier
 from gemworks.parallel.plan import VIEW_AXES, ParallelPlan, View
 from torch import Tensor
@@ -35,9 +36,13 @@ class Layout:
     ranks: Mapping[View, Tensor]
 
     def __post_init__(self) -> None:
+        kind("plan", self.plan, ParallelPlan)
         world = torch.arange(self.plan.world_size)
         for view in self.plan.views():
             array = self.ranks.get(view)
+            if not isinstance(array, Tensor | None) or (array is not None and array.dtype != torch.int64):
+                got = array.dtype if isinstance(array, Tensor) else type(array).__name__
+                raise ValueError(f"ranks[{view!r}]: got {got}, expected an int64 tensor")
             want = tuple(self.plan.sizes(view).values())
             if array is None or tuple(array.shape) != want:
                 got = None if array is None else tuple(array.shape)
@@ -48,6 +53,7 @@ class Layout:
     @staticmethod
     def row_major(plan: ParallelPlan) -> Layout:
         """Ranks in order, the last axis of `VIEW_AXES` varying fastest."""
+        kind("plan", plan, ParallelPlan)
         return Layout(
             plan=plan,
             ranks={v: torch.arange(plan.world_size).reshape(tuple(plan.sizes(v).values())) for v in plan.views()},
@@ -116,8 +122,8 @@ class Layout:
         return VIEW_AXES[view].index(axis)
 
     def _coords(self, rank: int, view: View) -> list[int]:
-        if not 0 <= rank < self.plan.world_size:
-            raise ValueError(f"rank: got {rank}, expected 0..{self.plan.world_size - 1}")
+        if not isinstance(rank, int) or not 0 <= rank < self.plan.world_size:
+            raise ValueError(f"rank: got {rank!r}, expected 0..{self.plan.world_size - 1}")
         return (self._array(view) == rank).nonzero()[0].tolist()
 
 

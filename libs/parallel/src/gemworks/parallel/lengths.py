@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from gemworks.parallel._check import number, one_of, whole
 from torch import Tensor
 
 
@@ -33,8 +34,10 @@ class LengthLaw:
     exponent: float = 1.2
 
     def __post_init__(self) -> None:
-        if self.name not in ("uniform", "zipf"):
-            raise ValueError(f"name: got {self.name!r}, expected 'uniform' or 'zipf'")
+        one_of("name", self.name, ("uniform", "zipf"))
+        whole("max_len", self.max_len)
+        whole("low", self.low)
+        number("exponent", self.exponent)
         if not 1 <= self.low <= self.max_len:
             raise ValueError(f"low: got {self.low}, expected 1..max_len = {self.max_len}")
 
@@ -95,6 +98,10 @@ class CostModel:
     per_sample: float = 0.0
     per_batch: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in ("linear", "quadratic", "per_sample", "per_batch"):
+            number(name, getattr(self, name), least=0)
+
     def of_lengths(self, lengths: Tensor, dim: int = -1) -> Tensor:
         """Cost of batches.
 
@@ -105,6 +112,8 @@ class CostModel:
         Returns:
             float64, `lengths` without `dim`.
         """
+        if not isinstance(lengths, Tensor):
+            raise ValueError(f"lengths: got {type(lengths).__name__}, expected a tensor of integers")
         x = lengths.to(torch.float64)
         return self.per_batch + (self.per_sample + self.linear * x + self.quadratic * x * x).sum(dim)
 
@@ -130,7 +139,7 @@ def fit_cost_model(batches: Sequence[Tensor], times: Sequence[float]) -> CostMod
         times: of each, any unit, > 0.
 
     Raises:
-        ValueError: fewer than two batches, or a time that is not positive.
+        ValueError: fewer than two batches, one without samples, or a time that is not positive and finite.
 
     Example:
         >>> batches = [torch.tensor(x) for x in ([1, 2], [5], [3, 3, 9], [7, 1], [4])]
@@ -143,8 +152,11 @@ def fit_cost_model(batches: Sequence[Tensor], times: Sequence[float]) -> CostMod
         raise ValueError(
             f"batches: got {len(batches)} batches and {len(times)} times, expected at least two, as many of each"
         )
-    if min(times) <= 0:
-        raise ValueError(f"times: got {min(times)}, expected all > 0")
+    for time in times:
+        number("times", time, above=0)
+    for lengths in batches:
+        if not isinstance(lengths, Tensor) or not lengths.numel():
+            raise ValueError(f"batches: got {lengths!r}, expected tensors of at least one length")
     t = torch.tensor(list(times), dtype=torch.float64)
     columns = torch.stack(
         [
@@ -186,8 +198,7 @@ def expected_max_of_normals(n: int) -> float:
         >>> round(expected_max_of_normals(2), 6), round(1 / math.sqrt(math.pi), 6)
         (0.56419, 0.56419)
     """
-    if n < 1:
-        raise ValueError(f"n: got {n}, expected >= 1")
+    whole("n", n)
     x = torch.linspace(-12, 12, 48_001, dtype=torch.float64)
     cdf = torch.exp(n * torch.special.log_ndtr(x))
     half = x.numel() // 2

@@ -82,10 +82,8 @@ def estimate_memory(
         x.activation_bytes + (x.exchange_bytes * expert_ranks if x.kind == "expert" else 0.0) for x in model.layers
     )
     rows = 2 * model.ids_per_batch * model.bytes_per_row
-    stored = full = 0.0
-    if s is not None and model.tables:
-        full = model.table_bytes / s.table_group
-        stored = full / s.replica_shard
+    full = model.table_bytes / (1 if s is None else s.table_group)  # without a sparse view every rank has them whole
+    stored = full / (1 if s is None else s.replica_shard)
     transient_tables = full if s is not None and s.replica_shard > 1 else 0.0
     moving = max(activations + layers, transient_tables) + rows
     parts = {

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from gemworks.parallel.cluster import ClusterSpec, Collective, Tier
+from gemworks.parallel._check import kind, number, one_of
+from gemworks.parallel.cluster import COLLECTIVES, TIERS, ClusterSpec, Collective, Tier
 from gemworks.parallel.costs import GroupShape, collective_cost
 from gemworks.parallel.layout import Layout, _lines, widest_tier
 from gemworks.parallel.plan import VIEW_AXES, ParallelPlan, View
@@ -44,6 +45,13 @@ class Traffic:
     collective: Collective
     nbytes: float
     calls: float = 1.0
+
+    def __post_init__(self) -> None:
+        one_of("view", self.view, VIEW_AXES)
+        one_of(f"axis of {self.view}", self.axis, VIEW_AXES[self.view])
+        one_of("collective", self.collective, COLLECTIVES)
+        number("nbytes", self.nbytes, least=0)
+        number("calls", self.calls, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +100,11 @@ def default_traffic(plan: ParallelPlan) -> tuple[Traffic, ...]:
     """Traffic of a generic recommender, for when no model profile is at hand.
 
     2 GiB of dense weights in bf16 gathered twice and reduced once, 4 GiB of expert weights likewise, 0.25 GiB of
-    activations per rank and direction for the experts, table shards of 4 GiB gathered twice and reduced once, 0.25 GiB
-    of looked-up rows each way. An expert's weights and a table shard are divided by their model-parallel size. Only
-    the ratios matter here.
+    activations per rank and direction for the experts, table shards of 4 GiB gathered twice and reduced once and
+    averaged over replicas every `sync_every` steps, 0.25 GiB of looked-up rows each way. An expert's weights and a
+    table shard are divided by their model-parallel size. Only the ratios matter here.
     """
+    kind("plan", plan, ParallelPlan)
     found = [
         Traffic(view="dense", axis="shard", collective="all_gather", nbytes=2 * GIB, calls=2),
         Traffic(view="dense", axis="shard", collective="reduce_scatter", nbytes=2 * GIB),
@@ -117,7 +126,13 @@ def default_traffic(plan: ParallelPlan) -> tuple[Traffic, ...]:
             Traffic(view="sparse", axis="table_group", collective="all_to_all", nbytes=0.25 * GIB, calls=2),
             Traffic(view="sparse", axis="replica_shard", collective="all_gather", nbytes=4 * GIB, calls=2),
             Traffic(view="sparse", axis="replica_shard", collective="reduce_scatter", nbytes=4 * GIB),
-            Traffic(view="sparse", axis="replica", collective="all_reduce", nbytes=4 * GIB / s.replica_shard),
+            Traffic(
+                view="sparse",
+                axis="replica",
+                collective="all_reduce",
+                nbytes=4 * GIB / s.replica_shard,
+                calls=1 / s.sync_every,
+            ),
         ]
     return tuple(found)
 
@@ -160,11 +175,16 @@ def place(
         A `Placement` whose predicted cost is never above row-major's, unless a constraint rules row-major out.
 
     Raises:
-        ValueError: the plan does not fit the cluster, or no numbering meets the constraints.
+        ValueError: the plan does not fit the cluster, or no numbering meets the constraints, or a constraint is on an
+            axis that the plan lacks.
     """
+    kind("plan", plan, ParallelPlan)
     plan.validate(cluster)
     items = tuple(default_traffic(plan) if traffic is None else traffic)
     limits = default_constraints(plan, cluster)
+    for (view, axis), tier in (constraints or {}).items():
+        one_of(f"constraints: axis of {view}", axis, plan.sizes(view))
+        one_of(f"constraints: tier of {view}.{axis}", tier, TIERS)
     limits.update(constraints or {})
     views: dict[View, PlacedView] = {}
     for view in plan.views():

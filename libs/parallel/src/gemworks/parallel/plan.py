@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gemworks.parallel._check import kind, whole
 from gemworks.parallel.cluster import ClusterSpec
 
 View = Literal["dense", "experts", "sparse"]
@@ -58,6 +59,9 @@ class SparsePlan:
     sync_every: int = 1
 
 
+VIEW_KINDS: Mapping[View, type] = {"dense": DensePlan, "experts": ExpertPlan, "sparse": SparsePlan}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
     """The views of one world.
@@ -78,12 +82,13 @@ class ParallelPlan:
     sparse: SparsePlan | None = None
 
     def __post_init__(self) -> None:
+        kind("dense", self.dense, DensePlan)
         for view in self.views():
+            kind(view, getattr(self, view), VIEW_KINDS[view])
             for axis, size in self.sizes(view).items():
-                if not isinstance(size, int) or size < 1:
-                    raise ValueError(f"{view}.{axis}: got {size!r}, expected an int >= 1")
-        if self.sparse is not None and (not isinstance(self.sparse.sync_every, int) or self.sparse.sync_every < 1):
-            raise ValueError(f"sparse.sync_every: got {self.sparse.sync_every!r}, expected an int >= 1 (steps)")
+                whole(f"{view}.{axis}", size)
+        if self.sparse is not None:
+            whole("sparse.sync_every", self.sparse.sync_every, unit="steps")
         world = self.world_size
         for view in self.views():
             product = math.prod(self.sizes(view).values())
@@ -131,15 +136,24 @@ class ParallelPlan:
         """The plan of `world_size` ranks with every replica count filled in.
 
         Raises:
-            ValueError: a product does not divide `world_size`; the message names divisors nearby.
+            ValueError: a product does not divide `world_size`; the message names divisors nearby. Or a size of a view
+                that the plan does not have.
         """
+        whole("world_size", world_size)
+        for name, size, view_of in (
+            ("expert_shard", expert_shard, expert),
+            ("replica_shard", replica_shard, table_group),
+            ("sync_every", sync_every, table_group),
+        ):
+            if view_of is None and size != 1:
+                missing = "expert" if name == "expert_shard" else "table_group"
+                raise ValueError(f"{name}: got {size!r} without {missing}, expected both or neither; give {missing}")
 
         def rest(view: View, **axes: int) -> int:
             for axis, size in axes.items():
-                if isinstance(size, bool) or not isinstance(size, int):
-                    raise ValueError(f"{view}.{axis}: got {size!r}, expected an int >= 1")
+                whole(f"{view}.{axis}", size)
             product = math.prod(axes.values())
-            if product < 1 or world_size % product:
+            if world_size % product:
                 text = " x ".join(f"{a} {n}" for a, n in axes.items())
                 raise ValueError(
                     f"{view}: got {text} = {product}, expected a divisor of the world size {world_size}; "
@@ -173,6 +187,9 @@ class ParallelPlan:
             cluster: where.
             num_experts: of the model, if it is known.
         """
+        kind("cluster", cluster, ClusterSpec, "take one of presets")
+        if num_experts is not None:
+            whole("num_experts", num_experts)
         found: list[str] = []
         world = self.world_size
         if world != cluster.num_gpus:
@@ -217,16 +234,18 @@ class ParallelPlan:
         Raises:
             ValueError: an unknown view or axis.
         """
-        kinds: dict[str, Any] = {"dense": DensePlan, "experts": ExpertPlan, "sparse": SparsePlan}
-        unknown = sorted(set(content) - set(kinds))
+        unknown = sorted(set(content) - set(VIEW_KINDS))
         if unknown or "dense" not in content:
             raise ValueError(f"plan: got views {sorted(content)}, expected dense and optionally experts and sparse")
         parts: dict[str, Any] = {}
         for view, values in content.items():
-            names = {f.name for f in dataclasses.fields(kinds[view])}
-            if set(values) - names:
-                raise ValueError(f"{view}: got axes {sorted(values)}, expected some of {sorted(names)}")
-            parts[view] = kinds[view](**values)
+            fields = dataclasses.fields(VIEW_KINDS[view])  # type: ignore[index]
+            names = {f.name for f in fields}
+            needed = {f.name for f in fields if f.default is dataclasses.MISSING}
+            if not isinstance(values, Mapping) or set(values) - names or needed - set(values):
+                got = sorted(values) if isinstance(values, Mapping) else repr(values)
+                raise ValueError(f"{view}: got {got}, expected the axes {sorted(needed)} and some of {sorted(names)}")
+            parts[view] = VIEW_KINDS[view](**values)  # type: ignore[index]
         return cls(**parts)
 
     def text(self) -> str:

@@ -5,6 +5,7 @@ An estimate says so. Replace it by `measure_cluster` where you can.
 
 from __future__ import annotations
 
+from gemworks.parallel._check import whole
 from gemworks.parallel.cluster import COLLECTIVES, ClusterSpec, Collective, Gpu, Link, Rate
 
 _GIB = 2**30
@@ -80,6 +81,9 @@ _NIC_EFFICIENCY = 0.9
 
 def h200_host(num_gpus: int = 8) -> ClusterSpec:
     """One HGX host of up to eight H200 GPUs on NVLink."""
+    whole("num_gpus", num_gpus)
+    if num_gpus > 8:
+        raise ValueError(f"num_gpus: got {num_gpus}, expected 1..8, the GPUs of one host; roce_cluster has more hosts")
     return ClusterSpec(
         name=f"h200-host-{num_gpus}",
         gpus_per_domain=num_gpus,
@@ -97,6 +101,10 @@ def roce_cluster(num_gpus: int = 4096, *, gpus_per_zone: int = 2048, oversubscri
     above (The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.1, where a zone has 3,072 GPUs). The size of GEM's
     zones is not published: 2,048 is our choice, the nearest to 3,072 that divides 4,096 ... 16,384.
     """
+    whole("num_gpus", num_gpus)
+    whole("gpus_per_zone", gpus_per_zone)
+    if gpus_per_zone % 8:
+        raise ValueError(f"gpus_per_zone: got {gpus_per_zone}, expected a multiple of the 8 GPUs of a host")
     if not oversubscription >= 1:
         raise ValueError(f"oversubscription: got {oversubscription}, expected >= 1, zone bandwidth over its uplink's")
     line = 50e9

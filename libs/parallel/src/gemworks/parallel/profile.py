@@ -10,8 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from gemworks.parallel._check import kind, number, one_of, whole
 from gemworks.parallel.cluster import ClusterSpec
 from gemworks.parallel.lengths import CostModel, LengthLaw
 from gemworks.parallel.tables import TableSpec
@@ -57,6 +58,19 @@ class LayerProfile:
     forward_host_us: float = 0.0
     backward_host_us: float = 0.0
     kind: LayerKind = "dense"
+
+    def __post_init__(self) -> None:
+        where = f"layer {self.name!r}: "
+        one_of(where + "kind", self.kind, get_args(LayerKind))
+        number(where + "efficiency", self.efficiency, above=0)
+        for name in ("params", "flops", "hbm_bytes", "activation_bytes", "exchange_bytes", "recompute"):
+            number(where + name, getattr(self, name), least=0)
+        for name in ("forward_us", "backward_us"):
+            if getattr(self, name) is not None:
+                number(where + name, getattr(self, name), least=0)
+        for name in ("efficiency", "length_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{where}{name}: got {getattr(self, name)!r}, expected a share, 0..1")
 
     def times_us(self, cluster: ClusterSpec, dtype: str = "bf16") -> tuple[float, float]:
         """Forward and backward time on one GPU, without recompute."""
@@ -115,6 +129,9 @@ class ModelProfile:
     sources: str = ""
 
     def __post_init__(self) -> None:
+        for x in self.layers:
+            kind("layers", x, LayerProfile)
+        whole("samples_per_rank", self.samples_per_rank)
         names = [x.name for x in self.layers]
         if len(set(names)) != len(names) or not names:
             raise ValueError(f"layers: got the names {names}, expected at least one, all different")
@@ -210,8 +227,9 @@ def gem_like(
     measured times. The sizes of the published model are not public; these are ours.
     """
     counts = {"num_layers": num_layers, "width": width, "samples_per_rank": samples_per_rank, "max_len": max_len}
-    if wrong := [f"{name}: got {count}" for name, count in counts.items() if count < 1]:
-        raise ValueError(f"{', '.join(wrong)}, expected >= 1")
+    for name, count in (counts | {"num_experts": num_experts, "num_tables": num_tables}).items():
+        whole(name, count)
+    whole("table_rows", table_rows, num_tables)
     the_law = law or LengthLaw.named("uniform", max_len)
     tokens = samples_per_rank * the_law.mean
     sequence = tokens * (8 * width**2 + 4 * 256 * width + 4 * 64 * width + 4 * 256 * width + 4 * width**2)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from gemworks.parallel._check import number, whole
 from torch import Tensor
 
 T = TypeVar("T")
@@ -43,8 +44,7 @@ def deal(costs: Tensor, num_batches: int) -> Tensor:
         >>> deal(torch.tensor([9.0, 1.0, 8.0, 2.0]), 2).tolist()
         [0, 0, 1, 1]
     """
-    if num_batches < 1:
-        raise ValueError(f"num_batches: got {num_batches}, expected >= 1")
+    whole("num_batches", num_batches)
     x = costs.to(torch.float64)
     order = torch.argsort(x, descending=True, stable=True)
     load = torch.zeros(num_batches, dtype=torch.float64)
@@ -91,12 +91,12 @@ class BaseBatchShuffler(Generic[T]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        for name, value in (
-            ("sub_batches_per_batch", sub_batches_per_batch),
-            ("batches_per_window", batches_per_window),
-        ):
-            if value < 1:
-                raise ValueError(f"{name}: got {value}, expected >= 1")
+        whole("sub_batches_per_batch", sub_batches_per_batch)
+        whole("batches_per_window", batches_per_window)
+        if not isinstance(source, Iterable):
+            raise ValueError(f"source: got {type(source).__name__}, expected an iterable of sub-batches")
+        if not callable(cost):
+            raise ValueError(f"cost: got {type(cost).__name__}, expected a function of one sub-batch")
         self._source = source
         self._cost = cost
         self._per_batch = sub_batches_per_batch
@@ -147,6 +147,8 @@ class BaseBatchShuffler(Generic[T]):
         """Continue from `state_dict`: the next iteration yields what an unbroken run would have yielded next."""
         if not hasattr(self._source, "load_state_dict"):
             raise ValueError(f"source: got {type(self._source).__name__}, expected load_state_dict")
+        if missing := {"source", "window", "emitted"} - set(state):
+            raise ValueError(f"state: lacks {sorted(missing)}; expected what `state_dict` returned")
         self._source.load_state_dict(state["source"])  # type: ignore[union-attr]
         self._source_state = state["source"]
         self._window = int(state["window"])
@@ -160,7 +162,10 @@ class BaseBatchShuffler(Generic[T]):
         if num_batches == 0:
             return []
         items = items[: num_batches * self._per_batch]
-        costs = torch.tensor([self._cost(x) for x in items], dtype=torch.float64)
+        found = [self._cost(x) for x in items]
+        for value in found:
+            number("cost of a sub-batch", value)
+        costs = torch.tensor(found, dtype=torch.float64)
         where = deal(costs, num_batches)
         batches = [[items[i] for i in (where == b).nonzero()[:, 0].tolist()] for b in range(num_batches)]
         loads = torch.zeros(num_batches, dtype=torch.float64).index_add_(0, where, costs)

@@ -21,13 +21,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gemworks.parallel._check import kind, one_of
 from gemworks.parallel.cluster import ClusterSpec, Tier
 from gemworks.parallel.costs import GroupShape
 from gemworks.parallel.lengths import expected_imbalance
 from gemworks.parallel.measured_error import error_rows, text_of
 from gemworks.parallel.memory import InfeasiblePlan, MemoryEstimate, estimate_memory, infeasible_report
-from gemworks.parallel.placement import Split, split_shape
-from gemworks.parallel.plan import ParallelPlan, View
+from gemworks.parallel.placement import Split, split_shape, tier_splits
+from gemworks.parallel.plan import VIEW_AXES, ParallelPlan, View
 from gemworks.parallel.profile import ModelProfile
 from gemworks.parallel.splits import num_communicators, place_splits
 from gemworks.parallel.step_graph import SimulationConfig, StepGraph
@@ -158,11 +159,25 @@ def simulate(
         check_memory: refuse a plan that does not fit.
 
     Raises:
-        ValueError: the plan is invalid here, or does not factor along the cluster.
+        ValueError: the plan is invalid here, lacks a view that the model needs, or does not factor along the cluster.
         InfeasiblePlan: it needs more memory than a GPU has.
     """
+    kind("plan", plan, ParallelPlan)
+    kind("model", model, ModelProfile, "gem_like() makes one")
     rules = config or SimulationConfig()
     plan.validate(cluster, num_experts=model.num_experts or None)
+    one_of("model.dtype", model.dtype, cluster.gpu.peak_flops_per_s)
+    if model.num_experts and plan.experts is None:
+        raise ValueError(
+            f"plan: has no experts view, but {model.name} has expert layers; give expert, 1 to keep all on each rank"
+        )
+    if model.tables and plan.sparse is None:
+        raise ValueError(
+            f"plan: has no sparse view, but {model.name} has {len(model.tables)} tables; give table_group, "
+            f"{plan.world_size} for one copy over all ranks"
+        )
+    if splits is not None:
+        _check_splits(plan, splits, cluster)
     where = splits or place_splits(plan, model, cluster)
     if where is None:
         raise ValueError(
@@ -200,6 +215,17 @@ def simulate(
         ops=graph.ops,
         validation=rules.validation,
     )
+
+
+def _check_splits(plan: ParallelPlan, splits: Mapping[View, Mapping[str, Split]], cluster: ClusterSpec) -> None:
+    for view in plan.views():
+        ways = tier_splits(tuple(plan.sizes(view).values()), cluster)
+        found = tuple(tuple(splits.get(view, {}).get(axis, ())) for axis in VIEW_AXES[view])
+        if found not in ways:
+            raise ValueError(
+                f"splits: got {dict(splits.get(view, {}))} for {view}, expected (ranks in a domain, domains, zones) of "
+                f"each axis, that make {plan.text()} on {cluster.shape_text()}; place_splits finds them"
+            )
 
 
 def with_validation(config: SimulationConfig, csv_text: str) -> SimulationConfig:

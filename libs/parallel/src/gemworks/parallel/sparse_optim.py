@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from gemworks.parallel._check import number
 from torch import Tensor
 
 
@@ -39,6 +40,9 @@ class RowSGD:
     lr: float
     num_states: int = 0
 
+    def __post_init__(self) -> None:
+        number("lr", self.lr, least=0)
+
     def update(self, weight_ND: Tensor, state_N: Tensor | None, rows_U: Tensor, grad_UD: Tensor, replicas: int) -> None:
         weight_ND.index_add_(0, rows_U, grad_UD.to(weight_ND.dtype), alpha=-self.lr)
 
@@ -57,6 +61,12 @@ class RowWiseAdagrad:
     eps: float = 1e-8
     moment_scale: float | None = None
     num_states: int = 1
+
+    def __post_init__(self) -> None:
+        number("lr", self.lr, least=0)
+        number("eps", self.eps, least=0)
+        if self.moment_scale is not None:
+            number("moment_scale", self.moment_scale, least=0)
 
     def update(self, weight_ND: Tensor, state_N: Tensor | None, rows_U: Tensor, grad_UD: Tensor, replicas: int) -> None:
         assert state_N is not None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from gemworks.parallel.cluster import ClusterSpec, Collective, Tier
+from gemworks.parallel._check import number, one_of
+from gemworks.parallel.cluster import COLLECTIVES, ClusterSpec, Collective, Tier
 from gemworks.parallel.costs import CollectiveCost, GroupShape, Posting, collective_cost
 from gemworks.parallel.measured_error import MEASURED, text_of
 from gemworks.parallel.plan import ParallelPlan, View
@@ -51,6 +52,12 @@ class SimulationConfig:
     blocking: bool = False
     wire_factor: Mapping[str, float] = field(default_factory=dict)
     validation: str = text_of(MEASURED)
+
+    def __post_init__(self) -> None:
+        one_of("balance", self.balance, get_args(Balance))
+        number("sm_slowdown", self.sm_slowdown, least=0)
+        for collective in self.wire_factor:
+            one_of("wire_factor", collective, COLLECTIVES)
 
 
 # gloo has no reduce-scatter: torch runs an all-reduce and keeps this rank's part, twice a ring reduce-scatter's bytes.

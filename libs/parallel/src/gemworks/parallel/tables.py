@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from gemworks.parallel._check import one_of, whole
 
 TableSharding = Literal["row_wise", "table_wise"]
 
@@ -31,8 +33,9 @@ class TableSpec:
     sharding: TableSharding | None = None
 
     def __post_init__(self) -> None:
-        if self.num_rows < 1 or self.dim < 1:
-            raise ValueError(f"table {self.name!r}: got {self.num_rows} rows x {self.dim}, expected both >= 1")
+        whole(f"table {self.name!r}: num_rows", self.num_rows)
+        whole(f"table {self.name!r}: dim", self.dim)
+        one_of(f"table {self.name!r}: sharding", self.sharding, (None, *get_args(TableSharding)))
 
 
 MIN_ROWS_PER_RANK = 64
@@ -98,6 +101,7 @@ def shard_tables(tables: Sequence[TableSpec], table_group: int) -> tuple[TableSh
         >>> [len(shards.tables[0].rows_on(r)) for r in range(4)]
         [3, 3, 3, 1]
     """
+    whole("table_group", table_group)
     names = [t.name for t in tables]
     if len(set(names)) != len(names):
         raise ValueError(f"tables: got the names {sorted(names)}, expected them to differ")

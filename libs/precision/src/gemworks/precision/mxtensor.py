@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from gemworks.precision.checks import check_tensor
-from gemworks.precision.formats import E8M0_NAN, Format, decode, element_spec, unpack_e2m1
+from gemworks.precision.formats import Format, decode, element_spec, unpack_e2m1
 from gemworks.precision.hadamard import Hadamard, hadamard_inverse
 from gemworks.precision.scales import ScaleMode, scale_values
 from torch import Tensor
@@ -195,10 +195,6 @@ class MXTensor:
             assert self.dim is not None
             values = hadamard_inverse(values, self.hadamard, self.dim).narrow(self.dim, 0, self.shape[self.dim])
         return values.to(dtype)
-
-    def has_nan_scale(self) -> Tensor:
-        """Scalar bool tensor (no host sync): does any block hold the NaN scale?"""
-        return (self.scales == E8M0_NAN).any()
 
     def t(self) -> MXTensor:
         """The transpose of a 2-D plane, without copying: a square plane serves both products of a weight."""

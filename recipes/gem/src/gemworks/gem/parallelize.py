@@ -112,9 +112,9 @@ def plan_of(config: ParallelConfig, num_ranks: int) -> ParallelPlan:
         num_ranks,
         shard=num_ranks if config.shard is None else config.shard,
         expert=config.experts if config.experts > 1 else None,
-        expert_shard=config.expert_shard,
+        expert_shard=config.expert_shard if config.experts > 1 else 1,
         table_group=group if sharded else None,
-        replica_shard=config.table_replica_shard,
+        replica_shard=config.table_replica_shard if sharded else 1,
     )
 
 
@@ -234,5 +234,7 @@ def _let_fsdp_see_sequences() -> None:
     if TokenSequence in pytree.SUPPORTED_NODES:
         return
     pytree.register_pytree_node(
-        TokenSequence, lambda s: ([s.s_TD], s), lambda children, s: s.replace_tokens(next(iter(children)))
+        TokenSequence,
+        lambda s: ([s.s_TD] if s.late_TD is None else [s.s_TD, s.late_TD], s),
+        lambda children, s: s.replace_tokens(*children),
     )

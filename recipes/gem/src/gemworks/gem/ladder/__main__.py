@@ -32,7 +32,7 @@ from gemworks.gem.layers.report import Measured, Row, Total, append_csv, common_
 from gemworks.gem.layers.timing import Bound
 from gemworks.gem.presets import load_config
 from gemworks.gem.schema import Batch
-from gemworks.gem.turns import Turns
+from gemworks.gem.turns import Turns, add_options
 from gemworks.jagged.bench.timing import Ceilings, Clock, measure_ceilings
 
 # Batches that only compile. How a sum is cut into parts follows from the sizes that the compiler saw first, so they are
@@ -320,10 +320,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--local", action="append", default=[], metavar="ROW", help="Local MFU of these rows only")
     parser.add_argument("--local-batch-size", type=int, help="batch of the layers alone; default: the row's")
     parser.add_argument("--redo", action="store_true", help="measure rows again that the CSV has")
-    parser.add_argument("--turns", type=Path, help="folder where processes meet that warm up side by side")
-    parser.add_argument("--of", type=int, default=1, help="how many of them")
-    parser.add_argument("--order", type=int, default=0, help="how many of them measure before this one")
-    parser.add_argument("--patience-s", type=float, default=120.0, help="how long they wait for each other")
+    add_options(parser)
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no row after this many seconds")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the CSVs")
@@ -365,11 +362,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = min(largest_batch(base, device, limit=args.largest) for base in bases)
         print(f"largest batch that the padded row fits: {size}")
         bases = [base.with_data(batch_size=size) for base in bases]
-    ladder = Ladder(args, device)
-    if args.turns is None:
+    ladder, turns = Ladder(args, device), Turns.of(args)
+    if turns is None:
         ladder.climb(bases, began + args.budget_s)
     else:
-        ladder.climb_in_turn(bases, Turns(args.turns, args.of, patience_s=args.patience_s, order=args.order))
+        ladder.climb_in_turn(bases, turns)
     print(f"{ladder.path}: {len(rows.done(ladder.path))} rows, {time.monotonic() - began:.0f} s")
     return 1 if ladder.num_wrong else 0
 

@@ -36,7 +36,7 @@ from gemworks.gem.ladder.tables import law_of, read
 from gemworks.gem.layers.report import Row, append_csv, check_columns, common_columns, note_of
 from gemworks.gem.presets import load_config
 from gemworks.gem.ranks import Ranks, open_ranks
-from gemworks.gem.turns import Turns
+from gemworks.gem.turns import Turns, add_options
 
 # Of these collectives the exposed time has a column; gloo's and all others are in the sum only.
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "peer_copy", "barrier")
@@ -157,10 +157,9 @@ class Pair:
         check_columns(self.path, COLUMNS)  # now, and not when the first row has been measured
         self.num_wrong = 0
         self._source: Source | None = None
-        self._turns: Turns | None = None
+        self._turns = Turns.of(args)
         self._alone: Turns | None = None
         if args.turns is not None:
-            self._turns = Turns(args.turns, args.of, patience_s=args.patience_s, order=args.order)
             # rows of one GPU are measured before anybody makes a model: two of them fill it
             self._alone = Turns(args.turns / "alone", 1, patience_s=args.patience_s)
 
@@ -387,10 +386,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--row-s", type=float, default=0.0, help="end the command if a row takes longer; 0: never")
     parser.add_argument("--no-trace", action="store_false", dest="trace", help="no exposed communication")
-    parser.add_argument("--turns", type=Path, help="folder where commands meet that measure one ladder together")
-    parser.add_argument("--of", type=int, default=1, help="how many of them")
-    parser.add_argument("--order", type=int, default=0, help="how many measure before; 0 has the rows of one GPU")
-    parser.add_argument("--patience-s", type=float, default=120.0, help="how long they wait for each other")
+    add_options(parser)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
     parser.add_argument("--out", type=Path, default=Path("."), help=f"folder of {FILE}")
     parser.add_argument("--smoke", action="store_true", help="`tiny`, a few steps")
