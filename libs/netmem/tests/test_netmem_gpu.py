@@ -191,6 +191,31 @@ def test_a_paced_plan_moves_ahead_of_need_and_frees_memory():
         assert engine.stats().num_rescued == before
 
 
+def test_a_paced_copy_out_that_backward_outruns_ends_before_its_memory_is_used_again():
+    """The last region offloaded over slow streams: its backward finds everything still leaving, and the next ones go
+    on beside the copies, until the first region's, which has no room for them."""
+    device = torch.device("cuda", 0)
+    model, batch = make_stack(SIZE, device)
+    expected = gradients(model, batch)
+    mover = CudaMover(device, delay=lambda way: 5_000_000)
+    engine = OffloadEngine(PinnedArena(256 << 20), device=device, window_bytes=64 << 20, min_bytes=1 << 12, mover=mover)
+    regions = []
+    for name in model.regions:
+        own = (0, 64 << 20, (256 if name == model.regions[0] else 64) << 20)
+        away = Option("offload", 0.1, 0.2, *own, moved_bytes=8 << 20)
+        regions.append(Region(name, (Option("keep", 0.1, 0.2, *own), away)))
+    step = StepProfile(tuple(regions), up_bytes_per_s=1e9, down_bytes_per_s=1e9, window_bytes=64 << 20)
+    plan = evaluate(step, ["keep"] * (len(model.regions) - 1) + ["offload"])
+    with apply_policy(model, plan, engine=engine):
+        for _ in range(10):
+            before = engine.stats().num_rescued
+            for a, b in zip(gradients(model, batch), expected, strict=True):
+                assert torch.equal(a, b)
+            assert engine.stats().num_rescued > before
+    engine.synchronize()
+    assert (engine.stats().num_live, engine.stats().host_bytes) == (0, 0)
+
+
 def test_o1_bit_equal_gradients_through_an_arbiter_shared_with_a_stash():
     device = torch.device("cuda", 0)
     model, batch = make_stack(SIZE, device)

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from gemworks.netmem.arena import PinnedArena
+from gemworks.netmem.arena import Fence, PinnedArena
 from gemworks.netmem.errors import ModifiedAfterSaveError
-from gemworks.netmem.movers import DelayedMover
+from gemworks.netmem.movers import DelayedMover, InlineMover
+from gemworks.netmem.parcels import Parcel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from netmem_offload_model import X, assert_bit_equal, gradients, make_engine, make_model
@@ -90,6 +91,40 @@ def test_o3_a_fence_of_the_former_owner_guards_the_new_owner():
     writing = mover.copy("up", second.data, torch.full((1024,), 9, dtype=torch.uint8), second.fences)
     mover.compute_waits(writing)
     assert device.unique().tolist() == [7]
+
+
+def test_o3_a_piece_that_changes_hands_unused_keeps_the_fence_of_its_first_owner():
+    arena = PinnedArena(1024, pin=False)
+    mover = DelayedMover(0, max_delay=10_000)
+    first = arena.allocate(1024)
+    reading = mover.copy("down", torch.zeros(1024, dtype=torch.uint8), first.data, [])
+    arena.free(first, [reading])
+    arena.free(arena.allocate(1024))
+    assert arena.allocate(1024).fences == [reading]
+
+
+def test_o3_a_parcel_waits_for_the_host_memorys_former_owner_and_for_its_own_way_out():
+    """On one compute stream the mark orders both already; a backward on another stream has only these fences."""
+    arena = PinnedArena(1024, pin=False)
+
+    class Recording(InlineMover):
+        def __init__(self) -> None:
+            self.found: list[tuple[str, Fence, list[Fence]]] = []
+
+        def copy(self, way, target, source, after):
+            self.found.append((way, DelayedMover().copy("up", target, source, []), list(after)))
+            return self.found[-1][1]
+
+    mover = Recording()
+    first = arena.allocate(1024)
+    unread = DelayedMover(0, max_delay=10_000).copy("down", torch.zeros(1024, dtype=torch.uint8), first.data, [])
+    arena.free(first, [unread])
+    parcel = Parcel(0, torch.ones(1024, dtype=torch.uint8).untyped_storage(), arena, mover)
+    parcel.depart()
+    parcel.bring()
+    (_, left, after_up), (_, _, after_down) = mover.found
+    assert unread in after_up
+    assert left in after_down
 
 
 def saved_round_trip(make, engine) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, Any, Any]]]:

@@ -84,6 +84,32 @@ def test_a_granule_is_counted_once_per_queue_that_is_not_empty():
         make_step(rate=4, moved_bytes=1, granule_bytes=-1)
 
 
+def test_room_up_to_the_peak_leaves_out_the_tensor_that_a_queue_is_rounded_up_by():
+    step = make_step(rate=4, moved_bytes=10, granule_bytes=3, own_bytes=100)
+    plan = evaluate(step, ["offload"] + ["keep"] * (NUM - 1))
+    assert plan.peak_bytes == 200
+    # queues of 10, 6, 2 and 0 bytes beside the 100 of the next forward: each may grow until 3 more make the peak
+    assert [plan.pace[str(i)].leaving_bytes for i in range(4)] == [97] * 4
+
+
+def test_exactly_what_may_stay_stays():
+    engine = OffloadEngine(
+        PinnedArena(1 << 20, pin=False),
+        device="cpu",
+        window_bytes=1 << 20,
+        min_bytes=64,
+        mover=DelayedMover(0, max_delay=10**6),
+    )
+    with engine.paced(), engine.saving():
+        outs = [torch.randn(100, requires_grad=True).sin() for _ in range(3)]
+    engine.end_forward(math.inf)
+    engine.begin_backward(3, 3, 0, 801)
+    assert engine.stats().in_flight_bytes == 1200  # 801, rounded up to a tensor
+    engine.begin_backward(3, 3, 0, 800)
+    assert engine.stats().in_flight_bytes == 800
+    del outs
+
+
 # with a million calls of delay nothing is done before somebody waits for it, as when the host is far ahead of a GPU
 @pytest.mark.parametrize(("seed", "max_delay"), [(0, 3), (1, 3), (2, 10**6)])
 def test_only_the_first_region_moves_and_is_back_before_its_backward(seed, max_delay):

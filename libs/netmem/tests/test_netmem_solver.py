@@ -18,6 +18,14 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.reference
 
 
+def test_a_plan_that_is_hardly_faster_than_every_uniform_one_is_found():
+    a = Region("a", (Option("keep", 1.0, 0, 10, 10, 10), Option("recompute", 1.001, 0, 0, 0, 0)))
+    b = Region("b", (Option("keep", 1.0, 0, 10, 10, 10), Option("recompute", 1.0005, 0, 0, 0, 0)))
+    plan = solve(StepProfile((a, b)), 10)
+    assert plan.choices == {"a": "keep", "b": "recompute"}
+    assert plan.gap_s == 0
+
+
 def random_profile(seed: int, num_regions: int, num_options: int = 3) -> StepProfile:
     """Regions with the shape of real ones: what saves memory costs time, or the link."""
     rng = random.Random(seed)

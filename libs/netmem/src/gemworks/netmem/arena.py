@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -202,7 +203,7 @@ class PinnedArena:
     def _fences_of(self, offset: int, size: int) -> list[Fence]:
         return [fence for start, end, fence in self._fences if start < offset + size and end > offset]
 
-    def free(self, block: Block, fences: list[Fence] | None = None) -> None:
+    def free(self, block: Block, fences: Sequence[Fence] = ()) -> None:
         """Give a piece back; `fences` end the work that may still read or write it.
 
         Raises:
@@ -216,7 +217,8 @@ class PinnedArena:
             need = _aligned(block.size_bytes)
             self._reserved -= need
             start, end = block.offset_bytes, block.offset_bytes + need
-            self._fences += [(start, end, f) for f in [*block.fences, *(fences or [])] if not f.done()]
+            # those that came with the piece are still in the list, as long as they are not done
+            self._fences += [(start, end, f) for f in fences if not f.done()]
             index = bisect.bisect_left(self._free, (start, 0))
             if index < len(self._free) and self._free[index][0] == end:
                 end += self._free.pop(index)[1]

@@ -2,7 +2,7 @@
 
 `exposed_ms`, in milliseconds, is what copies cost a step, and there are three ways to know it:
 
-- op `stash`: how much longer the step is than without a stash.
+- op `stash`: how much longer the step is than without a stash (rows with `parked=False`: with the way out alone).
 - op `budget`: how long compute stood still for copies, by events around every wait, in a step of its own.
 - op `budget` of commits before 7f10bf2 (in `docs/measured/netmem_h200.csv` all but 6a08a5d): the waiting that the plan
   predicted, nothing measured.
