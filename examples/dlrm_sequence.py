@@ -4,7 +4,7 @@ The DLRM is torchrec's own. Its dense input gets one more vector: the user's cli
 pooled. The padded tower pads every user to the longest; the jagged one works on the packed events that the
 KeyedJaggedTensor already holds. Same weights, same result, a fraction of the rows.
 
-Letters: B users, T events, L longest history, D width, N heads, H head width.
+Letters: B users, T events, L longest history, D width, N heads, H head width, F dense features.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DlrmWithHistory(nn.Module):
 
 
 def batch(num_users: int, seed: int) -> tuple[Tensor, KeyedJaggedTensor, Tensor]:
-    """Users with 0 to 64 clicks, most with few; whoever clicked item 0..9 lately clicks again."""
+    """Users with 0 to 63 clicks, most with few; whoever ever clicked one of the first quarter of items clicks again."""
     generator = torch.Generator().manual_seed(seed)
     lengths_B = (MAX_LENGTH * torch.rand(num_users, generator=generator) ** 4).long()
     history = torch.randint(0, NUM_IDS, (int(lengths_B.sum()),), generator=generator)

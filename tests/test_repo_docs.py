@@ -173,6 +173,49 @@ def test_one_line_of_support_says_no_more_than_its_rows(monkeypatch: pytest.Monk
         tables.grouped_support(rows[1:])
 
 
+def test_the_support_table_of_jagged_is_what_support_says() -> None:
+    """Its README folds equal rows; unfolded they are those of `support()`, no more and no less."""
+    from gemworks.jagged import support
+
+    text = (ROOT / "libs/jagged/README.md").read_text(encoding="utf-8")
+    section = text[text.index("\n## Support\n") : text.index("\n## Measured\n")]
+    groups = {
+        "norms": ["layer_norm", "rms_norm"],
+        "pooling": ["kronecker_compress", "sum_pool", "mean_pool", "last_pool"],
+    }
+    dtypes = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+    told = []
+    for line in section.splitlines():
+        if not line.startswith("|") or line.startswith(("| op", "|---")):
+            continue
+        ops, types, places, directions, backend, width = _cells(line)
+        told += [
+            (op, dtypes[dtype], place, direction, backend.partition(" (")[0], None if width == "-" else int(width))
+            for name in ops.split(", ")
+            for op in groups.get(name, [name.strip("`")])
+            for dtype in types.split(", ")
+            for place in places.split(", ")
+            for direction in directions.split(", ")
+        ]
+    rows = [(r.op, r.dtype, r.architecture, r.direction, r.backend, r.max_head_dim) for r in support()]
+    assert sorted(map(str, told)) == sorted(map(str, rows))
+
+
+def test_the_index_names_every_decision_and_what_replaced_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that a later one replaces says so below its title, and nowhere else, so that the index can."""
+    monkeypatch.syspath_prepend(ROOT / "docs/_site")
+    index = importlib.import_module("tables").decisions()
+    pages = {path.name[:4]: path for path in (ROOT / "docs/decisions").glob("[0-9]*.md")}
+    assert re.findall(r"^\| (\d{4}) \|", index, re.MULTILINE) == sorted(pages)
+    for number, path in pages.items():
+        text = path.read_text(encoding="utf-8")
+        said = re.findall(r"^\W*(?:Superseded|Changed in part) by \W*(\d{4})", text, re.MULTILINE)
+        (line,) = (line for line in index.splitlines() if line.startswith(f"| {number} |"))
+        assert said == re.findall(r"by \[(\d{4})\]", line), path.name
+        assert all(number < later and later in pages for later in said), path.name
+    assert "superseded by [0360]" in index
+
+
 def test_a_long_file_shows_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours with the best peer of each, or whole steps; and the page says so. Short files are shown whole."""
     monkeypatch.syspath_prepend(ROOT / "docs/_site")
@@ -197,20 +240,42 @@ def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
     assert done.returncode != 0
 
 
-def test_the_readmes_headline_is_the_ladders():
-    """The shares of the peak in the README are those of three rows of docs/ladder.md, of one model and batch."""
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_readmes_table_is_the_ladders():
+    """The shares of the peak in the README are those of rows of docs/ladder.md, by row and kind of attention, and the
+    entropy of each column is as close as the README says."""
     text = (ROOT / "docs/ladder.md").read_text(encoding="utf-8")
-    table = text[text.index("\n### block attention") : text.index("\n### full attention")]
+    tables = re.split(r"^### (block|full) attention, .*$", text[: text.index("## Leave one out")], flags=re.MULTILINE)
     rows = {}
-    for line in table.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 8 and cells[4].endswith("%") and "samples" not in cells[1]:
-            rows[cells[0].removeprefix("+ ")] = (cells[4], float(cells[7]))
-    told = [rows[name] for name in ("padded_eager", "jagged_varlen_compiled", "cuda_graphs")]
+    for attention, table in zip(tables[1::2], tables[2::2], strict=True):
+        for cells in map(_cells, table.splitlines()):
+            if len(cells) == 8 and cells[4].endswith("%") and "samples" not in cells[1]:
+                rows[attention, cells[0].removeprefix("+ ")] = (cells[4], float(cells[7]))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    told = [_cells(line) for line in readme.splitlines() if re.fullmatch(r"\| .*% \| .*% \|", line)]
+    assert len(told) >= 5
+    close = float(re.findall(r"same within ([\d.]+) in each column", " ".join(readme.split()))[0])
+    for column, attention in ((2, "block"), (3, "full")):
+        found = [rows[attention, cells[1].strip("`")] for cells in told]
+        assert [cells[column] for cells in told] == [share for share, _ in found]
+        scores = [ne for _, ne in found]
+        assert max(scores) - min(scores) <= close
+
+
+def test_what_the_readme_calls_missed_is_what_the_pages_say():
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    sentence = readme[readme.index("On one H200") : readme.index("[The ladder]")]
-    assert re.findall(r"[\d.]+ %", sentence) == [share for share, _ in told]
-    assert max(ne for _, ne in told) - min(ne for _, ne in told) <= 0.0001
+    missed = readme[readme.index("What is missed so far") : readme.index("## Two commands")]
+    ladder = (ROOT / "docs/ladder.md").read_text(encoding="utf-8")
+    local = re.findall(r"sequence layers ([\d.]+) % .*?target (\d+) %, missed", ladder)
+    assert re.findall(r"([\d.]+) % with \w+ attention, where (\d+) %", missed) == local
+    met, targets = re.findall(r"(\d+) of (\d+) met", (ROOT / "docs/jagged.md").read_text(encoding="utf-8"))[0]
+    assert f"{int(targets) - int(met)} of {targets} [targets" in missed
+    assert re.search(r"^- Loses: `batch_x2`", ladder, re.MULTILINE)
+    apart = re.findall(r"samples/s \(commit\), x([\d.]+) apart", ladder)
+    assert f"up to {max(apart, key=float)} times" in readme
 
 
 def test_the_minutes_that_pages_promise_were_timed():

@@ -69,7 +69,7 @@ def test_api_is_as_pinned(library) -> None:
     assert text == path.read_text(encoding="utf-8"), "GEMWORKS_UPDATE_GOLDEN=1 pins what is there now"
 
 
-def test_all_is_sorted_and_there(library) -> None:
+def test_all_is_there_once(library) -> None:
     module = importlib.import_module(library.module)
     assert len(set(module.__all__)) == len(module.__all__)
     values = {name: getattr(module, name) for name in module.__all__}

@@ -128,18 +128,21 @@ def decisions() -> str:
     lines = [
         "# Decisions",
         "",
-        "One page each: context, decision, consequence.",
+        "One page each: context, decision, consequence. What a later one replaced says so, here and on its page.",
         "",
         "| number | decision |",
         "|---|---|",
     ]
     for path in sorted((ROOT / "docs/decisions").glob("[0-9]*.md")):
-        heading = path.read_text(encoding="utf-8").split("\n")[0]
+        text = path.read_text(encoding="utf-8")
+        heading = text.split("\n")[0]
         found = re.fullmatch(r"# (\d{4}):? (.+)", heading)
         if found is None:
             raise ValueError(f"{path}: got {heading!r}, expected '# NNNN: what was decided'")
         title = found[2] if "_" in found[2].split()[0] else found[2][:1].upper() + found[2][1:]
-        lines.append(f"| {found[1]} | [{title}]({path.name}) |")
+        later = re.match(r".*\n\n\*(Superseded|Changed in part) by (\[\d{4}\]\([\w.-]+\))", text)
+        note = f" ({later[1][:1].lower()}{later[1][1:]} by {later[2]})" if later else ""
+        lines.append(f"| {found[1]} | [{title}]({path.name}){note} |")
     return "\n".join(lines) + "\n"
 
 

@@ -148,4 +148,4 @@ def test_mfu_of_plain_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["mfu", *numbers, "--preset", "tiny"]) == 2
     assert "error: --flops: got it beside a configuration" in capsys.readouterr().err
     assert run(["mfu", "--flops", "1e15", "--step-ms", "0"]) == 2
-    assert "error: seconds: got 0.0, expected a positive number" in capsys.readouterr().err
+    assert "error: --step-ms: got 0.0, expected a positive number" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gemworks.jagged import BlockSchedule, Rope, block_attention, offsets_from_lengths
-from gemworks.jagged.ops.block_attention.custom_op import split_heads
+from gemworks.jagged._attention_args import split_heads
 from gemworks.jagged.ops.block_attention.formulas import BlockArgs
 from gemworks.jagged.ops.block_attention.launch import (
     block_attention_backward,

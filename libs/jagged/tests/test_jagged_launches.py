@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -67,7 +66,7 @@ def test_launches_give_every_parameter(
     kernels = {n: Recorder(getattr(launch_hopper, n)) for n in names}
     for name, kernel in kernels.items():
         monkeypatch.setattr(launch_hopper, name, kernel)
-    monkeypatch.setattr(launch_hopper, "_num_programs", lambda _: 2)
+    monkeypatch.setattr(launch_hopper, "num_multiprocessors", lambda _: 2)
     x = torch.zeros(40, 2, 128, dtype=torch.bfloat16)
     q = x[:9].clone() if shared else x
     offsets = offsets_from_lengths(torch.tensor([17, 23]))
@@ -95,13 +94,13 @@ def test_launches_give_every_parameter(
 
 def test_epilogue_launch_gives_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from gemworks.jagged.ops.attention_core import launch, launch_hopper
+    from gemworks.jagged.ops.attention_core import launch
     from gemworks.jagged.ops.gdpa import launch_epilogue
     from gemworks.jagged.ops.gdpa.kernel_epilogue_hopper import gdpa_norm_hopper_kernel
 
     kernel = Recorder(gdpa_norm_hopper_kernel)
     monkeypatch.setattr(launch_epilogue, "_hopper", lambda: kernel)
-    monkeypatch.setattr(launch_hopper, "_num_programs", lambda _: 2)
+    monkeypatch.setattr(launch_epilogue, "num_multiprocessors", lambda _: 2)
     q, k = torch.zeros(40, 2, 128, dtype=torch.bfloat16), torch.zeros(128, 2, 128, dtype=torch.bfloat16)
     schedule = TileSchedule.build(offsets_from_lengths(torch.tensor([17, 23])), total_q=40, rows_k=64)
     p = launch.Problem(q, k, k, Rule(0.1, "fast_gelu", Mask(), False), schedule, 64, "sm_90", 40, 64)
@@ -111,7 +110,6 @@ def test_epilogue_launch_gives_every_parameter(monkeypatch: pytest.MonkeyPatch) 
     from gemworks.jagged.ops.gdpa import epilogue
 
     monkeypatch.setattr(epilogue, "architecture_of", lambda _: "sm_90")
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     full, offsets = epilogue.op.UNBOUNDED, offsets_from_lengths(torch.tensor([17, 23]))
     call = (offsets, None, [], "", 2, 64, 23, 64, 0.1, "fast_gelu", full, full, "bottom_right", False)
     y, h = epilogue.on_a_gpu(q, k, k, *call, q, q, None, None, 1e-6, False)

@@ -88,9 +88,12 @@ class Beside:
 def change_grids() -> None:
     """Gives every launch another number of programs: results must not depend on it."""
     from gemworks.jagged.ops.attention_core import launch_hopper
+    from gemworks.jagged.ops.attention_fp8 import launch as launch_fp8
+    from gemworks.jagged.ops.gdpa import launch_epilogue
 
     numbers = itertools.cycle([132, 20, 300, 131, 97, 264, 60])
-    launch_hopper._num_programs = lambda index: next(numbers)  # pyright: ignore[reportAttributeAccessIssue]
+    for module in (launch_hopper, launch_epilogue, launch_fp8):
+        module.num_multiprocessors = lambda device: next(numbers)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def start_other(kind: str) -> subprocess.Popen[bytes] | None:

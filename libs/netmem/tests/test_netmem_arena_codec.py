@@ -150,7 +150,7 @@ def test_bad_block():
 
 
 def test_wrong_kinds_of_argument_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"capacity_bytes: expected an int, such as 16 << 30 for 16 GiB, got '1GB'"):
+    with pytest.raises(ValueError, match=r"capacity_bytes: expected a whole number above 0, got '1GB'; 16"):
         PinnedArena("1GB")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="arena: expected a PinnedArena, or None for one of 16 GiB, got int"):
         OffloadEngine(1 << 20, device="cpu")  # pyright: ignore[reportArgumentType]

@@ -297,13 +297,13 @@ def test_lookahead_brings_tensors_before_they_are_asked_for():
                 y = y.sin()
         engine.synchronize()
         fetched = []
-        original = engine._fetch
+        original = engine._queues.fetch
 
         def fetch(parcel):
             fetched.append(parcel.state.value)
             return original(parcel)
 
-        engine._fetch = fetch
+        engine._queues.fetch = fetch
         y.sum().backward()
         return fetched.count("away")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -94,13 +95,13 @@ def test_only_the_first_region_moves_and_is_back_before_its_backward(seed, max_d
     )
     moved = (32 * 64 + 32 * 64 + 32 * 16) * 4
     plan = evaluate(make_step(rate=moved / 2, moved_bytes=moved), ["offload"] + ["keep"] * (NUM - 1))
-    fetched, original = [], engine._fetch
+    fetched, original = [], engine._queues.fetch
 
     def fetch(parcel):
         fetched.append(parcel.state.value)
         return original(parcel)
 
-    engine._fetch = fetch
+    engine._queues.fetch = fetch
     with apply_policy(model, plan, engine=engine):
         for _ in range(3):
             model.zero_grad()
@@ -145,6 +146,59 @@ def test_bytes_ahead_stay_within_the_pace_rounded_up_to_a_tensor():
     assert engine.stats().in_flight_bytes == 800
     torch.stack(outs).sum().backward()
     assert all(x.grad is not None and torch.equal(x.grad, x.detach().cos()) for x in leaves)
+
+
+def test_what_backward_used_before_it_had_left_goes_when_its_room_is_needed():
+    """Its copy is still under way and of no use: compute waits for it only where the pace has no room."""
+    mover = DelayedMover(0, max_delay=10**6)
+    engine = OffloadEngine(
+        PinnedArena(1 << 20, pin=False), device="cpu", window_bytes=1 << 20, min_bytes=64, mover=mover
+    )
+
+    def leaving_bytes(staying_bytes: float) -> int:
+        """A step of three regions that save 400 bytes each; what is leaving when the first one's backward begins."""
+        x = torch.randn(100, requires_grad=True)
+        outs, start = [x], engine.position
+        for _ in range(3):
+            with engine.paced(), engine.saving():
+                assert engine.stats().in_flight_bytes == 400 * (len(outs) - 1)  # nothing of the step before
+                outs.append(outs[-1].detach().requires_grad_().sin())
+            engine.end_forward(math.inf)
+        for i in (2, 1):
+            engine.begin_backward(start + i, start + i + 1, 0)
+            outs.pop().sum().backward()
+        assert engine.stats().num_live == 1
+        assert engine.stats().in_flight_bytes == 1200
+        engine.begin_backward(start, start + 1, 0, staying_bytes)
+        found = engine.stats().in_flight_bytes
+        outs.pop().sum().backward()
+        return found
+
+    assert [leaving_bytes(n) for n in (math.inf, 801, 800, 401, 400, 0)] == [1200, 1200, 1200, 1200, 800, 400]
+    engine.synchronize()
+    assert mover.num_expired_sources == 0, "device memory was given away under a copy"
+    assert (engine.stats().in_flight_bytes, engine.stats().host_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(("staying_bytes", "expected"), [(401, 1200), (400, 800)])
+def test_what_comes_back_early_takes_the_room_of_what_is_needed_no_more(staying_bytes, expected):
+    engine = OffloadEngine(
+        PinnedArena(1 << 20, pin=False),
+        device="cpu",
+        window_bytes=1 << 20,
+        min_bytes=64,
+        mover=DelayedMover(0, max_delay=10**6),
+    )
+    outs = []
+    for leaving_bytes in (0, math.inf, math.inf):
+        with engine.paced(), engine.saving():
+            outs.append(torch.randn(100, requires_grad=True).sin())
+        engine.end_forward(leaving_bytes)
+    engine.begin_backward(2, 3, 0)
+    outs.pop().sum().backward()
+    assert engine.stats().in_flight_bytes == 800  # the last two are leaving, one of them for nothing
+    engine.begin_backward(1, 2, 400, staying_bytes)
+    assert engine.stats().in_flight_bytes == expected
 
 
 class Save(torch.autograd.Function):

@@ -15,7 +15,8 @@ from gemworks.precision.casts import CastSpec, cast, cast_both
 from gemworks.precision.exact import ExactLinear, ExactPlan, exact_plan_of
 from gemworks.precision.fsdp import GatheredWeight, PlaneMeta
 from gemworks.precision.hopper import HopperLinear, Plan, plan_of
-from gemworks.precision.linear import linear_with_counts, mx_linear, specs_of
+from gemworks.precision.linear import linear_with_counts, mx_linear
+from gemworks.precision.products import specs_of
 from gemworks.precision.recipe import GemmKind, GemmRecipe, recipe
 from gemworks.precision.scaled_mm import SQUARES128
 from gemworks.precision.triton_reading import readable_length

@@ -1,5 +1,8 @@
 """Remembered launches: one compiled kernel for each thing that Triton compiles differently for."""
 
+import ast
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -40,8 +43,17 @@ class OnDevice(torch.Tensor):
 
     device = torch.device("cuda", 0)
 
-    def get_device(self):
+    def get_device(self) -> int:
         return 0
+
+
+class OnSecondDevice(OnDevice):
+    """Another one, on the next GPU."""
+
+    device = torch.device("cuda", 1)
+
+    def get_device(self):
+        return 1
 
 
 @pytest.fixture
@@ -62,6 +74,46 @@ def test_the_second_launch_takes_constants_in_the_kernels_order(on_device):
     assert grid == (4, 1, 1)
     assert stream == 77
     assert arguments == (on_device.data_ptr(), 64, 7, True)
+
+
+def test_kernels_start_on_the_device_of_their_tensors(on_device, monkeypatch):
+    """The current device is 0 before and after; the stand-in for Triton starts on the current one, as Triton does."""
+    current, entered, started = [0], [], []
+
+    @contextmanager
+    def device(which):
+        index = which if isinstance(which, int) else which.index
+        entered.append(index)
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    class Here(Kernel):
+        def __getitem__(self, grid):
+            run = super().__getitem__(grid)
+            return lambda *arguments, **keywords: started.append(current[0]) or run(*arguments, **keywords)
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(Compiled, "run", lambda self, x, y, z, stream, *_: started.append((current[0], stream)))
+    kernel, there = Here(), on_device.as_subclass(OnSecondDevice)
+    for x in (on_device, there, on_device, there):
+        launch.launch(kernel, (4, 1, 1), (x, 32), {"FLAG": True, "SCALE": 7}, {"num_warps": 4})
+    assert started == [0, 1, (0, 77), (1, 78)]
+    assert entered == [0, 1, 1], "no guard around a remembered launch on the current device"
+    assert current == [0]
+
+
+def test_no_module_starts_a_kernel_but_by_launch():
+    """A subscript of a kernel, `kernel[grid]`, stands in `launch.py` alone, which knows the device."""
+    starts = []
+    for path in Path(launch.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                called = ast.unparse(node.func.value)
+                if called.endswith("kernel"):
+                    starts.append((path.name, called))
+    assert starts == [("launch.py", "self.kernel")] * 2
 
 
 def test_the_first_launch_takes_words(on_device):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from gemworks.precision import mx_linear, recipe
 from gemworks.precision.casts import CastSpec, cast, cast_squares
-from gemworks.precision.norm import mx_norm_linear, norm_cast
+from gemworks.precision.norm import norm_cast
+from gemworks.precision.norm_linear import mx_norm_linear
 from gemworks.precision.recipe import GemmKind
 from torch import nn
 

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from gemworks.precision import quantize, quantize_square
+from gemworks.precision import mx_linear, quantize, quantize_square, recipe
 from gemworks.precision import scaled_mm as module
 from gemworks.precision.scaled_mm import scaled_mm, square_scales, swizzle_32_4_4, wide_scales
 from gemworks.precision.scales import scale_values
@@ -97,14 +97,16 @@ def by_definition(left, right, scale_a, scale_b, square):
     return (left.float() * scale_a.repeat_interleave(128, 1)) @ (right.float() * scale_b.repeat_interleave(128, 1)).t()
 
 
+@pytest.mark.parametrize("contraction", [2048, 1664])
 @pytest.mark.parametrize("pieces", [2, 3, 4])
-def test_pieces_of_a_contraction_add_up(monkeypatch, pieces):
-    """Each piece reaches cuBLAS with scales of its own layout; their sum is the product."""
+def test_pieces_of_a_contraction_add_up(monkeypatch, pieces, contraction):
+    """Each piece reaches cuBLAS with scales of its own layout; their sum is the product. Of 1664 the last is 384
+    shorter."""
     multiplied = []
 
     def stand_in(x, y, scales_a, _ra, _sa, scales_b, _rb, _sb, _bias, _dtype, *, out):
         multiplied.append(x.shape)
-        assert x.stride(0) == y.stride(1) == 2048
+        assert x.stride(0) == y.stride(1) == contraction
         out.copy_(by_definition(x, y.t(), scales_a[0], scales_b[0], square=True))
 
     class Stream:
@@ -118,12 +120,46 @@ def test_pieces_of_a_contraction_add_up(monkeypatch, pieces):
     monkeypatch.setattr(module, "side_streams", lambda *_: streams)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: caller)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    a = quantize(torch.randn(48, 2048), 1, block=128)
-    b = quantize_square(torch.randn(128, 2048), block=128)
-    out = scaled_mm(a, b, torch.float32)
+    a = quantize(torch.randn(48, contraction), 1, block=128)
+    b = quantize_square(torch.randn(128, contraction), block=128)
+    out = scaled_mm(a, b, torch.float32, in_parts=True)
     torch.testing.assert_close(out, a.dequantize() @ b.dequantize().t(), rtol=1e-5, atol=1e-4)
     lengths = {2: [1024, 1024], 3: [1024, 512, 512], 4: [512] * 4}[pieces]
+    lengths[-1] -= 2048 - contraction
     assert multiplied == [*[caller for _ in others], *[(48, length) for length in lengths], *others]
+
+
+def test_whoever_does_not_ask_for_parts_gets_none(monkeypatch):
+    """A forward of a long contraction is one product, whatever a weight gradient of its sizes would be."""
+    lengths = []
+
+    def stand_in(x, y, *_, out):
+        lengths.append(x.shape[1])
+        out.zero_()
+
+    monkeypatch.setattr(torch, "_scaled_mm_v2", stand_in)
+    monkeypatch.setattr(module, "num_pieces", None)
+    a = quantize(torch.ones(16, 32768), 1, block=128)
+    scaled_mm(a, quantize_square(torch.ones(128, 32768), block=128), torch.float32)
+    assert lengths == [32768]
+
+
+@pytest.mark.parametrize("save", ["high_precision", "both"])
+@pytest.mark.parametrize("square_inputs", [False, True])
+def test_of_a_layer_the_weight_gradient_alone_may_be_cut(monkeypatch, save, square_inputs):
+    asked = []
+
+    def stand_in(a, b, out_dtype, in_parts):
+        asked.append(((a.shape[0], b.shape[0]), in_parts))
+        return (a.dequantize() @ b.dequantize().t()).to(out_dtype)
+
+    monkeypatch.setattr("gemworks.precision.gemms._backend_of", lambda *_: "scaled_mm")
+    monkeypatch.setattr(module, "scaled_mm", stand_in)
+    m, k, n = 384, 256, 128
+    x, w = torch.randn(m, k, requires_grad=True), torch.randn(n, k, requires_grad=True)
+    chosen = recipe("fp8_block128", save=save, square_inputs=square_inputs)
+    mx_linear(x, w, None, chosen).sum().backward()
+    assert asked == [((m, n), False), ((m, k), False), ((n, k), True)]
 
 
 def test_a_product_is_split_only_where_processors_idle_for_long():

@@ -1,5 +1,7 @@
 """What a compiled layer keeps for backward: with `kernels.compile_saves=least` no float32 copy of the bf16 stream."""
 
+import operator
+
 import pytest
 import torch
 from gemworks.gem import implement as implement_module
@@ -66,6 +68,30 @@ def test_least_keeps_no_float32_copy_of_the_stream(monkeypatch: pytest.MonkeyPat
         assert (found is None) == (wanted is None)
         if found is not None and wanted is not None:
             torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2 * float(wanted.abs().max()) + 1e-9)
+
+
+def test_a_late_residual_is_added_inside_the_next_layer(monkeypatch: pytest.MonkeyPatch):
+    """The first layer's graph returns two tensors of the stream, the second one's begins with their sum."""
+    sums: list[int] = []
+
+    def looking(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        given = {node for node in graph.graph.nodes if node.op == "placeholder"}
+        added = [node for node in graph.graph.nodes if node.op == "call_function" and node.target is operator.add]
+        sums.append(sum(set(node.args) <= given for node in added))
+        return graph.forward
+
+    monkeypatch.setattr(implement_module, "INNER", looking)
+    config, batch = one_layer()
+    config = config.with_model(num_layers=2).with_kernels(compile_scope="layers")
+    loss, grads, _ = losses(config, batch)
+    assert sum(sums) == 0
+    late_loss, late_grads, _ = losses(config.with_kernels(late_residual=True), batch)
+    assert sum(sums) == 1
+    assert torch.equal(late_loss, loss)
+    for found, wanted in zip(late_grads, grads, strict=True):
+        assert (found is None) == (wanted is None)
+        if found is not None and wanted is not None:
+            assert torch.equal(found, wanted)
 
 
 def test_each_setting_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch):

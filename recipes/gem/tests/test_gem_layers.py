@@ -181,3 +181,22 @@ def test_lengths_follow_the_law():
     assert int(lengths_B.min()) >= 26
     assert float(lengths_B.double().mean()) / 64 == pytest.approx(0.7, abs=0.02)
     assert torch.equal(lengths_B, draw_lengths(config, 0))
+
+
+def test_a_late_residual_is_counted_once():
+    """As one graph a layer adds what the one before it left, and leaves its own; alone, self-attention adds its own."""
+    config = load_config("tiny", sets=["data.batch_size=4", "train.dtype=float32", "kernels.late_residual=true"])
+    schema = open_source(config.data).schema
+    lengths = {event.name: torch.full((4,), 64) for event in schema.events}
+    parts = {part.name: part for part in make_parts(config, schema, lengths, CPU)}
+    name = schema.events[0].name
+    layer, attention = parts[f"{name}.layer"], parts[f"{name}.attention"]
+    assert layer.forward is not None
+    assert attention.forward is not None
+    tokens, _, late = layer.forward()
+    assert tokens.shape == late.shape
+    assert attention.leaves[0].shape == tokens.shape
+    assert isinstance(attention.forward(), torch.Tensor)
+    leaves = layer.leaves[:2]  # the tokens, and what is to be added to them: their gradient is the sum's
+    own, added = torch.autograd.grad((tokens, late), leaves, (torch.ones_like(tokens), torch.ones_like(late)))
+    assert torch.equal(own, added)

@@ -8,6 +8,7 @@ Exit codes: 0 fine, 1 the run failed, 2 the user's input is wrong, 75 stopped by
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -182,11 +183,27 @@ def _one_value_per_set(arguments: Sequence[str]) -> list[str]:
     return spread
 
 
+def _refuse_empty(words: Sequence[str]) -> None:
+    """An empty word is a shell variable that was never set; as a folder it would be the one that one stands in.
+
+    Raises:
+        ValueError: there is one. What follows `--` is another program's.
+    """
+    for previous, word in zip(["gemworks", *words], words, strict=False):
+        if word == "--":
+            return
+        if not word or re.fullmatch(r"--[a-z-]+=", word):
+            where = word.removesuffix("=") or previous
+            raise ValueError(f"{where}: got '', expected a value; is a shell variable unset?")
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """The whole command line; returns the exit code."""
+    words = _one_value_per_set(sys.argv[1:] if arguments is None else arguments)
     try:
+        _refuse_empty(words)
         result = app(
-            args=_one_value_per_set(sys.argv[1:] if arguments is None else arguments),
+            args=words,
             prog_name="gemworks",
             standalone_mode=False,
         )

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from gemworks.cli.compare import compare, print_comparison, read_rows
 from gemworks.cli.options import Json
-from gemworks.cli.output import print_error, print_json
+from gemworks.cli.output import at_least, new_folder, print_error, print_json
 from gemworks.gem.errors import RUN_FAILED, WRONG_INPUT
 
 STEP = re.compile(r"\[(\d+)/(\d+)\] ")  # how a program says which of its steps begins
@@ -144,6 +144,7 @@ def _bench(
     name: str, rest: list[str] | None, out: Path | None, smoke: bool, nproc: int, old: Path | None, json: bool
 ) -> None:
     suite = SUITES[name]
+    at_least(1, nproc=nproc)
     before = None if old is None else read_rows(old)  # a wrong name answers before anything is measured
     folder = _new_folder(name, out)
     launcher = ["-m"] if nproc == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(nproc), "-m"]
@@ -179,7 +180,8 @@ def _bench(
 
 def _new_folder(name: str, out: Path | None) -> Path:
     folder = out or Path("runs/bench") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if folder.exists() and (not folder.is_dir() or any(folder.glob("*.csv"))):
+    new_folder("--out", folder)
+    if any(folder.glob("*.csv")):
         raise ValueError(f"--out: got {str(folder)!r}, which holds results already; expected a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from gemworks.cli.options import Json
-from gemworks.cli.output import need, print_json, quiet
+from gemworks.cli.output import need, new_folder, print_json, quiet, writable
 from gemworks.gem.errors import RUN_FAILED
+
+PROCESS_BYTES = 1 << 29  # more than a process with torch, gloo and its part takes
 
 checkpoint_app = typer.Typer(
     name="checkpoint",
@@ -63,6 +66,7 @@ def convert(
     Example: gemworks checkpoint convert runs/first model.safetensors
     """
     _folder(path)
+    writable("OUT", out, ".safetensors")
     need("safetensors", "safetensors")
     with quiet():
         from gemworks.gem.export_checkpoint import export_dense
@@ -93,6 +97,8 @@ def reshard(
     any world.
     """
     _folder(run_dir)
+    new_folder("OUT_DIR", out)
+    _room_for(parts)
     with quiet():
         from gemworks.gem.export_checkpoint import reshard as rewrite
 
@@ -104,6 +110,17 @@ def reshard(
         print(
             f"{result['out']}: step {steps} in {result['num_parts']} parts, {result['num_tensors']:,} tensors, "
             f"{result['num_bytes'] / 2**20:.1f} MiB; go on with it: gemworks train --run-dir {result['out']}"
+        )
+
+
+def _room_for(parts: int) -> None:
+    """Parts are written by as many processes at once, and each has torch in its memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    most = max(1, memory // PROCESS_BYTES)
+    if parts > most:
+        raise ValueError(
+            f"--parts: got {parts}, which as many processes write at once; expected at most {most} with this machine's "
+            f"{memory / 2**30:.0f} GiB"
         )
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from gemworks.cli.output import readable
 
 # What names a measurement; the other columns hold its result, the machine, or who ran it.
 KEY_COLUMNS = (
@@ -15,6 +19,7 @@ KEY_COLUMNS = (
 # Columns that name the row to a reader; the rest of the key says the same in all rows of most files.
 NAME_COLUMNS = ("op", "layer", "row")  # one of them is in every file
 SHOWN_COLUMNS = (*NAME_COLUMNS, "shape", "head_dim", "direction", "format", "setting", "attention", "impl", "law")
+TIME_COLUMNS = ("ms", "ms_p20", "ms_p80")
 Row = Mapping[str, str]
 
 
@@ -22,20 +27,39 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     """The rows of a benchmark's CSV.
 
     Raises:
-        ValueError: there is no such file, or it is no benchmark's.
+        ValueError: there is no such file, it is no benchmark's, its end is missing, or a time in it is no number.
     """
-    if not path.is_file():
-        raise ValueError(f"{str(path)!r}: got no file, expected a CSV that `gemworks bench` wrote")
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
+    readable(path, "a CSV that `gemworks bench` wrote")
+    try:
+        text = path.read_text(encoding="utf-8")
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        columns = reader.fieldnames or ()
         rows = list(reader)
-    columns = reader.fieldnames or ()
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{str(path)!r}: got no CSV ({error}), expected one that `gemworks bench` wrote") from error
     if "ms" not in columns or not set(NAME_COLUMNS) & set(columns):
         raise ValueError(
-            f"{str(path)!r}: got the columns {', '.join(columns)}, expected ms and {', '.join(NAME_COLUMNS[:-1])} or "
-            f"{NAME_COLUMNS[-1]}, as `gemworks bench` writes them"
+            f"{str(path)!r}: got the columns {', '.join(columns) or 'none'}, expected ms and "
+            f"{', '.join(NAME_COLUMNS[:-1])} or {NAME_COLUMNS[-1]}, as `gemworks bench` writes them"
         )
+    for number, row in enumerate(rows, 2):
+        _check_row(f"{str(path)!r}, row {number}", row)
+    if not text.endswith("\n"):
+        raise ValueError(f"{str(path)!r}: the last row has no end, so the file was cut; copy it again")
     return rows
+
+
+def _check_row(place: str, row: Mapping[str | None, str | None]) -> None:
+    if None in row or None in row.values():
+        raise ValueError(f"{place}: got more or fewer values than columns; the file was cut or edited, copy it again")
+    for name in TIME_COLUMNS:
+        text = row.get(name) or ""
+        try:
+            wrong = bool(text) and not 0 <= float(text) < math.inf
+        except ValueError:
+            wrong = True
+        if wrong:
+            raise ValueError(f"{place}: {name}: got {text!r}, expected milliseconds")
 
 
 def compare(old: Sequence[Row], new: Sequence[Row]) -> list[dict[str, Any]]:

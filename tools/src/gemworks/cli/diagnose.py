@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from dataclasses import asdict
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from gemworks.cli.options import ConfigFile, Json, Preset, Sets
-from gemworks.cli.output import PICTURES, print_json, quiet, writable
+from gemworks.cli.output import PICTURES, at_least, print_json, quiet, readable, writable
 
 
 def probe(
@@ -77,9 +78,11 @@ def trace(
     With the traces of several ranks: who waited for whom. CPU-only traces work too.
     """
     writable("--png", png, *PICTURES)
+    at_least(0, kernels=kernels)
     for path in traces:
-        if not path.is_file():  # answers before torch is imported
-            raise ValueError(f"{str(path)!r}: got no file, expected a trace that torch.profiler exported")
+        readable(path, "a trace that torch.profiler exported")
+    if len({path.resolve() for path in traces}) < len(traces):
+        raise ValueError("TRACE...: got the same file twice, expected one per rank")
     with quiet():
         from gemworks.netmem.overlap import kernel_table, overlap_report, plot_timeline, rank_waits, read_trace
 
@@ -132,6 +135,10 @@ def mfu(
 
     Example: gemworks mfu --flops 2.1e15 --step-ms 180 --gpus 16
     """
+    at_least(1, samples=samples, gpus=gpus)
+    for option, value in (("--step-ms", step_ms), ("--flops", flops), ("--peak-tflops", peak_tflops)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{option}: got {value}, expected a positive number")
     peak = peak_tflops * 1e12
     if flops is not None:
         if preset or config or sets:
@@ -161,6 +168,11 @@ def mfu(
         }
     result |= {"step_ms": step_ms, "num_gpus": gpus, "peak_flops_per_second": peak}
     result["mfu"] = share(result["training_flops"], step_ms / 1e3, num_gpus=gpus, peak_flops_per_second=peak)
+    if result["mfu"] > 1:
+        raise ValueError(
+            f"MFU: got {result['mfu']:.0%}, and no GPU does more than its peak; --step-ms is the wall time of a whole "
+            f"step, --gpus counts all that take part, and --peak-tflops is that of the dtype (FP8: 1979 on an H200)"
+        )
     if json:
         print_json(result)
     else:

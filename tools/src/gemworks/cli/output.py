@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,7 @@ def writable(option: str, path: Path | None, *suffixes: str) -> None:
         suffixes: those that it may end in; none given, any.
 
     Raises:
-        ValueError: another suffix, no such folder, or a folder in the file's place.
+        ValueError: another suffix, no such folder, a folder in the file's place, or no right to write there.
     """
     if path is None:
         return
@@ -59,6 +60,52 @@ def writable(option: str, path: Path | None, *suffixes: str) -> None:
         raise ValueError(f"{option}: got {str(path)!r}, but there is no folder {str(path.parent)!r}; make it first")
     if path.is_dir():
         raise ValueError(f"{option}: got {str(path)!r}, which is a folder; name a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option}: got {str(path)!r}, which may not be written here; name a file in another folder")
+
+
+def new_folder(option: str, path: Path) -> None:
+    """Says that a folder cannot be made, before anything slow happens.
+
+    Raises:
+        ValueError: a file is in its way, or the folder that it belongs in may not be written.
+    """
+    above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not above.is_dir():
+        raise ValueError(f"{option}: got {str(path)!r}, but {str(above)!r} is a file; name another folder")
+    if not os.access(above, os.W_OK):
+        raise ValueError(f"{option}: got {str(path)!r}, but {str(above)!r} may not be written; name another folder")
+
+
+def at_least(least: int, **numbers: int | None) -> None:
+    """Says that an option's number is too small, by the name that it has on the command line.
+
+    Raises:
+        ValueError: one is; None asks nothing.
+
+    >>> at_least(1, sync_every=0)
+    Traceback (most recent call last):
+    ValueError: --sync-every: got 0, expected 1 or more
+    """
+    for name, number in numbers.items():
+        if number is not None and number < least:
+            raise ValueError(f"--{name.replace('_', '-')}: got {number}, expected {least} or more")
+
+
+def readable(path: Path, expected: str) -> None:
+    """Says that a file cannot be read, before torch is imported.
+
+    Args:
+        path: the file.
+        expected: what it should be, such as "a trace that torch.profiler exported".
+
+    Raises:
+        ValueError: there is no such file, or this user may not read it.
+    """
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r}: got no file, expected {expected}")
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"{str(path)!r}: got a file that may not be read, expected {expected}")
 
 
 def need(module: str, package: str) -> None:

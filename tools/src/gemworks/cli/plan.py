@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json as json_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from gemworks.cli.options import Json
-from gemworks.cli.output import print_json, quiet, writable
+from gemworks.cli.output import at_least, print_json, quiet, readable, writable
 
 plan_app = typer.Typer(
     name="plan",
@@ -114,7 +115,8 @@ def ranks(
     cluster: Cluster = "roce",
     profile: Profile = None,
     rank: Annotated[
-        list[int] | None, typer.Option(help="A rank to list; may be repeated; all if not given.", metavar="NUMBER")
+        list[int] | None,
+        typer.Option(help="A rank to list; may be repeated; all if not given.", metavar="NUMBER"),
     ] = None,
     picture: Picture = None,
     json: Json = False,
@@ -152,6 +154,9 @@ def _answer(
     """What the library answers to these words."""
     writable("--picture", words.get("picture"), ".svg")
     writable("--trace", words.get("trace"))
+    at_least(1, top=words.get("top"), sync_every=words.get("sync_every"))
+    if errors is not None:
+        _measured_steps(errors)
     with quiet():
         from gemworks.parallel.command import Request, answer
 
@@ -163,3 +168,17 @@ def _answer(
         print_json(json_module.loads(found.json))
     else:
         print(found.text)
+
+
+def _measured_steps(path: Path) -> None:
+    """Says that a file holds no measured errors, before torch is imported."""
+    readable(path, "a simulator_error.csv")
+    try:
+        columns = next(csv.reader(path.read_text(encoding="utf-8").splitlines()), [])
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"--measured: got {str(path)!r}, which is no CSV ({error})") from error
+    if missing := {"config", "split", "error_pct"} - set(columns):
+        raise ValueError(
+            f"--measured: got {str(path)!r} without the columns {', '.join(sorted(missing))}; expected a "
+            f"simulator_error.csv, as `python -m gemworks.parallel.validate` writes it"
+        )

@@ -119,6 +119,22 @@ def check_attention(
     return AttentionArgs(q, k, v, side_q, side_k, num_sequences_k, shared_query)
 
 
+def check_qkv(qkv: Tensor, num_heads: int) -> None:
+    """Raise ValueError unless it is [T, N + 2 M, H] with N = `num_heads` and some M."""
+    if qkv.dim() != 3 or not 0 < num_heads < qkv.shape[1] or (qkv.shape[1] - num_heads) % 2:
+        raise ValueError(
+            f"qkv: got shape {tuple(qkv.shape)} with num_heads {num_heads}, expected [T, N + 2 M, H]: the heads of q, "
+            f"k and v side by side"
+        )
+
+
+def split_heads(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of a packed projection [T, N + 2 M, H]: q, k and v."""
+    num_key_heads = (qkv.shape[1] - num_heads) // 2
+    q, k, v = qkv.split([num_heads, num_key_heads, num_key_heads], dim=1)
+    return q, k, v
+
+
 def _packed_side(
     which: str, rows: Tensor, offsets: Tensor | None, max_length: int | None, device: torch.device
 ) -> Side:

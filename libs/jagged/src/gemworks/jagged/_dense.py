@@ -79,6 +79,22 @@ def admitted_pairs(group: Group, mask: Mask) -> Tensor | None:
     return near if keys is None else near & keys
 
 
+def padded_groups(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, shared_query: bool
+) -> list[tuple[Tensor, Tensor, Tensor, Group]]:
+    """Of each group: q [b, M, G * L, H] (the query heads of one key head side by side), k and v [b, M, K, ...]."""
+    num_heads_k = k.shape[1]
+    k_parts = split_groups(pad_rows(k, plan.layout_k), plan.groups, num_heads_k, "k")
+    v_parts = split_groups(pad_rows(v, plan.layout_k), plan.groups, num_heads_k, "k")
+    if shared_query:
+        shared_NRH = q.transpose(0, 1)
+        q_parts = [shared_NRH.expand(g.sequences_b.shape[0], *shared_NRH.shape) for g in plan.groups]
+    else:
+        q_parts = split_groups(pad_rows(q, plan.layout_q), plan.groups, q.shape[1], "q")
+    folded = [x.reshape(x.shape[0], num_heads_k, -1, q.shape[-1]) for x in q_parts]
+    return list(zip(folded, k_parts, v_parts, plan.groups, strict=True))
+
+
 GroupFn = Callable[[Tensor, Tensor, Tensor, Group], Tensor]
 
 
@@ -93,8 +109,7 @@ def run_groups(
 ) -> Tensor:
     """Pad, compute every group, and pack again.
 
-    `compute` gets q [b, M, G * L, H] (the query heads of one key head side by side), k [b, M, K, H], v [b, M, K, V]
-    and returns [b, M, G * L, V].
+    `compute` gets what `padded_groups` gives and returns [b, M, G * L, V].
 
     Args:
         q: packed [T, N, H]; [R, N, H] with `shared_query`.
@@ -103,20 +118,8 @@ def run_groups(
     Returns:
         [rows of q's side, N, V]; rows of no sequence are zero.
     """
-    num_heads_q, num_heads_k = q.shape[1], k.shape[1]
-    k_parts = split_groups(pad_rows(k, plan.layout_k), plan.groups, num_heads_k, "k")
-    v_parts = split_groups(pad_rows(v, plan.layout_k), plan.groups, num_heads_k, "k")
-    if shared_query:
-        shared = q.transpose(0, 1)  # [N, R, H]
-        q_parts = [shared.expand(g.sequences_b.shape[0], *shared.shape) for g in plan.groups]
-    else:
-        q_parts = split_groups(pad_rows(q, plan.layout_q), plan.groups, num_heads_q, "q")
-    outs = []
-    for q_bNLH, k_bMKH, v_bMKV, group in zip(q_parts, k_parts, v_parts, plan.groups, strict=True):
-        b, length_q = q_bNLH.shape[0], q_bNLH.shape[2]
-        folded = q_bNLH.reshape(b, num_heads_k, -1, q.shape[-1])
-        out = compute(folded, k_bMKH, v_bMKV, group)
-        outs.append(out.reshape(b * num_heads_q * length_q, v.shape[-1]))
+    groups = padded_groups(q, k, v, plan, shared_query=shared_query)
+    outs = [compute(*group).reshape(-1, v.shape[-1]) for group in groups]
     # Without any group there is no pair: an empty product keeps zeros tied to the inputs, so every gradient is zero.
     padded = torch.cat(outs) if outs else (v.reshape(-1, v.shape[-1])[:0] + 0 * q.sum() + 0 * k.sum())
-    return unpad_rows(padded, plan.layout_q, num_heads_q)
+    return unpad_rows(padded, plan.layout_q, q.shape[1])

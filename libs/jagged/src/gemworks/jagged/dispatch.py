@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
+from functools import cache, lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 from gemworks.jagged._checks import DTYPES, MAX_HEAD_DIM
@@ -184,12 +184,30 @@ class Explanation:
 
 
 def architecture_of(device: torch.device | str) -> str:
-    """ "cpu", or "sm_90" and the like for a CUDA device (asks the driver, reads no device memory)."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        return device.type
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+    """ "cpu", or "sm_90" and the like for a CUDA device (asks the driver once, reads no device memory)."""
+    if isinstance(device, str):
+        device = torch.device(device)
+    return device.type if device.type != "cuda" else _gpu_of(device).architecture
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device."""
+    return _gpu_of(device).num_multiprocessors
+
+
+class _Gpu(NamedTuple):
+    architecture: str
+    num_multiprocessors: int
+
+
+def _gpu_of(device: torch.device) -> _Gpu:
+    return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache  # every op asks, some of them twice, and torch takes microseconds to answer
+def _gpu(index: int) -> _Gpu:
+    found = torch.cuda.get_device_properties(index)
+    return _Gpu(f"sm_{found.major}{found.minor}", found.multi_processor_count)
 
 
 FEATURES = ("masked", "grouped", "shared_query", "bias", "qk_norm", "rope")
@@ -237,45 +255,57 @@ def explain(
     if unknown:
         raise ValueError(f"features: got {', '.join(unknown)}, expected some of {', '.join(FEATURES)}")
     place = architecture_of(device) if architecture is None else architecture
-    refusals = []
+    width = head_dim or 128
+    shape = None
+    if op in KERNEL_OPS:
+        shape = table.Shape(
+            table.SOFTMAX if op == "flash_attention" else "gelu",
+            dtype,
+            width,
+            value_dim or width,
+            "masked" in features,
+            "shared_query" in features or op == "seed_pool",
+            "grouped" in features,
+            max_length_k,
+            biased="bias" in features,
+        )
+    refusals: list[str] = []
     for rule in [r for r in RULES if op in r.ops]:
-        refusal = rule.refusal(op, dtype, place, head_dim)
-        config = rule.config
-        if refusal is None and rule.backend == "gluon" and op == "block_attention" and "grouped" in features:
-            refusal = "gluon has no grouped heads in block_attention"
-        shape: table.Shape | None = None
-        if refusal is None and rule.backend != "reference" and op in KERNEL_OPS:
-            width = head_dim or 128
-            shape = table.Shape(
-                table.SOFTMAX if op == "flash_attention" else "gelu",
-                dtype,
-                width,
-                value_dim or width,
-                "masked" in features,
-                "shared_query" in features or op == "seed_pool",
-                "grouped" in features,
-                max_length_k,
-                biased="bias" in features,
-            )
-            if rule.backend == "gluon":
-                refusal = table.gluon_refusal("forward", shape, place)
-            steps = {step: table.choose(step, shape, place) for step in table.STEPS}
-            fused = table.choose_fused(shape, place)
-            if fused is not None:
-                steps = {"forward": steps["forward"], "backward": fused}
-            config = "; ".join(f"{step}: {choice}" for step, choice in steps.items())
-        if refusal is None:
-            name = str(dtype).removeprefix("torch.")
-            reasons = [*refusals, f"takes {name} on {place}"]
-            if rule.backend != "reference" and op in KERNEL_OPS and shape is not None:
-                why = table.fused_refusal(shape, place)
-                reasons += [] if why is None else [f"backward in two kernels: {why}"]
-            front = [f for f in ("qk_norm", "rope") if f in features]
-            if front and rule.backend != "reference" and op in KERNEL_OPS:  # block attention has them inside
-                reasons.append(f"{' and '.join(front)} run before it, in one pass of their own")
-            return Explanation(op, rule.backend, config, "; ".join(reasons))
-        refusals.append(refusal if refusal.startswith(rule.backend) else f"{rule.backend} {refusal}")
+        refusal = rule.refusal(op, dtype, place, head_dim) or _call_refusal(rule, op, features, shape, place)
+        if refusal is not None:
+            refusals.append(refusal if refusal.startswith(rule.backend) else f"{rule.backend} {refusal}")
+            continue
+        reasons = [*refusals, f"takes {str(dtype).removeprefix('torch.')} on {place}"]
+        if shape is None or rule.backend == "reference":
+            return Explanation(op, rule.backend, rule.config, "; ".join(reasons))
+        why = table.fused_refusal(shape, place)
+        reasons += [] if why is None else [f"backward in two kernels: {why}"]
+        front = [f for f in ("qk_norm", "rope") if f in features]
+        reasons += [f"{' and '.join(front)} run before it, in one pass of their own"] if front else []
+        return Explanation(op, rule.backend, _configurations(shape, place), "; ".join(reasons))
     raise ValueError(f"{op}: {'; '.join(refusals)}; support() lists every op, dtype and architecture")
+
+
+def _call_refusal(
+    rule: Rule, op: str, features: tuple[str, ...], shape: table.Shape | None, architecture: str
+) -> str | None:
+    """Why a rule that takes the op does not take this call of it, or None."""
+    if rule.backend != "gluon":
+        return None
+    if op == "block_attention" and "grouped" in features:
+        return "gluon has no grouped heads in block_attention"
+    return None if shape is None else table.gluon_refusal("forward", shape, architecture)
+
+
+def _configurations(shape: table.Shape, architecture: str) -> str:
+    """What the table gives each step of attention."""
+    fused = table.choose_fused(shape, architecture)
+    steps: dict[str, table.Config | table.FusedConfig | None]
+    if fused is None:
+        steps = {step: table.choose(step, shape, architecture) for step in table.STEPS}
+    else:
+        steps = {"forward": table.choose("forward", shape, architecture), "backward": fused}
+    return "; ".join(f"{step}: {choice}" for step, choice in steps.items())
 
 
 @lru_cache(maxsize=1024)

@@ -82,12 +82,10 @@ def _empty(
 @tile_schedule.register_kernel("cuda")
 def tile_schedule_kernel(offsets_q: Tensor | None, offsets_k: Tensor | None, *rest: Any) -> Tensor:
     """The same by one kernel; under Triton's interpreter also on a host."""
-    from gemworks.jagged._triton.kernel_schedule import schedule_kernel
-
     num_sequences, *totals_and_rows, heights = rest
     given, out = _given(offsets_q, offsets_k), _empty(offsets_q, offsets_k, *rest)
     parsed = [parse_height(name) for name in heights.split()]
-    width, kernel = bounds_width(num_sequences), _quick(schedule_kernel)
+    width, kernel = bounds_width(num_sequences), schedule_kernels()[0]
     kernel[(-(-width // KERNEL_CONFIG["R"]), 1 + len(parsed))](
         given if offsets_q is None else offsets_q.contiguous(),
         given if offsets_k is None else offsets_k.contiguous(),
@@ -105,10 +103,12 @@ def _given(offsets_q: Tensor | None, offsets_k: Tensor | None) -> Tensor:
 
 
 @cache
-def _quick(kernel: object) -> Any:
+def schedule_kernels() -> tuple[Any, Any]:
+    """Triton, imported where it runs only: the kernels of tiles and of blocks."""
+    from gemworks.jagged._triton import kernel_schedule
     from gemworks.jagged._triton.quick import quick
 
-    return quick(kernel)
+    return quick(kernel_schedule.schedule_kernel), quick(kernel_schedule.block_schedule_kernel)
 
 
 def _extend(offsets: Tensor, total: int | None) -> Tensor:

@@ -12,6 +12,7 @@ its ports. What compute is about to wait for is queued at once, whoever's turn i
 from __future__ import annotations
 
 import bisect
+import math
 import threading
 import time
 from collections import deque
@@ -19,11 +20,11 @@ from collections.abc import Sequence
 
 import torch
 from gemworks.netmem.arena import Fence
-from gemworks.netmem.movers import CHUNK_BYTES, Mover, Way
+from gemworks.netmem.checks import check_kind, check_number
+from gemworks.netmem.movers import CHUNK_BYTES, WAYS, Mover, Way
 
 # The pieces under way last longer than this, so the engine doesn't run dry between two looks.
 POLL_S = 2e-4
-WAYS: tuple[Way, Way] = ("up", "down")
 
 
 class _Job:
@@ -60,7 +61,17 @@ class Port:
         return self._arbiter._mark()
 
     def copy(self, way: Way, target: torch.Tensor, source: torch.Tensor, after: Sequence[Fence]) -> Fence:
-        """Copy bytes when it is this user's turn and `after` has happened. Both tensors are held until then."""
+        """Copy bytes when it is this user's turn and `after` has happened. Both tensors are held until then.
+
+        Raises:
+            ValueError: a way that is neither `"up"` nor `"down"`; tensors that are not uint8, one dim, and of one size.
+        """
+        if way not in WAYS:
+            raise ValueError(f"way: expected 'up' or 'down', got {way!r}")
+        for name, x in (("target", target), ("source", source)):
+            check_kind(name, x, torch.Tensor)
+            if x.dtype != torch.uint8 or x.dim() != 1 or x.numel() != source.numel():
+                raise ValueError(f"{name}: expected uint8 {tuple(source.shape)}, got {x.dtype} {tuple(x.shape)}")
         return self._arbiter._submit(self.urgency, way, target, source, after)
 
     def compute_waits(self, fence: Fence) -> None:
@@ -78,6 +89,7 @@ class Port:
         Raises:
             ValueError: `x` is not contiguous.
         """
+        check_kind("x", x, torch.Tensor)
         if not x.is_contiguous():
             raise ValueError(f"x: expected a contiguous tensor, got strides {x.stride()}; call contiguous() first")
         out = torch.empty_like(x, device=device)
@@ -106,8 +118,9 @@ class CopyArbiter:
     """
 
     def __init__(self, mover: Mover, *, piece_bytes: int = CHUNK_BYTES, depth: int = 2, thread: bool = True) -> None:
-        if piece_bytes < 1 or depth < 1:
-            raise ValueError(f"piece_bytes, depth: expected at least 1 each, got {piece_bytes}, {depth}")
+        check_kind("mover", mover, Mover, "movers.mover_for(device) makes one")
+        check_number("piece_bytes", piece_bytes, 1, whole=True)
+        check_number("depth", depth, 1, whole=True)
         self._mover = mover
         self._piece_bytes, self._depth, self._threaded = piece_bytes, depth, thread
         self._lock = threading.RLock()
@@ -118,6 +131,7 @@ class CopyArbiter:
 
     def port(self, urgency: int = 0) -> Port:
         """Access for one user. The higher the urgency, the sooner its turn; equals take turns in order of asking."""
+        check_number("urgency", urgency, -math.inf, whole=True)
         return Port(self, urgency)
 
     def synchronize(self) -> None:

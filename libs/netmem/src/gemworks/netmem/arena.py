@@ -8,7 +8,6 @@ back, and a piece that a copy may still touch is handed out again only together 
 from __future__ import annotations
 
 import bisect
-import operator
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from gemworks.netmem.checks import check_kind, check_number
 from gemworks.netmem.errors import PinnedMemoryExhaustedError
 
 ALIGNMENT_BYTES = 256
@@ -119,13 +119,7 @@ class PinnedArena:
     """
 
     def __init__(self, capacity_bytes: int, *, pin: bool | None = None) -> None:
-        try:
-            capacity_bytes = operator.index(capacity_bytes)
-        except TypeError:
-            message = f"capacity_bytes: expected an int, such as 16 << 30 for 16 GiB, got {capacity_bytes!r}"
-            raise ValueError(message) from None
-        if capacity_bytes <= 0:
-            raise ValueError(f"capacity_bytes: expected above 0, got {capacity_bytes}")
+        check_number("capacity_bytes", capacity_bytes, above=True, whole=True, fix="16 << 30 is 16 GiB")
         available = available_memory_bytes()
         if available is not None and capacity_bytes > MAX_SHARE_OF_AVAILABLE * available:
             raise ValueError(
@@ -180,12 +174,12 @@ class PinnedArena:
             PinnedMemoryExhaustedError: no free piece is large enough.
             ValueError: negative size.
         """
-        if size_bytes < 0:
-            raise ValueError(f"size_bytes: expected at least 0, got {size_bytes}")
+        check_number("size_bytes", size_bytes, whole=True)
         need = _aligned(size_bytes)
         with self._lock:
             region = self._ensure_region()
-            self._fences = [f for f in self._fences if not f[2].done()]
+            if self._fences:
+                self._fences = [f for f in self._fences if not f[2].done()]
             fitting = [(size, offset) for offset, size in self._free if size >= need]
             if not fitting:
                 self._num_exhausted += 1
@@ -194,7 +188,7 @@ class PinnedArena:
                     f"size_bytes: {size_bytes} bytes asked, largest free piece {largest}, reserved "
                     f"{self._reserved} of {self.capacity_bytes}; give the arena more, or offload less"
                 )
-            quiet = [(s, o) for s, o in fitting if not self._fences_of(o, need)]
+            quiet = [(s, o) for s, o in fitting if not self._fences_of(o, need)] if self._fences else fitting
             size, offset = min(quiet or fitting)
             fences = self._fences_of(offset, need)
             index = bisect.bisect_left(self._free, (offset, size))
@@ -214,6 +208,7 @@ class PinnedArena:
         Raises:
             ValueError: the piece is not live: freed twice, or of another arena.
         """
+        check_kind("block", block, Block, "what allocate() returns")
         with self._lock:
             if self._live.get(block.offset_bytes) is not block:
                 raise ValueError(f"block: the piece at {block.offset_bytes} is not live in this arena; free it once")

@@ -28,6 +28,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gemworks.netmem.checks import check_all, check_kind, check_number
+
 KEEP = "keep"
 RECOMPUTE = "recompute"
 RECOMPUTE_CHEAP = "recompute_cheap"
@@ -64,9 +66,12 @@ class Option:
     parcel_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        check_kind("choice", self.choice, str, "KEEP, OFFLOAD or a name of your own")
         for name in ("forward_s", "backward_s", "held_bytes", "forward_bytes", "backward_bytes", "moved_bytes"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} of option {self.choice!r}: expected at least 0, got {getattr(self, name)}")
+            check_number(f"{name} of option {self.choice!r}", getattr(self, name))
+        check_kind(f"parcel_bytes of option {self.choice!r}", self.parcel_bytes, tuple)
+        for size in self.parcel_bytes:
+            check_number(f"parcel_bytes of option {self.choice!r}", size)
         if self.parcel_bytes and sum(self.parcel_bytes) != self.moved_bytes:
             raise ValueError(
                 f"parcel_bytes of option {self.choice!r}: expected sizes that add up to moved_bytes = "
@@ -82,6 +87,8 @@ class Region:
     options: tuple[Option, ...]
 
     def __post_init__(self) -> None:
+        check_kind("name", self.name, str, "the module's name in the model")
+        check_all(f"options of region {self.name!r}", self.options, Option)
         names = [o.choice for o in self.options]
         if not names or len(set(names)) != len(names):
             raise ValueError(
@@ -120,19 +127,14 @@ class StepProfile:
     granule_bytes: int = 0
 
     def __post_init__(self) -> None:
+        check_all("regions", self.regions, Region)
         names = [r.name for r in self.regions]
         if len(set(names)) != len(names):
             raise ValueError(f"regions: names must differ, got {names}")
-        if not (self.up_bytes_per_s > 0 and self.down_bytes_per_s > 0):
-            raise ValueError(
-                f"up_bytes_per_s, down_bytes_per_s: expected above 0, got {self.up_bytes_per_s}, "
-                f"{self.down_bytes_per_s}"
-            )
-        if min(self.window_bytes, self.base_bytes, self.other_s, self.granule_bytes) < 0:
-            raise ValueError(
-                f"window_bytes, base_bytes, other_s, granule_bytes: expected at least 0, got {self.window_bytes}, "
-                f"{self.base_bytes}, {self.other_s}, {self.granule_bytes}"
-            )
+        for name in ("up_bytes_per_s", "down_bytes_per_s"):
+            check_number(name, getattr(self, name), above=True)
+        for name in ("window_bytes", "base_bytes", "other_s", "granule_bytes"):
+            check_number(name, getattr(self, name))
 
     def in_flight_bytes(self, queue: float) -> float:
         """Most bytes on the device for a queue of that many: a granule more, at most the window, nothing for none."""
@@ -185,6 +187,10 @@ class Pace:
     returning_bytes: float
     staying_bytes: float = math.inf
 
+    def __post_init__(self) -> None:
+        for name in ("leaving_bytes", "returning_bytes", "staying_bytes"):
+            check_number(name, getattr(self, name), finite=False)
+
     def scaled(self, factor: float) -> Pace:
         """The pace of the same step with tensors of another size."""
         return Pace(self.leaving_bytes * factor, self.returning_bytes * factor, self.staying_bytes * factor)
@@ -220,6 +226,16 @@ class Plan:
         return self.peak.bytes
 
 
+def check_plan(plan: Plan, profile: StepProfile) -> None:
+    """Raise unless the plan is one, of the profile's regions."""
+    check_kind("plan", plan, Plan, "solve() and evaluate() make one")
+    if set(plan.choices) != {region.name for region in profile.regions}:
+        raise ValueError(
+            f"plan: expected choices for {[r.name for r in profile.regions]}, got {list(plan.choices)}; pass the "
+            f"profile that the plan was made for"
+        )
+
+
 def evaluate(profile: StepProfile, choices: Mapping[str, str] | Sequence[str], gap_s: float = 0.0) -> Plan:
     """Memory and time of given choices: the definition that the solver optimises.
 
@@ -228,7 +244,7 @@ def evaluate(profile: StepProfile, choices: Mapping[str, str] | Sequence[str], g
         choices: by region name, or in region order.
 
     Raises:
-        ValueError: a region without a choice, or a choice that it does not have.
+        ValueError: a region without a choice, a choice that it does not have, or a choice for no region.
 
     >>> keep = Option("keep", 1.0, 2.0, held_bytes=10, forward_bytes=12, backward_bytes=14)
     >>> away = Option("offload", 1.0, 2.0, held_bytes=0, forward_bytes=12, backward_bytes=14, moved_bytes=10)
@@ -240,10 +256,14 @@ def evaluate(profile: StepProfile, choices: Mapping[str, str] | Sequence[str], g
     >>> plan.stall_s, plan.peak_bytes  # of 10 bytes 4 may be on their way when b runs: it waits for 6, out and back
     (2.4, 18.0)
     """
+    check_kind("profile", profile, StepProfile, "profile() measures one")
     if not isinstance(choices, Mapping):
+        check_all("choices", choices, str, "one per region, or a mapping by region name")
         if len(choices) != len(profile.regions):
             raise ValueError(f"choices: expected {len(profile.regions)}, one per region, got {len(choices)}")
         choices = {region.name: choice for region, choice in zip(profile.regions, choices, strict=True)}
+    if unknown := [name for name in choices if name not in {r.name for r in profile.regions}]:
+        raise ValueError(f"choices: no region is called {unknown[0]!r}, expected {[r.name for r in profile.regions]}")
     window, base = profile.window_bytes, profile.base_bytes
     held = queue_up = queue_down = 0.0
     queues: list[tuple[float, float]] = []

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gemworks.netmem.checks import check_kind
+
 SCHEMA = "gemworks.cluster/1"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
@@ -151,6 +153,7 @@ def source_of(data: Mapping[str, Any], path: str) -> str | None:
 
 def read(path: str | Path) -> dict[str, Any]:
     """Read and check a cluster file."""
+    check_kind("path", path, (str, Path))
     with open(path, "rb") as file:
         try:
             raw = tomllib.load(file)

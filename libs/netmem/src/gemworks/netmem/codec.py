@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
+from gemworks.netmem.checks import check_kind, check_number
 from gemworks.netmem.errors import CodecError
 
 E4M3_MAX = 448.0
@@ -74,6 +75,16 @@ def _numel(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
+def _check_floating(x: torch.Tensor) -> None:
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        raise ValueError(f"x: expected a floating-point tensor, got {getattr(x, 'dtype', x)}")
+
+
+def _check_codes(raw: torch.Tensor, shape: Sequence[int]) -> None:
+    if raw.numel() != _numel(shape):
+        raise ValueError(f"codes: expected {_numel(shape)} of them for shape {tuple(shape)}, got {raw.numel()}")
+
+
 @functools.cache
 def has_triton() -> bool:
     """Is Triton installed? Does not import it."""
@@ -109,10 +120,13 @@ class Bf16Codec:
         return "bf16"
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        _check_floating(x)
         return (x.to(torch.bfloat16).contiguous(),)
 
     def decode(self, codes: tuple[torch.Tensor, ...], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return codes[0].view(tuple(shape)).to(dtype)
+        (raw,) = codes
+        _check_codes(raw, shape)
+        return raw.view(tuple(shape)).to(dtype)
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         return 2 * _numel(shape)
@@ -139,8 +153,8 @@ class Fp8Codec:
     block: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block is not None and self.block < 1:
-            raise ValueError(f"block: expected at least 1 or None for whole rows, got {self.block}")
+        if self.block is not None:
+            check_number("block", self.block, 1, whole=True, fix="None is for whole rows")
 
     @property
     def name(self) -> str:
@@ -150,6 +164,7 @@ class Fp8Codec:
         return self.block or max(1, shape[-1] if len(shape) else 1)
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        _check_floating(x)
         if _use_kernel(x, x.dtype, self._block(x.shape)):
             from gemworks.netmem import kernel_codec
 
@@ -162,6 +177,7 @@ class Fp8Codec:
 
     def decode(self, codes: tuple[torch.Tensor, ...], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         raw, scale = codes
+        _check_codes(raw, shape)
         if _use_kernel(raw, dtype, self._block(shape)):
             from gemworks.netmem import kernel_codec
 
@@ -188,6 +204,7 @@ class MXFP8Codec:
         return "mxfp8"
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        _check_floating(x)
         if _use_kernel(x, x.dtype, MX_BLOCK):
             from gemworks.netmem import kernel_codec
 
@@ -205,6 +222,7 @@ class MXFP8Codec:
 
     def decode(self, codes: tuple[torch.Tensor, ...], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         raw, byte = codes
+        _check_codes(raw, shape)
         if _use_kernel(raw, dtype, MX_BLOCK):
             from gemworks.netmem import kernel_codec
 
@@ -253,6 +271,7 @@ def explain_codec(codec: str | Codec, x: torch.Tensor) -> str:
     'torch: tensors on cpu: the kernels are for CUDA'
     """
     coder = get_codec(codec)
+    check_kind("x", x, torch.Tensor)
     if isinstance(coder, Fp8Codec):
         why = _no_kernel(x.device, x.dtype, coder._block(x.shape))
     elif isinstance(coder, MXFP8Codec):

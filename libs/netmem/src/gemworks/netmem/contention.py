@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from gemworks.netmem.ledger import HBM, BandwidthLedger
-from gemworks.netmem.movers import Way
+from gemworks.netmem.movers import WAYS, Way
 
 PIECE_BYTES = 32 << 20
-WAYS: tuple[Way, Way] = ("up", "down")
 # with fewer pieces inside the window their first and last end tell nothing of the rate
 _MIN_PIECES = 4
 

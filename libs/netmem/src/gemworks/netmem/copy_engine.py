@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gemworks.netmem.checks import check_kind, check_number
 from gemworks.netmem.codec import has_triton
 from gemworks.netmem.overlap import Activity, Trace, read_trace
 from gemworks.netmem.symmetric import (
@@ -202,6 +203,7 @@ def copy_engine_all_gather(
     """
     from torch.distributed.fsdp import FSDPModule
 
+    check_kind("model", model, nn.Module)
     modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
     if not modules or not hasattr(modules[0], "set_custom_all_gather"):
         raise ValueError("model: expected FSDP2 modules with set_custom_all_gather, got none; call fully_shard first")
@@ -236,6 +238,7 @@ def copy_engine_reduce_scatter(
     """
     from torch.distributed.fsdp import FSDPModule
 
+    check_kind("model", model, nn.Module)
     modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
     if not modules or not hasattr(modules[0], "set_custom_reduce_scatter"):
         raise ValueError(
@@ -308,8 +311,7 @@ def few_ctas_options(max_ctas: int) -> Any:
         ValueError: below 1.
         RuntimeError: this torch has no NCCL.
     """
-    if max_ctas < 1:
-        raise ValueError(f"max_ctas: expected at least 1, got {max_ctas}")
+    check_number("max_ctas", max_ctas, 1, whole=True)
     if not dist.is_nccl_available():
         raise RuntimeError("few_ctas_options: this torch has no NCCL")
     options = dist.ProcessGroupNCCL.Options()

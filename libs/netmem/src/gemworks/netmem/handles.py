@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from gemworks.netmem.codec import Codec, decode_checked
 from gemworks.netmem.errors import ModifiedAfterSaveError
+from gemworks.netmem.movers import nothing
 from gemworks.netmem.parcels import Parcel, State
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -28,7 +29,7 @@ class Probe:
         self._alias = x.detach()
         self.version = x._version
         # assigning .data swaps the storage for an empty one and keeps the shared version counter
-        self._alias.data = torch.empty(0, dtype=x.dtype, device=x.device)
+        self._alias.data = nothing(x.dtype, x.device)
 
     @property
     def now(self) -> int:
@@ -38,10 +39,10 @@ class Probe:
 class Handle(abc.ABC):
     """What autograd stores instead of the tensor."""
 
-    def __init__(self, engine: Owner, x: torch.Tensor, parcels: tuple[Parcel, ...]) -> None:
+    def __init__(self, owner: Owner, x: torch.Tensor, parcels: tuple[Parcel, ...]) -> None:
         for parcel in parcels:
             parcel.num_handles += 1
-        self.parcels, self.engine = parcels, engine
+        self.parcels, self.owner = parcels, owner
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
         self.version = x._version
 
@@ -62,12 +63,12 @@ class Handle(abc.ABC):
     def __del__(self) -> None:
         # may run in any thread, inside a locked section: only leave a note
         if self.parcels:
-            self.engine.let_go(self.parcels)
+            self.owner.let_go(self.parcels)
 
 
 class Kept(Handle):
-    def __init__(self, engine: Owner, x: torch.Tensor) -> None:
-        super().__init__(engine, x, ())
+    def __init__(self, owner: Owner, x: torch.Tensor) -> None:
+        super().__init__(owner, x, ())
         self.x = x
 
     def version_now(self) -> int:
@@ -77,8 +78,8 @@ class Kept(Handle):
 class Moved(Handle):
     """A view of a storage that travels as raw bytes."""
 
-    def __init__(self, engine: Owner, x: torch.Tensor, parcel: Parcel, compact: bool, probe: Probe | None) -> None:
-        super().__init__(engine, x, (parcel,))
+    def __init__(self, owner: Owner, x: torch.Tensor, parcel: Parcel, compact: bool, probe: Probe | None) -> None:
+        super().__init__(owner, x, (parcel,))
         self.probe = probe or Probe(x)
         self.stride = row_major(x.shape) if compact else x.stride()
         self.offset = 0 if compact else x.storage_offset()
@@ -94,8 +95,8 @@ class Coded(Handle):
     relies on them. Any other tensor comes back contiguous.
     """
 
-    def __init__(self, engine: Owner, x: torch.Tensor, codec: Codec, codes: Codes) -> None:
-        super().__init__(engine, x, tuple(c for c, _, _ in codes if isinstance(c, Parcel)))
+    def __init__(self, owner: Owner, x: torch.Tensor, codec: Codec, codes: Codes) -> None:
+        super().__init__(owner, x, tuple(c for c, _, _ in codes if isinstance(c, Parcel)))
         self.probe = Probe(x)
         self.codec, self.codes = codec, codes
         self.decoded: StorageWeakRef | None = None  # for its parts
@@ -116,8 +117,8 @@ class Part(Handle):
     losing their strides. The handles of one storage share its codes, and what is decoded as long as any of it lives.
     """
 
-    def __init__(self, engine: Owner, x: torch.Tensor, whole: Coded) -> None:
-        super().__init__(engine, x, ())
+    def __init__(self, owner: Owner, x: torch.Tensor, whole: Coded) -> None:
+        super().__init__(owner, x, ())
         self.probe, self.whole = Probe(x), whole
         self.stride, self.offset = x.stride(), x.storage_offset()
 
@@ -183,7 +184,7 @@ def row_major(shape: torch.Size) -> tuple[int, ...]:
 
 
 def view_of(storage: torch.UntypedStorage, dtype: torch.dtype, offset: Any, shape: Any, stride: Any) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)  # type: ignore[arg-type]
+    return nothing(dtype, storage.device).new_empty(0).set_(storage, offset, shape, stride)  # type: ignore[arg-type]
 
 
 def own_storage(x: torch.Tensor) -> torch.UntypedStorage:

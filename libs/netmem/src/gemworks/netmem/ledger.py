@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemworks.netmem import cluster_file
+from gemworks.netmem.checks import check_all, check_kind, check_number
 from gemworks.netmem.errors import OversubscribedError
 
 if TYPE_CHECKING:
@@ -50,16 +52,11 @@ class Link:
     resources: tuple[str, ...] = (HBM,)
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0:
-            raise ValueError(
-                f"bytes_per_s of link {self.name!r}: expected a rate above 0, got {self.bytes_per_s}; leave an absent "
-                f"link out"
-            )
-        if self.latency_s < 0 or self.num_copy_engines < 0:
-            raise ValueError(
-                f"link {self.name!r}: expected latency_s and num_copy_engines >= 0, got {self.latency_s} and "
-                f"{self.num_copy_engines}"
-            )
+        check_kind("name", self.name, str, "'host.up' or the like")
+        check_number(f"bytes_per_s of link {self.name!r}", self.bytes_per_s, above=True, fix="leave an absent link out")
+        check_number(f"latency_s of link {self.name!r}", self.latency_s)
+        check_number(f"num_copy_engines of link {self.name!r}", self.num_copy_engines, whole=True)
+        check_all(f"resources of link {self.name!r}", self.resources, str)
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -105,7 +102,11 @@ class BandwidthLedger:
     def __init__(
         self, links: Iterable[Link], hbm_bytes_per_s: float, shared: Mapping[str, float] | None = None
     ) -> None:
+        links = check_all("links", links, Link)
         self.links = {link.name: link for link in links}
+        if len(self.links) != len(links):
+            raise ValueError(f"links: expected different names, got {[link.name for link in links]}")
+        check_number("hbm_bytes_per_s", hbm_bytes_per_s, above=True)
         self.capacity: dict[str, float] = {HBM: float(hbm_bytes_per_s), **dict(shared or {})}
         for link in self.links.values():
             if link.name in self.capacity:
@@ -118,8 +119,7 @@ class BandwidthLedger:
                     )
         self.capacity |= {name: link.bytes_per_s for name, link in self.links.items()}
         for name, rate in self.capacity.items():
-            if not rate > 0:
-                raise ValueError(f"capacity of {name!r}: expected a rate above 0, got {rate}")
+            check_number(f"capacity of {name!r}", rate, above=True)
         self._reservations: dict[int, Reservation] = {}
         self._ids = itertools.count()
         self._file: dict[str, Any] | None = None
@@ -218,10 +218,9 @@ class BandwidthLedger:
             ValueError: unknown link, empty interval, negative bytes.
         """
         path = self.link(link).path
-        if not end_s > start_s:
-            raise ValueError(f"end_s: expected more than start_s = {start_s}, got {end_s}")
-        if num_bytes < 0:
-            raise ValueError(f"num_bytes: expected at least 0, got {num_bytes}")
+        check_number("start_s", start_s, -math.inf)
+        check_number("end_s", end_s, start_s, above=True)
+        check_number("num_bytes", num_bytes)
         rate = num_bytes / (end_s - start_s)
         for resource in path:
             capacity = self.capacity[resource]
@@ -243,6 +242,7 @@ class BandwidthLedger:
         Raises:
             ValueError: it is not (or no longer) booked here.
         """
+        check_kind("reservation", reservation, Reservation, "what reserve() and fit() return")
         if self._reservations.pop(reservation.id, None) is None:
             raise ValueError(
                 f"reservation {reservation.id} of {reservation.owner!r} is not booked here; it was released before"
@@ -252,6 +252,8 @@ class BandwidthLedger:
         """Bytes that can still be booked on a link in an interval: the integral of what its tightest resource has
         left.
         """
+        check_number("start_s", start_s, -math.inf)
+        check_number("end_s", end_s, -math.inf)
         if end_s <= start_s:
             return 0.0
         return sum(max(0.0, free) * (t1 - t0) for t0, t1, free in self._pieces(self.link(link).path, start_s, end_s))
@@ -268,6 +270,10 @@ class BandwidthLedger:
             OversubscribedError: they do not fit before `deadline_s`; nothing stays booked.
         """
         path = self.link(link).path
+        check_number("num_bytes", num_bytes)
+        check_number("start_s", start_s, -math.inf)
+        if deadline_s is not None:
+            check_number("deadline_s", deadline_s, -math.inf)
         ends = [r.end_s for resource in path for r in self._on(resource)]
         horizon = max([start_s, *ends]) + num_bytes / min(self.capacity[r] for r in path) + 1.0
         if deadline_s is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from gemworks.netmem import cluster_file
+from gemworks.netmem.checks import check_kind, check_number, checked_device
 from gemworks.netmem.ledger import BandwidthLedger
 
 # Nominal dense bf16 peaks by device name, FLOP/s. Source: NVIDIA data sheets of H100 SXM and H200.
@@ -179,13 +180,16 @@ def measure(
         A ledger whose `to_toml` writes the file, with a source for every measured figure.
 
     Raises:
-        ValueError: `num_bytes` or `repeats` below 1.
+        ValueError: `num_bytes` below 64, `repeats` below 1, a device that is not there, a `base` that is no cluster
+            file.
     """
-    if num_bytes < 64 or repeats < 1:
-        raise ValueError(f"num_bytes and repeats: expected at least 64 and 1, got {num_bytes} and {repeats}")
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    device = torch.device(device)
+    check_number("num_bytes", num_bytes, 64, whole=True)
+    check_number("repeats", repeats, 1, whole=True)
+    check_kind("name", name, str)
+    if base is not None:
+        check_kind("base", base, dict, "a parsed cluster file")
+        base = cluster_file.check(copy.deepcopy(base))
+    device = checked_device(device)
     on_gpu = device.type == "cuda"
     gpu, links = _measure_cuda(device, num_bytes, repeats) if on_gpu else _measure_cpu(num_bytes, repeats)
     data = copy.deepcopy(base) if base is not None else _empty_file(name)

@@ -12,13 +12,13 @@ import math
 import threading
 import warnings
 import weakref
-from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from gemworks.netmem.arena import PinnedArena
+from gemworks.netmem.checks import check_all, check_kind, check_number, checked_device
 from gemworks.netmem.codec import Codec, get_codec
 from gemworks.netmem.errors import PinnedMemoryExhaustedError
 from gemworks.netmem.handles import (
@@ -39,7 +39,8 @@ from gemworks.netmem.handles import (
     whole_of,
 )
 from gemworks.netmem.movers import CHUNK_BYTES, Mover, mover_for
-from gemworks.netmem.parcels import Parcel, State
+from gemworks.netmem.parcels import Parcel
+from gemworks.netmem.queues import ParcelQueues
 from torch.multiprocessing.reductions import StorageWeakRef
 
 # A view of a much larger storage is copied out by itself instead of moving the whole storage.
@@ -94,7 +95,7 @@ class OffloadEngine:
         mover: who copies; None: chosen by the device.
 
     Raises:
-        ValueError: a size below 0.
+        ValueError: a size below 0, a device that is not there, an arena or a mover that is none.
 
     >>> engine = OffloadEngine(PinnedArena(1 << 20, pin=False), device="cpu", min_bytes=0)
     >>> x = torch.ones(8, requires_grad=True)
@@ -119,54 +120,27 @@ class OffloadEngine:
     ) -> None:
         if arena is not None and not isinstance(arena, PinnedArena):
             raise ValueError(f"arena: expected a PinnedArena, or None for one of 16 GiB, got {type(arena).__name__}")
-        if window_bytes < 0 or min_bytes < 0 or chunk_bytes < 1:
-            raise ValueError(
-                f"window_bytes, min_bytes, chunk_bytes: expected >= 0, >= 0, >= 1, got {window_bytes}, {min_bytes}, "
-                f"{chunk_bytes}"
-            )
-        if device is None:
-            device = (
-                torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-            )
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        self.window_bytes = window_bytes
+        check_number("window_bytes", window_bytes)
+        check_number("min_bytes", min_bytes)
+        check_number("chunk_bytes", chunk_bytes, 1, whole=True)
+        if mover is not None:
+            check_kind("mover", mover, Mover, "a CopyArbiter's port, or None")
+        self.device = checked_device(device)
         self.min_bytes = min_bytes
         self.arena = arena or PinnedArena((1 if self.device.type == "cpu" else 16) << 30)
         self._mover = mover or mover_for(self.device, chunk_bytes)
+        self._queues = ParcelQueues(self.arena, self._mover, window_bytes)
         self._lock = threading.RLock()
-        self._graveyard: deque[tuple[Parcel, ...]] = deque()
         self._identity: dict[tuple[Any, ...], Any] = {}
         # storages coded whole; weakly, because their codes may be on the device
         self._wholes: dict[tuple[Any, ...], tuple[weakref.ref[Coded], StorageWeakRef]] = {}
-        self._live: OrderedDict[int, Parcel] = OrderedDict()  # by order of saving
-        self._leaving: deque[Parcel] = deque()
-        self._leaving_bytes = 0
-        self._returning: OrderedDict[int, Parcel] = OrderedDict()  # brought ahead of need
-        self._returning_bytes = 0
-        self._sequence = 0
-        # set by `begin_backward`: parcels before this one are ahead of need, and how many bytes of them may be back
-        self._ahead_of = 0
-        self._ahead_bytes = math.inf
-        self._staying_bytes = math.inf
-        self._num_paced = 0  # forwards under way that end in `end_forward`
         self._warned = False
-        self._count = dict.fromkeys(
-            (
-                "saved_bytes",
-                "moved_up_bytes",
-                "moved_down_bytes",
-                "coded_bytes",
-                "num_moved",
-                "num_kept",
-                "num_exhausted",
-                "num_rescued",
-                "largest_parcel_bytes",
-                "peak_in_flight_bytes",
-            ),
-            0,
-        )
+        self._count = dict.fromkeys(("saved_bytes", "coded_bytes", "num_kept", "num_exhausted"), 0)
+
+    @property
+    def window_bytes(self) -> int:
+        """Most bytes in flight each way."""
+        return self._queues.window_bytes
 
     # -- what users call -----------------------------------------------------------------------------------------------
 
@@ -188,8 +162,11 @@ class OffloadEngine:
             exact_strides: every tensor comes back with the strides it had, as compiled code demands: tensors with gaps
                 or overlaps are coded and move with their whole storage.
         """
+        check_all("modules", modules, torch.nn.Module)
         coder = None if codec is None else get_codec(codec)
-        self._ahead_of, self._ahead_bytes, self._staying_bytes = 0, math.inf, math.inf
+        with self._lock:
+            self._reap()
+            self._queues.begin_forward()
         # beside 16-bit activations, float32 means statistics (a logsumexp, a mean): too few bytes to be worth the error
         wide = torch.is_autocast_enabled(self.device.type) or any(
             p.dtype in (torch.bfloat16, torch.float16) for module in modules for p in module.parameters()
@@ -214,10 +191,17 @@ class OffloadEngine:
         """Counters of this moment."""
         with self._lock:
             self._reap()
+            queues = self._queues
             return OffloadStats(
                 **self._count,
-                num_live=len(self._live),
-                in_flight_bytes=self._leaving_bytes + self._returning_bytes,
+                moved_up_bytes=queues.moved_up_bytes,
+                moved_down_bytes=queues.moved_down_bytes,
+                num_moved=queues.num_sent,
+                num_rescued=queues.num_rescued,
+                num_live=queues.num_live,
+                largest_parcel_bytes=queues.largest_parcel_bytes,
+                in_flight_bytes=queues.in_flight_bytes,
+                peak_in_flight_bytes=queues.peak_in_flight_bytes,
                 host_bytes=self.arena.stats().requested_bytes,
             )
 
@@ -225,8 +209,8 @@ class OffloadEngine:
         """Wait for every copy and let the device memory of departed tensors go."""
         with self._lock:
             self._mover.synchronize()
-            self._drain(0)
             self._reap()
+            self._queues.drain(0)
 
     # -- pace ----------------------------------------------------------------------------------------------------------
 
@@ -236,23 +220,25 @@ class OffloadEngine:
         copies the host finds done.
         """
         with self._lock:
-            self._num_paced += 1
+            self._reap()
+            self._queues.begin_forward()
+            self._queues.num_paced += 1
         try:
             yield
         finally:
             with self._lock:
-                self._num_paced -= 1
+                self._queues.num_paced -= 1
 
     @property
     def position(self) -> int:
         """Number of parcels sent so far. What a region sends lies between its position before and after."""
-        return self._sequence
+        return self._queues.num_sent
 
     def parcel_bytes(self, start: int) -> tuple[int, ...]:
         """Sizes of what was sent since `position` was `start` and is still needed, in that order."""
         with self._lock:
             self._reap()
-            return tuple(p.nbytes for at, p in self._live.items() if at >= start)
+            return self._queues.parcel_bytes(start)
 
     def end_forward(self, leaving_bytes: float) -> None:
         """Let device bytes go until at most that many, rounded up to a whole parcel, are leaving.
@@ -260,11 +246,14 @@ class OffloadEngine:
         Compute waits for their copies on the device, not on the host: if the link is as fast as the plan assumed they
         are done by then. Without this call a region that nobody saves after keeps its bytes until the next one that
         does.
+
+        Raises:
+            ValueError: a negative number of bytes, or a NaN.
         """
+        check_number("leaving_bytes", leaving_bytes, finite=False)
         with self._lock, torch.no_grad():
             self._reap()
-            while self._leaving and self._leaving_bytes - self._leaving[0].nbytes >= leaving_bytes:
-                self._depart_oldest()
+            self._queues.end_forward(leaving_bytes)
 
     def begin_backward(self, start: int, end: int, returning_bytes: float, staying_bytes: float = math.inf) -> None:
         """The backward of a region begins: bring its own parcels, and some of what is needed after it.
@@ -274,18 +263,17 @@ class OffloadEngine:
             returning_bytes: of the parcels before `start`, to be on their way back, rounded up to a whole parcel.
             staying_bytes: of the parcels before `start`, may be on the device, rounded up likewise: of those that are
                 still leaving, compute waits for the others' copies and lets them go.
+
+        Raises:
+            ValueError: a negative number of bytes, or a NaN; `end` before `start`.
         """
+        check_number("start", start, whole=True)
+        check_number("end", end, start, whole=True)
+        check_number("returning_bytes", returning_bytes, finite=False)
+        check_number("staying_bytes", staying_bytes, finite=False)
         with self._lock, torch.no_grad():
             self._reap()
-            returning = sum(p.nbytes for at, p in self._returning.items() if at < start)
-            there = returning + self._leaving_before(start)
-            while self._leaving and self._leaving[0].sequence < start:
-                there -= self._leaving[0].nbytes
-                if there < staying_bytes:
-                    break
-                self._depart_oldest()
-            self._ahead_of, self._ahead_bytes, self._staying_bytes = start, returning_bytes, staying_bytes
-            self._look_ahead(end, min((p.num_passes for at, p in self._live.items() if at < end), default=0))
+            self._queues.begin_backward(start, end, returning_bytes, staying_bytes)
 
     # -- pack ----------------------------------------------------------------------------------------------------------
 
@@ -322,19 +310,7 @@ class OffloadEngine:
 
     def _keep(self, x: torch.Tensor) -> Kept:
         self._count["num_kept"] += 1
-        return Kept(self, x)
-
-    def _send(self, storage: torch.UntypedStorage) -> Parcel:
-        parcel = Parcel(self._sequence, storage, self.arena, self._mover)
-        self._sequence += 1
-        self._live[parcel.sequence] = parcel
-        self._leaving.append(parcel)
-        self._leaving_bytes += parcel.nbytes
-        self._count["num_moved"] += 1
-        self._count["largest_parcel_bytes"] = max(self._count["largest_parcel_bytes"], parcel.nbytes)
-        self._count["moved_up_bytes"] += parcel.nbytes
-        self._note_in_flight()
-        return parcel
+        return Kept(self._queues, x)
 
     def _look_up(self, key: tuple[Any, ...]) -> Any:
         filed = self._identity.get(key)
@@ -355,10 +331,10 @@ class OffloadEngine:
         parcel, probe = self._look_up(key), None
         if parcel is None:
             source = x.clone(memory_format=torch.contiguous_format).untyped_storage() if compact else storage
-            parcel = self._send(source)
+            parcel = self._queues.send(source)
             probe = self._file(key, parcel, x)
-        handle = Moved(self, x, parcel, compact, probe)
-        self._drain(self.window_bytes)
+        handle = Moved(self._queues, x, parcel, compact, probe)
+        self._queues.drain(self.window_bytes)
         return handle
 
     def _code(self, x: torch.Tensor, codec: Codec, move: bool) -> Coded:
@@ -372,7 +348,7 @@ class OffloadEngine:
             placed: list[Parcel | torch.Tensor] = []
             for c in tensors:
                 try:
-                    placed.append(self._send(own_storage(c)) if move and c.numel() else c)
+                    placed.append(self._queues.send(own_storage(c)) if move and c.numel() else c)
                 except PinnedMemoryExhaustedError as error:
                     self._exhausted(error)
                     placed.append(c)
@@ -380,8 +356,8 @@ class OffloadEngine:
             # codes on the device aren't filed: the file would keep them alive
             if all(isinstance(where, Parcel) for where in placed):
                 self._file(key, codes, x)
-        handle = Coded(self, x, codec, codes)
-        self._drain(self.window_bytes)
+        handle = Coded(self._queues, x, codec, codes)
+        self._queues.drain(self.window_bytes)
         return handle
 
     def _part(self, x: torch.Tensor, whole: torch.Tensor, codec: Codec, move: bool) -> Part:
@@ -391,7 +367,7 @@ class OffloadEngine:
         if coded is None:
             coded = self._code(whole, codec, move)
             self._wholes[key] = weakref.ref(coded), StorageWeakRef(x.untyped_storage())
-        return Part(self, x, coded)
+        return Part(self._queues, x, coded)
 
     # -- unpack --------------------------------------------------------------------------------------------------------
 
@@ -407,7 +383,7 @@ class OffloadEngine:
                     storage = self._unpack(handle.whole).untyped_storage()
                     handle.whole.decoded = StorageWeakRef(storage)
                 return view_of(storage, handle.dtype, handle.offset, handle.shape, handle.stride)
-            storages = {id(p): self._fetch(p) for p in handle.parcels}
+            storages = {id(p): self._queues.fetch(p) for p in handle.parcels}
             if isinstance(handle, Moved):
                 x = view_of(storages[id(handle.parcels[0])], handle.dtype, handle.offset, handle.shape, handle.stride)
             else:
@@ -418,109 +394,20 @@ class OffloadEngine:
                 )
                 x = handle.restore(codes)
             if handle.parcels:
-                current = min(p.num_passes for p in handle.parcels)
-                for parcel in handle.parcels:
-                    parcel.unpacked()
-                self._look_ahead(min(p.sequence for p in handle.parcels), current)
+                self._queues.unpacked(handle.parcels)
             return x
-
-    def _fetch(self, parcel: Parcel) -> torch.UntypedStorage:
-        if parcel.state is State.LEAVING:
-            self._count["num_rescued"] += 1
-        if parcel.state is State.AWAY:
-            # brought ahead, but for a later time than this one: their host copies are intact, so give their room to
-            # this one. What was saved after it is asked for before it or by the same node, so that stays.
-            for later in sorted(at for at in self._returning if at < parcel.sequence):
-                if self._returning_bytes + parcel.nbytes <= self.window_bytes:
-                    break
-                self._forget_returning(later).settle()
-            self._count["moved_down_bytes"] += parcel.nbytes
-        self._forget_returning(parcel.sequence)
-        return parcel.fetch()
-
-    def _forget_returning(self, sequence: int) -> Parcel:
-        parcel = self._returning.pop(sequence, None)
-        if parcel is not None:
-            self._returning_bytes -= parcel.nbytes
-            return parcel
-        return self._live[sequence]
-
-    def _look_ahead(self, sequence: int, num_passes: int) -> None:
-        """Bring what was saved before this one, latest first, as far as the pace and the window reach.
-
-        A node of the graph asks for its tensors in the order of saving: what more than `num_passes` backward passes are
-        through with lies before this one too and is not needed again in this pass.
-        """
-        ahead_bytes = sum(p.nbytes for at, p in self._returning.items() if at < self._ahead_of)
-        most_bytes = min(self._ahead_bytes, self._staying_bytes - self._leaving_before(self._ahead_of))
-        for earlier in reversed(self._live):
-            if earlier >= sequence:
-                continue
-            parcel = self._live[earlier]
-            if parcel.state is not State.AWAY or parcel.num_passes > num_passes:
-                continue
-            if earlier < self._ahead_of:
-                if ahead_bytes >= most_bytes:
-                    break
-                ahead_bytes += parcel.nbytes
-            if self._returning_bytes + parcel.nbytes > self.window_bytes:
-                break
-            parcel.bring()
-            self._returning[earlier] = parcel
-            self._returning_bytes += parcel.nbytes
-            self._count["moved_down_bytes"] += parcel.nbytes
-            self._note_in_flight()
-
-    def _leaving_before(self, sequence: int) -> int:
-        return sum(p.nbytes for p in self._leaving if p.sequence < sequence and p.state is State.LEAVING)
 
     # -- housekeeping --------------------------------------------------------------------------------------------------
 
-    def _note_in_flight(self) -> None:
-        now = self._leaving_bytes + self._returning_bytes
-        self._count["peak_in_flight_bytes"] = max(self._count["peak_in_flight_bytes"], now)
-
-    def _drain(self, limit_bytes: int) -> None:
-        """Let bytes go, oldest first, until at most that many are leaving; compute waits for their copies."""
-        while self._leaving and self._leaving_bytes > limit_bytes:
-            self._depart_oldest()
-
-    def _depart_oldest(self) -> None:
-        parcel = self._leaving.popleft()
-        self._leaving_bytes -= parcel.nbytes
-        if parcel.state is State.LEAVING:
-            parcel.depart()
-
-    def let_go(self, parcels: tuple[Parcel, ...]) -> None:
-        """A handle died: only leave a note, this may run in any thread and inside a locked section."""
-        self._graveyard.append(parcels)
-
     def _reap(self) -> None:
-        """Close the parcels whose handles have all died."""
-        while self._graveyard:
-            for parcel in self._graveyard.popleft():
-                parcel.num_handles -= 1
-                if parcel.num_handles > 0:
-                    continue
-                if parcel in self._leaving:
-                    self._leaving.remove(parcel)
-                    self._leaving_bytes -= parcel.nbytes
-                if parcel.sequence in self._returning:
-                    self._forget_returning(parcel.sequence)
-                parcel.close()
-                del self._live[parcel.sequence]
-        if len(self._identity) > 2 * len(self._live) + 64:
+        """Close the parcels whose handles have all died, and forget what was filed about storages that are gone."""
+        self._queues.reap()
+        if len(self._identity) > 2 * self._queues.num_live + 64:
             self._identity = {k: v for k, v in self._identity.items() if v.valid()}
-        if len(self._wholes) > 2 * len(self._live) + 64:
+        if len(self._wholes) > 2 * self._queues.num_live + 64:
             self._wholes = {k: v for k, v in self._wholes.items() if v[0]() is not None}
 
     def _tidy(self) -> None:
-        """As above, and let the bytes go whose copies the host finds done: in forward, and where no pace says it.
-
-        The host is ahead of the device by as much as it happens to be, so what it finds done in backward lies anywhere
-        on the device's way: a tensor let go there may be the next one to be asked for, and come back while compute
-        waits.
-        """
+        """As above, and let the bytes go that have left."""
         self._reap()
-        while not self._num_paced and self._leaving and self._leaving[0].has_left():
-            self._depart_oldest()
+        self._queues.let_go_of_done()

@@ -27,6 +27,7 @@ from gemworks.netmem.budget import (
     Pace,
     Plan,
 )
+from gemworks.netmem.checks import check_all, check_kind, check_number
 from gemworks.netmem.codec import Codec, get_codec
 from gemworks.netmem.offload import OffloadEngine
 from torch import nn
@@ -83,7 +84,10 @@ def compile_with_budget(
     Raises:
         ValueError: a budget outside 0..1.
     """
-    if not 0.0 <= budget <= 1.0:
+    if not callable(forward):
+        raise ValueError(f"forward: expected the region's forward, got {forward!r}")
+    check_number("budget", budget)
+    if budget > 1.0:
         raise ValueError(f"budget: expected within 0..1, got {budget}")
     kwargs: dict[str, Any] = {"fullgraph": True} | compile_kwargs
     if quantise or not has_region_budget():
@@ -185,6 +189,7 @@ def treated_forward(
     compile_kwargs: Mapping[str, Any] | None,
 ) -> Callable[..., Any]:
     """The forward of a region under a choice. See `apply_policy`."""
+    check_kind("choice", choice, str)
     budget = partitioner_budget(choice)
     if budget is None and choice not in CHOICES:
         raise ValueError(
@@ -301,10 +306,17 @@ def apply_policy(
     Raises:
         ValueError: unknown module or choice, a missing engine, regions inside one another.
     """
+    check_kind("model", model, nn.Module)
+    check_kind("choices", choices, (Plan, Mapping), "solve() makes a plan; or {'layers.0': 'recompute'}")
+    if engine is not None:
+        check_kind("engine", engine, OffloadEngine)
+    if compile_kwargs is not None:
+        check_kind("compile_kwargs", compile_kwargs, Mapping, "arguments of torch.compile; {} for its defaults")
     pace: Mapping[str, Pace] = {}
     if isinstance(choices, Plan):
         pace = choices.pace if choices.moved_bytes else {}
         choices = choices.choices
+    check_all("choices", choices, str, "names of modules")
     names = sorted(choices)
     for outer in names:
         inside = [n for n in names if n != outer and (n.startswith(outer + ".") or outer == "")]

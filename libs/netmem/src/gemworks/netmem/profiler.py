@@ -1,8 +1,7 @@
 """Measure what each choice costs each region: times and bytes, on the device at hand.
 
 Every region is run alone, on the inputs that it gets in the model, once per choice under a memory meter and some times
-under a clock. Bytes are exact allocations (allocator counters on a GPU, a count of live storages on a CPU), not
-estimates from shapes.
+under a clock (`meters`). Bytes are exact allocations, not estimates from shapes.
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ import contextlib
 import dataclasses
 import gc
 import math
-import statistics
-import time
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from gemworks.netmem.budget import (
@@ -28,211 +25,24 @@ from gemworks.netmem.budget import (
     Plan,
     Region,
     StepProfile,
+    check_plan,
     evaluate,
 )
+from gemworks.netmem.checks import check_all, check_kind, check_number
 from gemworks.netmem.codec import Codec
-from gemworks.netmem.contention import WAYS, measure_contention
+from gemworks.netmem.contention import Contention, measure_contention
 from gemworks.netmem.ledger import BandwidthLedger
+from gemworks.netmem.meters import Captured, Clock, measure_bytes, measure_time, meter_for, storages
+from gemworks.netmem.movers import WAYS
 from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.policy import apply_policy, find_region, room_for_graphs, treated_forward
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
-
-# about two milliseconds: what the host needs to issue a region
-_SLEEP_CYCLES = 4_000_000
+from torch.utils._pytree import tree_leaves
 
 
-class _Meter(Protocol):
-    def __enter__(self) -> Any: ...
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any: ...
-    def live(self) -> int: ...
-    def peak(self) -> int: ...
-    def reset_peak(self) -> None: ...
-
-
-class _LiveStorages(TorchDispatchMode):
-    """Bytes of the storages made while it is on and not freed yet."""
-
-    def __init__(self, exclude: Iterable[torch.UntypedStorage]) -> None:
-        super().__init__()
-        self._excluded = {s._cdata for s in exclude}
-        self._known: set[int] = set()
-        self._live = self._peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor):
-                self._add(x.untyped_storage())
-        return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._known or key in self._excluded:
-            return
-        self._known.add(key)
-        self._live += storage.nbytes()
-        self._peak = max(self._peak, self._live)
-        # a storage keeps its Python object as long as anything holds it
-        weakref.finalize(storage, self._drop, key, storage.nbytes())
-
-    def _drop(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
-        self._live -= nbytes
-
-    def live(self) -> int:
-        return self._live
-
-    def peak(self) -> int:
-        return self._peak
-
-    def reset_peak(self) -> None:
-        self._peak = self._live
-
-
-class _CudaBytes:
-    """The caching allocator's counters, from where they are now."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._start = torch.cuda.memory_allocated(device)
-
-    def __enter__(self) -> _CudaBytes:
-        return self
-
-    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
-        return None
-
-    def live(self) -> int:
-        return torch.cuda.memory_allocated(self._device) - self._start
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device) - self._start
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-
-def _storages(tensors: Iterable[Any]) -> list[torch.UntypedStorage]:
-    return [t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)]
-
-
-class _FromAbove(torch.autograd.Function):
-    """Makes a tensor a non-leaf, as a region's inputs are: the graph alone then doesn't hold it."""
-
-    @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0].new_zeros(0), None
-
-
-class _Captured:
-    """The arguments of a region's call, detached, with what is needed to make fresh ones."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        def detach(x: Any) -> Any:
-            return (x.detach(), x.requires_grad) if isinstance(x, torch.Tensor) else x
-
-        self._args, self._kwargs = tree_map(detach, (args, kwargs))
-
-    def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Clones with the same strides; they require gradients where the originals did."""
-
-        def is_pair(x: Any) -> bool:
-            return isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], torch.Tensor) and isinstance(x[1], bool)
-
-        def clone(x: Any) -> Any:
-            if not is_pair(x):
-                return x
-            if not x[1]:
-                return x[0].clone()
-            source = torch.zeros(0, dtype=x[0].dtype, device=x[0].device, requires_grad=True)
-            return _FromAbove.apply(source, x[0])
-
-        return tree_map(clone, (self._args, self._kwargs), is_leaf=is_pair)
-
-
-def _edges(out: Any) -> tuple[list[Any], list[tuple[torch.Size, torch.dtype, torch.device]]]:
-    outputs = [o for o in tree_leaves(out) if isinstance(o, torch.Tensor) and o.requires_grad]
-    return [torch.autograd.graph.get_gradient_edge(o) for o in outputs], [(o.shape, o.dtype, o.device) for o in outputs]
-
-
-def _measure_bytes(
-    call: Callable[..., Any], captured: _Captured, meter: _Meter, engine: OffloadEngine
-) -> tuple[int, int, int, tuple[int, ...]]:
-    """(held, forward peak, backward peak, sizes of the parcels sent) of one forward and backward."""
-    start = engine.position
-    with meter:
-        args, kwargs = captured.fresh()
-        meter.reset_peak()
-        out = call(*args, **kwargs)
-        forward_bytes = meter.peak()
-        del args, kwargs
-        edges, metas = _edges(out)
-        del out
-        engine.synchronize()
-        held, parcels = meter.live(), engine.parcel_bytes(start)
-        meter.reset_peak()
-        if edges:
-            grads = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in metas]
-            torch.autograd.backward(edges, grads)
-            del grads
-        backward_bytes = meter.peak()
-        del edges
-        engine.synchronize()
-    return held, forward_bytes, backward_bytes, parcels
-
-
-class _Clock:
-    """Seconds between two points of one stream of work.
-
-    On a GPU by events, after a short sleep of the device: the calls are queued before the clock starts, so host time
-    stays out, as it does in a step whose host runs ahead. On a CPU by the wall.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __call__(self, run: Callable[[], Any]) -> tuple[Any, float]:
-        if self._device.type != "cuda":
-            start = time.perf_counter()
-            out = run()
-            return out, time.perf_counter() - start
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(self._device)
-        torch.cuda._sleep(_SLEEP_CYCLES)
-        begin.record()
-        out = run()
-        end.record()
-        torch.cuda.synchronize(self._device)
-        return out, begin.elapsed_time(end) / 1e3
-
-
-def _measure_time(call: Callable[..., Any], captured: _Captured, clock: _Clock, repeats: int) -> tuple[float, float]:
-    """Median seconds of forward and of backward."""
-    forward, backward = [], []
-    for _ in range(repeats + 1):
-        args, kwargs = captured.fresh()
-        out, seconds = clock(lambda args=args, kwargs=kwargs: call(*args, **kwargs))
-        forward.append(seconds)
-        edges, metas = _edges(out)
-        grads = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in metas]
-        del out
-        if edges:
-            _, seconds = clock(lambda edges=edges, grads=grads: torch.autograd.backward(edges, grads))
-            backward.append(seconds)
-    return statistics.median(forward[1:]), statistics.median(backward[1:] or [0.0])
-
-
-def _capture(
-    model: nn.Module, batch: Any, regions: Sequence[str]
-) -> tuple[dict[str, _Captured], list[str], Callable[[], Any]]:
-    captured: dict[str, _Captured] = {}
-    order: list[str] = []
+def _capture(model: nn.Module, batch: Any, regions: Sequence[str]) -> tuple[dict[str, Captured], Callable[[], Any]]:
+    """The regions' inputs in the order in which they run, and the forward."""
+    captured: dict[str, Captured] = {}
     hooks = []
 
     def run() -> Any:
@@ -247,8 +57,7 @@ def _capture(
                 raise ValueError(
                     f"regions: {name!r} runs more than once in a forward; make each call a module of its own"
                 )
-            captured[name] = _Captured(args, kwargs)
-            order.append(name)
+            captured[name] = Captured(args, kwargs)
 
         hooks.append(find_region(model, name).register_forward_pre_hook(note, with_kwargs=True))
     try:
@@ -259,7 +68,7 @@ def _capture(
     missing = [name for name in regions if name not in captured]
     if missing:
         raise ValueError(f"regions: {missing} did not run in this forward; leave them out")
-    return captured, order, run
+    return captured, run
 
 
 def profile(
@@ -306,87 +115,46 @@ def profile(
     Raises:
         ValueError: a region that is unknown, runs never or twice; no rate for the host link.
     """
-    for way in WAYS:
-        ledger.link(f"host.{way}")  # or a ValueError before anything runs
+    _check(model, regions, ledger, engine, choices, repeats, base_bytes)
     device = engine.device
-    captured, order, run = _capture(model, batch, regions)
+    captured, run = _capture(model, batch, regions)
     for p in model.parameters():
         if p.requires_grad and p.grad is None:
             p.grad = torch.zeros_like(p)
     saved_grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     engine.arena.prepare()
-    fixed = [*model.parameters(), *model.buffers(), *[p.grad for p in model.parameters()], engine.arena.region]
-    clock = _Clock(device)
-
+    parameters = [*model.parameters(), *model.buffers(), *[p.grad for p in model.parameters()]]
+    study = _Study(
+        engine, codec, compile_kwargs, repeats, [*parameters, engine.arena.region], progress or (lambda _: None)
+    )
     gc.collect()
-
-    def meter() -> _Meter:
-        return _CudaBytes(device) if device.type == "cuda" else _LiveStorages(_storages(fixed))
-
     # the whole step as it runs with every region on its first choice, so that what lies outside the regions is left
-    first = dict.fromkeys(order, choices[0])
+    first = dict.fromkeys(captured, choices[0])
     with apply_policy(model, first, engine=engine, codec=codec, compile_kwargs=compile_kwargs):
         run()  # compile
-        whole = _measure_time(lambda: run(), _Captured((), {}), clock, repeats)
-        contention = measure_contention(run, whole[0], ledger, device, clock, repeats)
+        whole = measure_time(lambda: run(), Captured((), {}), study.clock, repeats)
+        contention = measure_contention(run, whole[0], ledger, device, study.clock, repeats)
     byte_s, rates = contention.seconds_per_byte, contention.bytes_per_s
-    if progress is not None:
-        slower = " and ".join(f"{byte_s[way] * 1e12:.3f} ms {way}" for way in WAYS)
-        beside = " and ".join(
-            f"{rates[way] / 1e9:.1f} of {ledger.link(f'host.{way}').bytes_per_s / 1e9:.1f} GB/s {way}" for way in WAYS
-        )
-        progress(f"step {sum(whole) * 1e3:.3f} ms; a GB moved costs compute {slower}, which leaves the link {beside}")
-
-    def options(name: str) -> tuple[Option, ...]:
-        module = find_region(model, name)
-        found: dict[str, Option] = {}
-        times: dict[str, tuple[float, float]] = {}
-        for choice in sorted(choices, key=lambda c: CHOICES.index(c) if c in CHOICES else -1):
-            call = treated_forward(
-                module, module.forward, choice, engine=engine, codec=codec, compile_kwargs=compile_kwargs
-            )
-            args, kwargs = captured[name].fresh()
-            call(*args, **kwargs)  # compile and warm up outside the meter
-            del args, kwargs
-            before = engine.stats().moved_up_bytes
-            held, forward_bytes, backward_bytes, parcels = _measure_bytes(call, captured[name], meter(), engine)
-            moved = engine.stats().moved_up_bytes - before
-            # an isolated region would wait for its own copies; their time comes from the ledger instead
-            timed_as = {OFFLOAD: KEEP, QUANTISE_OFFLOAD: QUANTISE}.get(choice, choice)
-            if timed_as not in times:
-                timed = treated_forward(
-                    module, module.forward, timed_as, engine=engine, codec=codec, compile_kwargs=compile_kwargs
-                )
-                times[timed_as] = _measure_time(timed, captured[name], clock, repeats)
-            found[choice] = Option(
-                choice,
-                forward_s=times[timed_as][0] + moved * byte_s["up"],
-                backward_s=times[timed_as][1] + moved * byte_s["down"],
-                held_bytes=held,
-                forward_bytes=forward_bytes,
-                backward_bytes=backward_bytes,
-                moved_bytes=moved,
-                parcel_bytes=parcels if sum(parcels) == moved else (),
-            )
-            if progress is not None:
-                progress(
-                    f"{name} {choice}: {found[choice].forward_s * 1e3:.3f} + {found[choice].backward_s * 1e3:.3f} ms"
-                )
-        return tuple(found[c] for c in choices)
+    slower = " and ".join(f"{byte_s[way] * 1e12:.3f} ms {way}" for way in WAYS)
+    beside = " and ".join(
+        f"{rates[way] / 1e9:.1f} of {ledger.link(f'host.{way}').bytes_per_s / 1e9:.1f} GB/s {way}" for way in WAYS
+    )
+    study.progress(f"step {sum(whole) * 1e3:.3f} ms; a GB moved costs compute {slower}, which leaves the link {beside}")
 
     known: dict[Hashable, tuple[Option, ...]] = {}
-    for name in order:
+    measured: list[Region] = []
+    for name, inputs in captured.items():
         key = name if alike is None else alike(name)
         if key not in known:
             with room_for_graphs() if compile_kwargs is not None else contextlib.nullcontext():
-                known[key] = options(name)
-    measured = tuple(Region(name, known[name if alike is None else alike(name)]) for name in order)
+                known[key] = study.options(name, find_region(model, name), inputs, choices, contention)
+        measured.append(Region(name, known[key]))
     inside = sum(r.options[0].forward_s + r.options[0].backward_s for r in measured)
     if base_bytes is None:
-        unique = {s._cdata: s.nbytes() for s in _storages([*fixed[:-1], *tree_leaves(batch)])}
+        unique = {s._cdata: s.nbytes() for s in storages([*parameters, *tree_leaves(batch)])}
         base_bytes = sum(unique.values())
     step = StepProfile(
-        measured,
+        tuple(measured),
         base_bytes=base_bytes,
         up_bytes_per_s=rates["up"],
         down_bytes_per_s=rates["down"],
@@ -394,24 +162,117 @@ def profile(
         other_s=max(0.0, sum(whole) - inside) if choices[0] == KEEP else 0.0,
         granule_bytes=engine.stats().largest_parcel_bytes,
     )
-    fixed += [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor)]
-    fixed += [x.grad for x in tree_leaves(batch) if isinstance(x, torch.Tensor)]
-    missing = 0.0
-    for choice in choices:
-        plan = evaluate(step, [choice] * len(measured))
-        if plan.moved_bytes:
-            continue
-        with apply_policy(model, plan, engine=engine, codec=codec, compile_kwargs=compile_kwargs):
-            _measure_bytes(run, _Captured((), {}), meter(), engine)  # libraries take their workspaces
-            _, forward_bytes, backward_bytes, _ = _measure_bytes(run, _Captured((), {}), meter(), engine)
-        more = max(forward_bytes, backward_bytes) - (plan.peak_bytes - base_bytes)
-        missing = max(missing, more)
-        if progress is not None:
-            progress(f"{choice} everywhere: {more / 2**20:+.1f} MiB against the prediction")
+    inputs_of_step = [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor)]
+    study.fixed.extend([*inputs_of_step, *[x.grad for x in inputs_of_step]])
+    missing = study.missing_bytes(model, run, step, choices)
     for p, grad in zip(model.parameters(), saved_grads, strict=True):
         if grad is not None and p.grad is not None:
             p.grad.copy_(grad)
     return dataclasses.replace(step, base_bytes=base_bytes + math.ceil(missing))
+
+
+def _check(
+    model: nn.Module,
+    regions: Sequence[str],
+    ledger: BandwidthLedger,
+    engine: OffloadEngine,
+    choices: Sequence[str],
+    repeats: int,
+    base_bytes: int | None,
+) -> None:
+    """A ValueError before anything runs."""
+    check_kind("model", model, nn.Module)
+    check_kind("ledger", ledger, BandwidthLedger, "measure() makes one")
+    check_kind("engine", engine, OffloadEngine)
+    check_number("repeats", repeats, 1, whole=True)
+    if base_bytes is not None:
+        check_number("base_bytes", base_bytes)
+    for name, values in (("regions", regions), ("choices", choices)):
+        found = check_all(name, values, str)
+        if not found or len(set(found)) != len(found):
+            raise ValueError(f"{name}: expected at least one and different ones, got {found}")
+    for way in WAYS:
+        ledger.link(f"host.{way}")
+
+
+@dataclass(frozen=True)
+class _Study:
+    """What measuring a region needs."""
+
+    engine: OffloadEngine
+    codec: str | Codec
+    compile_kwargs: Mapping[str, Any] | None
+    repeats: int
+    fixed: list[torch.Tensor | None]  # there all the time
+    progress: Callable[[str], object]
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(self.engine.device)
+
+    def bytes_of(self, call: Callable[..., Any], inputs: Captured) -> tuple[int, int, int, tuple[int, ...]]:
+        meter = meter_for(self.engine.device, storages(self.fixed))
+        return measure_bytes(call, inputs, meter, self.engine)
+
+    def options(
+        self, name: str, module: nn.Module, inputs: Captured, choices: Sequence[str], contention: Contention
+    ) -> tuple[Option, ...]:
+        """Every choice of a region, in the order of `choices`."""
+
+        def treated(choice: str) -> Callable[..., Any]:
+            return treated_forward(
+                module,
+                module.forward,
+                choice,
+                engine=self.engine,
+                codec=self.codec,
+                compile_kwargs=self.compile_kwargs,
+            )
+
+        found: dict[str, Option] = {}
+        times: dict[str, tuple[float, float]] = {}
+        for choice in sorted(choices, key=lambda c: CHOICES.index(c) if c in CHOICES else -1):
+            call = treated(choice)
+            args, kwargs = inputs.fresh()
+            call(*args, **kwargs)  # compile and warm up outside the meter
+            del args, kwargs
+            before = self.engine.stats().moved_up_bytes
+            held, forward_bytes, backward_bytes, parcels = self.bytes_of(call, inputs)
+            moved = self.engine.stats().moved_up_bytes - before
+            # an isolated region would wait for its own copies; their time comes from the ledger instead
+            timed_as = {OFFLOAD: KEEP, QUANTISE_OFFLOAD: QUANTISE}.get(choice, choice)
+            if timed_as not in times:
+                times[timed_as] = measure_time(treated(timed_as), inputs, self.clock, self.repeats)
+            option = Option(
+                choice,
+                forward_s=times[timed_as][0] + moved * contention.seconds_per_byte["up"],
+                backward_s=times[timed_as][1] + moved * contention.seconds_per_byte["down"],
+                held_bytes=held,
+                forward_bytes=forward_bytes,
+                backward_bytes=backward_bytes,
+                moved_bytes=moved,
+                parcel_bytes=parcels if sum(parcels) == moved else (),
+            )
+            found[choice] = option
+            self.progress(f"{name} {choice}: {option.forward_s * 1e3:.3f} + {option.backward_s * 1e3:.3f} ms")
+        return tuple(found[c] for c in choices)
+
+    def missing_bytes(
+        self, model: nn.Module, run: Callable[[], Any], step: StepProfile, choices: Sequence[str]
+    ) -> float:
+        """The most that a whole step needs above its prediction, over the choices that move nothing."""
+        missing = 0.0
+        for choice in choices:
+            plan = evaluate(step, [choice] * len(step.regions))
+            if plan.moved_bytes:
+                continue
+            with apply_policy(model, plan, engine=self.engine, codec=self.codec, compile_kwargs=self.compile_kwargs):
+                self.bytes_of(run, Captured((), {}))  # libraries take their workspaces
+                _, forward_bytes, backward_bytes, _ = self.bytes_of(run, Captured((), {}))
+            more = max(forward_bytes, backward_bytes) - (plan.peak_bytes - step.base_bytes)
+            missing = max(missing, more)
+            self.progress(f"{choice} everywhere: {more / 2**20:+.1f} MiB against the prediction")
+        return missing
 
 
 def table(profile: StepProfile, plan: Plan | None = None) -> str:
@@ -420,6 +281,9 @@ def table(profile: StepProfile, plan: Plan | None = None) -> str:
     `ms/GB` is the extra time per GB (10^9) of held memory saved, against the region's first option: the price at which
     a region sells memory. Where all regions' prices are equal, one global budget does as well as one per region.
     """
+    check_kind("profile", profile, StepProfile, "profile() measures one")
+    if plan is not None:
+        check_plan(plan, profile)
     lines = [f"{'region':<24} {'choice':<18} {'held MB':>9} {'moved MB':>9} {'fwd ms':>8} {'bwd ms':>8} {'ms/GB':>9}"]
     for region in profile.regions:
         first = region.options[0]

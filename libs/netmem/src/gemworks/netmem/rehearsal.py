@@ -5,23 +5,24 @@ the tensor at the head of the queue has left altogether, and what is still leavi
 leaves. A rehearsal runs the engine's own code on a profile's times and tensor sizes and says what the step then takes.
 
 Clocks: compute is one, each direction of the link serves in order of arrival at its rate, and both directions share
-what the link gives both ways at once. The host has a clock too: it issues a region in a given time, and finds a copy
-done if that has ended by then. At no time per region it is ahead of the device at every moment, finds nothing done and
-only makes compute wait, as on a GPU with short launches.
+what the link gives both ways at once. The host has a clock too: it issues a region and the copies of a tensor in given
+times, and finds a copy done if that has ended by then. If they are 0 it is ahead of the device at every moment, finds
+nothing done and only makes compute wait, as on a GPU with short launches.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from gemworks.netmem.arena import Fence, PinnedArena
-from gemworks.netmem.budget import Option, Plan, StepProfile
-from gemworks.netmem.movers import Way
+from gemworks.netmem.budget import Option, Plan, StepProfile, check_plan
+from gemworks.netmem.checks import check_kind, check_number
+from gemworks.netmem.movers import WAYS, Way
 from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.policy import paced_forward
 
@@ -62,14 +63,16 @@ class _Copy:
 class _Clocks:
     """A `Mover` whose copies take time instead of moving bytes."""
 
-    def __init__(self, up_bytes_per_s: float, down_bytes_per_s: float, duplex_bytes_per_s: float, scale: float) -> None:
+    def __init__(
+        self, up_bytes_per_s: float, down_bytes_per_s: float, duplex_bytes_per_s: float, scale: float, send_s: float
+    ) -> None:
         self.now_s = 0.0  # of compute
         self.host_s = 0.0  # of the host, which issues
         self.wait_s = 0.0
         self.moved: dict[Way, float] = {"up": 0.0, "down": 0.0}
         self._rates: dict[Way, float] = {"up": up_bytes_per_s, "down": down_bytes_per_s}
         self._both = min(1.0, duplex_bytes_per_s / (up_bytes_per_s + down_bytes_per_s))
-        self._scale = scale
+        self._scale, self._send_s = scale, send_s
         self._lanes: dict[Way, deque[_Copy]] = {"up": deque(), "down": deque()}
         self._played_s = 0.0  # until when the copies are known
 
@@ -89,6 +92,7 @@ class _Clocks:
     def copy(self, way: Way, target: torch.Tensor, source: torch.Tensor, after: Sequence[Fence]) -> Fence:
         # nothing that is issued from now on can start before compute's present: what went before is settled
         self._play(self.now_s)
+        self.host_s += self._send_s
         num_bytes = source.numel() * self._scale
         before = tuple(f for f in after if isinstance(f, _Copy))
         copy = _Copy(self, max(self.now_s, self.host_s), num_bytes, before)
@@ -174,7 +178,13 @@ def _sizes(profile: StepProfile, option: Option) -> tuple[int, ...]:
 
 
 def rehearse(
-    profile: StepProfile, plan: Plan, *, duplex_bytes_per_s: float | None = None, issue_s: float = 0.0
+    profile: StepProfile,
+    plan: Plan,
+    *,
+    duplex_bytes_per_s: float | None = None,
+    issue_s: float = 0.0,
+    send_s: float = 0.0,
+    num_steps: int = 1,
 ) -> Rehearsal:
     """The step time of a plan with whole tensors, under the engine's own rules.
 
@@ -186,9 +196,15 @@ def rehearse(
         issue_s: of the host for the forward of a region, and for its backward. 0: it is ahead of the device at every
             moment. The engine's decisions in backward don't depend on it; a host that is too slow for the device makes
             the step longer.
+        send_s: of the host for the copy of a tensor, each way. After a synchronisation the device waits for the host
+            to issue the first region's copies; in the midst of steps the host is ahead.
+        num_steps: in a row, without a synchronisation between them. What one leaves under way the next one meets.
 
     Returns:
-        Time and traffic. Without moved bytes it is `plan.step_s`.
+        Time and traffic of a step, the mean of them. Without moved bytes it is `plan.step_s`.
+
+    Raises:
+        ValueError: a negative time, no step, or a plan for other regions.
 
     >>> from gemworks.netmem.budget import Region, evaluate
     >>> keep = Option("keep", 1.0, 2.0, held_bytes=10, forward_bytes=12, backward_bytes=14)
@@ -200,6 +216,13 @@ def rehearse(
     >>> round(rehearse(step, plan).step_s, 3)  # a tensor of 5 leaves in 1 s, and the other one is there all the time
     7.0
     """
+    check_kind("profile", profile, StepProfile, "the one that the plan was made for")
+    check_plan(plan, profile)
+    check_number("issue_s", issue_s)
+    check_number("send_s", send_s)
+    check_number("num_steps", num_steps, 1, whole=True)
+    if duplex_bytes_per_s is not None:
+        check_number("duplex_bytes_per_s", duplex_bytes_per_s, above=True)
     chosen = [region.option(plan.choices[region.name]) for region in profile.regions]
     sizes = [_sizes(profile, option) for option in chosen]
     total = sum(map(sum, sizes))
@@ -207,7 +230,7 @@ def rehearse(
         return Rehearsal(plan.step_s, plan.stall_s, 0.0, 0.0)
     scale = total / _SCALE_BYTES
     both = profile.up_bytes_per_s + profile.down_bytes_per_s
-    clocks = _Clocks(profile.up_bytes_per_s, profile.down_bytes_per_s, duplex_bytes_per_s or both, scale)
+    clocks = _Clocks(profile.up_bytes_per_s, profile.down_bytes_per_s, duplex_bytes_per_s or both, scale, send_s)
     engine = OffloadEngine(
         PinnedArena(2 * _SCALE_BYTES, pin=False),
         device="cpu",
@@ -215,8 +238,7 @@ def rehearse(
         min_bytes=1,
         mover=clocks,
     )
-    x = torch.ones(1, requires_grad=True)
-    y = x
+    forwards: list[Callable[..., torch.Tensor]] = []
     for region, option, parcels in zip(profile.regions, chosen, sizes, strict=True):
         scaled = tuple(max(1, round(n / scale)) for n in parcels)
         work = _Work(clocks, option.forward_s, option.backward_s, scaled, issue_s)
@@ -225,8 +247,14 @@ def rehearse(
             with engine.saving():
                 return _Compute.apply(y, work)  # type: ignore[return-value]
 
-        pace = plan.pace[region.name]
-        y = paced_forward(forward, engine, pace.scaled(1 / scale))(y)
-    clocks.compute(profile.other_s)
-    y.sum().backward()
-    return Rehearsal(clocks.now_s, clocks.wait_s, clocks.moved["up"], clocks.moved["down"])
+        forwards.append(paced_forward(forward, engine, plan.pace[region.name].scaled(1 / scale)))
+    for _ in range(num_steps):
+        y = torch.ones(1, requires_grad=True)
+        for run in forwards:
+            y = run(y)
+        clocks.compute(profile.other_s)
+        y.sum().backward()
+    up, down = (clocks.moved[way] / num_steps for way in WAYS)
+    played = Rehearsal(clocks.now_s / num_steps, clocks.wait_s / num_steps, up, down)
+    assert engine.stats().num_exhausted == 0, "the host memory that stands for the arena is too small"
+    return played

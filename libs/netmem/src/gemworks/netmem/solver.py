@@ -20,6 +20,7 @@ from typing import NoReturn
 
 import torch
 from gemworks.netmem.budget import Option, Plan, StepProfile, evaluate
+from gemworks.netmem.checks import check_kind, check_number
 from gemworks.netmem.errors import InfeasibleBudgetError
 
 MAX_LABELS = 20_000
@@ -236,6 +237,7 @@ def least_feasible(profile: StepProfile) -> Plan:
 
     The same dynamic programming with the peak in the place of the time.
     """
+    check_kind("profile", profile, StepProfile, "profile() measures one")
     labels = torch.zeros((1, 4), dtype=torch.float64)
     labels[0, 0] = profile.base_bytes
     trail: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -287,10 +289,12 @@ def solve(profile: StepProfile, budget_bytes: float, *, rel_gap: float = 0.0, ma
 
     Raises:
         InfeasibleBudgetError: nothing fits; names the least feasible budget and what holds it up.
-        ValueError: negative `rel_gap`.
+        ValueError: no profile, a NaN, a negative `rel_gap`, `max_labels` below 1.
     """
-    if rel_gap < 0 or max_labels < 1:
-        raise ValueError(f"rel_gap, max_labels: expected at least 0 and 1, got {rel_gap} and {max_labels}")
+    check_kind("profile", profile, StepProfile, "profile() measures one")
+    check_number("budget_bytes", budget_bytes, -math.inf, finite=False)
+    check_number("rel_gap", rel_gap)
+    check_number("max_labels", max_labels, 1, whole=True)
     if not profile.regions:
         if profile.base_bytes > budget_bytes:
             _refuse(profile, budget_bytes)
@@ -356,18 +360,24 @@ def _refuse(profile: StepProfile, budget_bytes: float) -> NoReturn:
     )
 
 
-def curve(profile: StepProfile, budgets_bytes: Iterable[float], **kwargs: float) -> list[Plan | None]:
-    """Plans for several budgets, in the order given; None where a budget is infeasible.
+def curve(
+    profile: StepProfile, budgets_bytes: Iterable[float], *, rel_gap: float = 0.0, max_labels: int = MAX_LABELS
+) -> list[Plan | None]:
+    """Plans for several budgets, in the order given; None where a budget is infeasible. Arguments as for `solve`.
 
     A plan found for a smaller budget is used for a larger one where that search, if it was not exact, came out slower:
     the step time is monotone in the budget whatever `rel_gap` is.
     """
+    if isinstance(budgets_bytes, str) or not isinstance(budgets_bytes, Iterable):
+        raise ValueError(f"budgets_bytes: expected several budgets, got {budgets_bytes!r}; solve() takes one")
     budgets = list(budgets_bytes)
+    for budget_bytes in budgets:
+        check_number("budgets_bytes", budget_bytes, -math.inf, finite=False)
     plans: list[Plan | None] = [None] * len(budgets)
     best: Plan | None = None
     for i in sorted(range(len(budgets)), key=lambda i: budgets[i]):
         try:
-            plan = solve(profile, budgets[i], **kwargs)  # type: ignore[arg-type]
+            plan = solve(profile, budgets[i], rel_gap=rel_gap, max_labels=max_labels)
         except InfeasibleBudgetError:
             continue
         if best is None or plan.step_s <= best.step_s:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from gemworks.netmem.arena import Block, Fence, PinnedArena
+from gemworks.netmem.checks import check_all, check_kind, check_number, checked_device
 from gemworks.netmem.errors import ParkedStateError, PinnedMemoryExhaustedError
 from gemworks.netmem.movers import CHUNK_BYTES, Mover, as_bytes, mover_for
 from torch import nn
@@ -93,14 +94,11 @@ class StateStash:
         chunk_bytes: int = CHUNK_BYTES,
         mover: Mover | None = None,
     ) -> None:
-        if min_bytes < 0:
-            raise ValueError(f"min_bytes: expected at least 0, got {min_bytes}")
-        if device is None:
-            on_gpu = torch.cuda.is_available()
-            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        check_kind("arena", arena, PinnedArena)
+        check_number("min_bytes", min_bytes)
         self._arena = arena
         self._min_bytes = min_bytes
-        self._mover = mover or mover_for(torch.device(device), chunk_bytes)
+        self._mover = mover or mover_for(checked_device(device), chunk_bytes)
         self._groups: dict[str, _Group] = {}
         self._warned = False
         self._restored_at_step: set[str] = set()
@@ -112,9 +110,9 @@ class StateStash:
         """Make a group of tensors, such as the weights of embedding tables.
 
         Raises:
-            ValueError: the name is taken.
+            ValueError: the name is taken, or something is no tensor.
         """
-        held = list(tensors)
+        held = check_all("tensors", tensors, torch.Tensor)
         self._add(name, lambda: held)
 
     def add_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> None:
@@ -122,6 +120,8 @@ class StateStash:
 
         Its `state_dict()` is refused while the state is parked.
         """
+
+        check_kind("optimizer", optimizer, torch.optim.Optimizer)
 
         def tensors() -> list[torch.Tensor]:
             return [x for x in tree_leaves(list(optimizer.state.values())) if isinstance(x, torch.Tensor)]
@@ -138,6 +138,7 @@ class StateStash:
         Its `state_dict()` and its forward, in training and in eval, are refused while they are parked, except at a
         restore point.
         """
+        check_kind("module", module, nn.Module)
         self.add(name, [*module.parameters(), *module.buffers()])
         module.register_state_dict_pre_hook(lambda *_: self.require(name, "state_dict()"))
         module.register_forward_pre_hook(
@@ -145,6 +146,7 @@ class StateStash:
         )
 
     def _add(self, name: str, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+        check_kind("name", name, str)
         if name in self._groups:
             raise ValueError(f"name: got {name!r}, which is taken, expected a new one besides {sorted(self._groups)}")
         self._groups[name] = _Group(tensors)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from gemworks.netmem.checks import check_kind, check_number
 
 # Each size gets a ring of this many buffers: one being filled, one being copied out, one that FSDP2 still holds, one
 # to spare.
@@ -87,8 +88,10 @@ class SymmetricRings:
         num_buffers: int = NUM_BUFFERS,
         memory: SymmetricMemory | None = None,
     ) -> None:
-        if num_buffers < 2:
-            raise ValueError(f"num_buffers: expected at least 2, got {num_buffers}")
+        check_number("num_buffers", num_buffers, 2, whole=True)
+        check_kind("device", device, torch.device)
+        if group is None:
+            raise ValueError("group: expected a process group, got None; torch.distributed.group.WORLD is the default")
         self._group, self._device, self._num = group, device, num_buffers
         self._memory = memory or _TorchSymmetricMemory()
         self._rings: dict[int, list[Buffer]] = {}

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from gemworks.netmem.checks import check_all, check_kind, check_number
 from gemworks.netmem.ledger import HBM, BandwidthLedger
 
 
@@ -28,6 +29,10 @@ class Segment:
     name: str
     duration_s: float
     hbm_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number(f"duration_s of segment {self.name!r}", self.duration_s)
+        check_number(f"hbm_bytes of segment {self.name!r}", self.hbm_bytes)
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,11 @@ class Transfer:
     link: str
     after: int = -1
     before: int | None = None
+
+    def __post_init__(self) -> None:
+        check_number(f"num_bytes of transfer {self.name!r}", self.num_bytes)
+        check_kind(f"link of transfer {self.name!r}", self.link, str, "a link of the ledger")
+        check_number(f"after of transfer {self.name!r}", self.after, -1, whole=True)
 
 
 @dataclass(frozen=True)
@@ -127,11 +137,6 @@ def _validate(ledger: BandwidthLedger, segments: list[Segment], transfers: list[
             f"transfers: names must differ, got {sorted(n for n in set(names) if names.count(n) > 1)} more than once"
         )
     for segment in segments:
-        if segment.duration_s < 0 or segment.hbm_bytes < 0:
-            raise ValueError(
-                f"segment {segment.name!r}: expected duration_s and hbm_bytes >= 0, got {segment.duration_s} and "
-                f"{segment.hbm_bytes}"
-            )
         if segment.hbm_bytes > segment.duration_s * ledger.capacity[HBM] * (1 + 1e-6):
             raise ValueError(
                 f"segment {segment.name!r}: {segment.hbm_bytes:.4g} bytes in {segment.duration_s:.4g} s is more than "
@@ -146,8 +151,6 @@ def _validate(ledger: BandwidthLedger, segments: list[Segment], transfers: list[
                 f"transfer {transfer.name!r}: expected -1 <= after < before <= {len(segments)}, got "
                 f"after={transfer.after}, before={transfer.before}"
             )
-        if transfer.num_bytes < 0:
-            raise ValueError(f"transfer {transfer.name!r}: expected num_bytes >= 0, got {transfer.num_bytes}")
 
 
 def predict(ledger: BandwidthLedger, segments: Iterable[Segment], transfers: Iterable[Transfer]) -> Prediction:
@@ -162,113 +165,150 @@ def predict(ledger: BandwidthLedger, segments: Iterable[Segment], transfers: Ite
         ValueError: unknown link, impossible order, negative size, a segment with more memory traffic than the memory
             gives.
     """
-    segments, transfers = list(segments), list(transfers)
+    segments = check_all("segments", segments, Segment)
+    transfers = check_all("transfers", transfers, Transfer)
     _validate(ledger, segments, transfers)
-    now, current = 0.0, 0
-    running = False
-    queued: list[int] = []  # ready, waiting for a copy engine, in order of arrival
-    waking: dict[int, float] = {}  # has its engine; bytes flow from that time on
-    flowing: dict[int, _Flow] = {}
-    done: set[int] = set()
-    start_s: dict[str, float] = {}
-    finish_s: dict[str, float] = {}
-    moved = dict.fromkeys(ledger.capacity, 0.0)
-    busy = dict.fromkeys(ledger.capacity, 0.0)
-    stalls: list[Stall] = []
-    stalled_since = 0.0
-    slowdown = 0.0
-    work: _Flow | None = None
-    work_left_s = 0.0
-    total_s: float | None = None
+    return _Play(ledger, segments, transfers).run()
 
-    def arrive(segment: int) -> None:
-        queued.extend(i for i, t in enumerate(transfers) if t.after == segment)
 
-    def blockers() -> list[int]:
-        return [i for i, t in enumerate(transfers) if t.before is not None and t.before <= current and i not in done]
+class _Play:
+    """One step from event to event: a copy engine is free, a transfer or a segment is over."""
 
-    arrive(-1)
-    while True:
-        # hand free copy engines to the head of each link's queue
-        for link in ledger.links.values():
-            mine = [i for i in queued if transfers[i].link == link.name]
-            serving = sum(transfers[i].link == link.name for i in (*waking, *flowing))
+    def __init__(self, ledger: BandwidthLedger, segments: list[Segment], transfers: list[Transfer]) -> None:
+        self.ledger, self.segments, self.transfers = ledger, segments, transfers
+        self.now = 0.0
+        self.total_s: float | None = None
+        # compute
+        self.current = 0
+        self.running = False
+        self.work: _Flow | None = None  # its device-memory traffic
+        self.work_left_s = 0.0
+        self.slowdown = 0.0
+        self.stalled_since = 0.0
+        self.stalls: list[Stall] = []
+        # transfers, by index
+        self.queued: list[int] = []  # ready, waiting for a copy engine, in order of arrival
+        self.waking: dict[int, float] = {}  # has its engine; bytes flow from that time on
+        self.flowing: dict[int, _Flow] = {}
+        self.done: set[int] = set()
+        self.start_s: dict[str, float] = {}
+        self.finish_s: dict[str, float] = {}
+        self.moved = dict.fromkeys(ledger.capacity, 0.0)
+        self.busy = dict.fromkeys(ledger.capacity, 0.0)
+
+    def run(self) -> Prediction:
+        self.arrive(-1)
+        while True:
+            self.hand_out_engines()
+            if self.end_transfers() or self.end_segment() or self.begin_segment():
+                continue
+            if self.total_s is not None and len(self.done) == len(self.transfers):
+                break
+            self.advance()
+        compute_s = sum(s.duration_s for s in self.segments)
+        return Prediction(
+            total_s=self.total_s,
+            compute_s=compute_s,
+            exposed_s=self.total_s - compute_s,
+            slowdown_s=self.slowdown,
+            stalls=tuple(self.stalls),
+            start_s=self.start_s,
+            finish_s=self.finish_s,
+            moved_bytes=self.moved,
+            busy_s=self.busy,
+        )
+
+    def arrive(self, segment: int) -> None:
+        self.queued.extend(i for i, t in enumerate(self.transfers) if t.after == segment)
+
+    def blockers(self) -> list[int]:
+        """What compute waits for before the current segment."""
+        return [
+            i
+            for i, t in enumerate(self.transfers)
+            if t.before is not None and t.before <= self.current and i not in self.done
+        ]
+
+    def hand_out_engines(self) -> None:
+        """Free copy engines go to the head of each link's queue."""
+        transfers = self.transfers
+        for link in self.ledger.links.values():
+            mine = [i for i in self.queued if transfers[i].link == link.name]
+            serving = sum(transfers[i].link == link.name for i in (*self.waking, *self.flowing))
             slots = len(mine) if link.num_copy_engines == 0 else max(0, link.num_copy_engines - serving)
             for i in mine[:slots]:
-                queued.remove(i)
-                start_s[transfers[i].name] = now
-                waking[i] = now + link.latency_s
-        for i in [i for i, t in waking.items() if t <= now]:
-            del waking[i]
-            flowing[i] = _Flow(ledger.links[transfers[i].link].path, transfers[i].num_bytes)
-        finished = [i for i, f in flowing.items() if f.left <= 1e-9 * max(1.0, transfers[i].num_bytes)]
-        if finished:
-            for i in finished:
-                awaited = total_s is None and not running and i in blockers()
-                del flowing[i]
-                done.add(i)
-                finish_s[transfers[i].name] = now
-                if awaited and not blockers() and now > stalled_since:
-                    name = segments[current].name if current < len(segments) else "end of step"
-                    stalls.append(Stall(name, transfers[i].name, now - stalled_since))
-            continue
-        if running and work_left_s <= 0.0:
-            running = False
-            arrive(current)
-            current += 1
-            stalled_since = now
-            continue
-        if not running and total_s is None and not blockers():
-            if current == len(segments):
-                total_s = now
-            else:
-                running = True
-                segment = segments[current]
-                work_left_s = segment.duration_s
-                work = (
-                    _Flow((HBM,), segment.hbm_bytes, segment.hbm_bytes / segment.duration_s)
-                    if segment.hbm_bytes > 0
-                    else None
-                )
-                continue
-        if total_s is not None and len(done) == len(transfers):
-            break
-        # rates until the next event
-        flows = list(flowing.values()) + ([work] if running and work is not None else [])
-        _share(flows, ledger.capacity)
-        speed = work.rate / work.cap if running and work is not None else 1.0
-        horizon = [t - now for t in waking.values()] + [f.left / f.rate for f in flowing.values() if f.rate > 0]
-        if running:
-            horizon.append(work_left_s / speed if speed > 0 else math.inf)
+                self.queued.remove(i)
+                self.start_s[transfers[i].name] = self.now
+                self.waking[i] = self.now + link.latency_s
+        for i in [i for i, t in self.waking.items() if t <= self.now]:
+            del self.waking[i]
+            self.flowing[i] = _Flow(self.ledger.links[transfers[i].link].path, transfers[i].num_bytes)
+
+    def is_over(self, i: int) -> bool:
+        return self.flowing[i].left <= 1e-9 * max(1.0, self.transfers[i].num_bytes)
+
+    def end_transfers(self) -> bool:
+        finished = [i for i in self.flowing if self.is_over(i)]
+        for i in finished:
+            awaited = self.total_s is None and not self.running and i in self.blockers()
+            del self.flowing[i]
+            self.done.add(i)
+            self.finish_s[self.transfers[i].name] = self.now
+            if awaited and not self.blockers() and self.now > self.stalled_since:
+                name = self.segments[self.current].name if self.current < len(self.segments) else "end of step"
+                self.stalls.append(Stall(name, self.transfers[i].name, self.now - self.stalled_since))
+        return bool(finished)
+
+    def end_segment(self) -> bool:
+        if not self.running or self.work_left_s > 0.0:
+            return False
+        self.running = False
+        self.arrive(self.current)
+        self.current += 1
+        self.stalled_since = self.now
+        return True
+
+    def begin_segment(self) -> bool:
+        """The next one, if nothing holds it up; after the last one the step is over."""
+        if self.running or self.total_s is not None or self.blockers():
+            return False
+        if self.current == len(self.segments):
+            self.total_s = self.now
+            return False
+        self.running = True
+        segment = self.segments[self.current]
+        self.work_left_s = segment.duration_s
+        self.work = None
+        if segment.hbm_bytes > 0:
+            self.work = _Flow((HBM,), segment.hbm_bytes, segment.hbm_bytes / segment.duration_s)
+        return True
+
+    def advance(self) -> None:
+        """To the next event, at the rates of now."""
+        work = self.work if self.running else None
+        flows = [*self.flowing.values(), *([work] if work is not None else [])]
+        _share(flows, self.ledger.capacity)
+        speed = work.rate / work.cap if work is not None else 1.0
+        horizon = [t - self.now for t in self.waking.values()]
+        horizon += [f.left / f.rate for f in self.flowing.values() if f.rate > 0]
+        if self.running:
+            horizon.append(self.work_left_s / speed if speed > 0 else math.inf)
         dt = min(horizon)
         assert math.isfinite(dt), "no event can happen: a flow has no rate"
         for flow in flows:
             flow.left -= flow.rate * dt
             for resource in flow.path:
-                moved[resource] += flow.rate * dt
+                self.moved[resource] += flow.rate * dt
         for resource in {r for f in flows if f.rate > 0 for r in f.path}:
-            busy[resource] += dt
-        if running:
-            finishing = work_left_s / speed <= dt if speed > 0 else False
-            work_left_s = 0.0 if finishing else work_left_s - speed * dt
-            slowdown += (1.0 - speed) * dt
-        due = [i for i, t in waking.items() if t - now <= dt]
-        now += dt
+            self.busy[resource] += dt
+        if self.running:
+            finishing = self.work_left_s / speed <= dt if speed > 0 else False
+            self.work_left_s = 0.0 if finishing else self.work_left_s - speed * dt
+            self.slowdown += (1.0 - speed) * dt
+        due = [i for i, t in self.waking.items() if t - self.now <= dt]
+        self.now += dt
         for i in due:
-            waking[i] = now
-        for i, flow in flowing.items():
-            if flow.left <= 1e-9 * max(1.0, transfers[i].num_bytes):
+            self.waking[i] = self.now
+        for i, flow in self.flowing.items():
+            if self.is_over(i):
                 flow.left = 0.0
-
-    compute_s = sum(s.duration_s for s in segments)
-    return Prediction(
-        total_s=total_s,
-        compute_s=compute_s,
-        exposed_s=total_s - compute_s,
-        slowdown_s=slowdown,
-        stalls=tuple(stalls),
-        start_s=start_s,
-        finish_s=finish_s,
-        moved_bytes=moved,
-        busy_s=busy,
-    )

@@ -33,6 +33,15 @@ class DeviceSpec:
     type: str
     capability: int = 0
 
+    def __post_init__(self) -> None:
+        number = self.capability
+        known = number == 0 if self.type == "cpu" else isinstance(number, int) and number > 0
+        if self.type not in ("cpu", "cuda") or not known:
+            raise ValueError(
+                f"DeviceSpec: got type {self.type!r} and capability {self.capability!r}, expected 'cpu' alone, or "
+                "'cuda' with a compute capability such as 90; device_spec('sm_90') makes one"
+            )
+
     def __str__(self) -> str:
         return self.type if self.type == "cpu" else f"sm_{self.capability}"
 
@@ -267,13 +276,17 @@ def explain(
         recipe_or_name: a recipe or preset name.
         device: `cpu`, `cuda`, or an architecture such as `sm_90`.
 
+    Raises:
+        ValueError: another shape, recipe or device.
+
     >>> print(explain((4096, 1024, 1024), "fp8_block128", "sm_90"))  # doctest: +ELLIPSIS
     linear M=4096 K=1024 N=1024, recipe fp8_block128, sm_90
       forward  gemm fp8_block128     scaled_mm: cuBLAS FP8 1x128 x 128x128 (forward, dgrad), 1x128 x 1x128 (wgrad)
     ...
     """
-    if len(shape) != 3 or min(shape) < 1:
-        raise ValueError(f"shape: got {shape}, expected (M, K, N): rows, in_features and out_features, each >= 1")
+    sizes = tuple(shape) if isinstance(shape, list | tuple) else ()
+    if len(sizes) != 3 or not all(isinstance(size, int) and size >= 1 for size in sizes):
+        raise ValueError(f"shape: got {shape!r}, expected (M, K, N): rows, in_features and out_features, each >= 1")
     chosen, spec = recipe(recipe_or_name), device_spec(device)
     reason = shape_rule(shape[1], shape[2], chosen)
     notes = []
@@ -321,7 +334,13 @@ def shape_rule(in_features: int, out_features: int, chosen: Recipe) -> str | Non
 
 
 def support_table(devices: tuple[str, ...] = ("cpu", "sm_80", "sm_90", "sm_100")) -> list[tuple[str, str, str, str]]:
-    """(device, op, kind, kernel) of every combination, produced by the rules that `choose` follows."""
+    """(device, op, kind, kernel) of every combination, produced by the rules that `choose` follows.
+
+    Raises:
+        ValueError: no sequence of devices, or a device that is none.
+    """
+    if not isinstance(devices, list | tuple):
+        raise ValueError(f"devices: got {devices!r}, expected a tuple of them, e.g. ('cpu', 'sm_90')")
     rows = []
     for device in devices:
         spec = device_spec(device)

@@ -19,9 +19,10 @@ from gemworks.precision.bench_linear import Forward, LayerBench, linear_run, sha
 from gemworks.precision.bench_run import Bench
 from gemworks.precision.casts import CastSpec, cast_both
 from gemworks.precision.gemms import gemm
-from gemworks.precision.linear import mx_linear, weight_plane
+from gemworks.precision.linear import mx_linear
 from gemworks.precision.mlp import mx_mlp
 from gemworks.precision.norm import norm_cast
+from gemworks.precision.products import weight_plane
 from gemworks.precision.recipe import GemmKind, Recipe, recipe
 from torch import Tensor, nn
 
@@ -86,7 +87,7 @@ def fused_run(layer: LayerBench, around: Neighbours, both: bool, dense: bool) ->
             return y, dx, value.t() @ made.y
         assert columns is not None
         assert made.columns is not None
-        return y, dx, gemm(columns.t(), made.columns, kind, dtype)
+        return y, dx, gemm(columns.t(), made.columns, kind, dtype, in_parts=True)
 
     return run
 

@@ -88,7 +88,7 @@ def check_pieces(device: torch.device) -> None:
     columns, squares = cast_squares(dy, spec).columns.t(), cast_squares(x, spec).transposed
     if device.type != "cuda" or num_pieces(n, k, m, num_processors(device)) == 1:
         return
-    split, again = (gemm(columns, squares, spec.kind, torch.float32) for _ in range(2))
+    split, again = (gemm(columns, squares, spec.kind, torch.float32, in_parts=True) for _ in range(2))
     single = torch.empty_like(split)
     operands(columns, squares).multiply(single)
     if not torch.equal(split, again):

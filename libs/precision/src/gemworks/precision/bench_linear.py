@@ -16,7 +16,7 @@ from gemworks.precision.bench_run import KINDS, Bench, attempt, time_bytes
 from gemworks.precision.casts import CastSpec, cast, cast_both
 from gemworks.precision.gemms import gemm
 from gemworks.precision.linear import mx_linear
-from gemworks.precision.norm import mx_norm_linear
+from gemworks.precision.norm_linear import mx_norm_linear
 from gemworks.precision.probe import sqnr_db
 from gemworks.precision.recipe import GemmKind, GemmRecipe, Recipe, recipe
 from torch import Tensor, nn

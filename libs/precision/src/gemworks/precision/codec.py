@@ -15,7 +15,7 @@ import torch
 from gemworks.precision.formats import Format, element_spec
 from gemworks.precision.mxtensor import ROW_BLOCK_SIZES, MXTensor
 from gemworks.precision.quantization import quantize
-from gemworks.precision.scales import ScaleMode, scale_mode_of
+from gemworks.precision.scales import ScaleMode
 from torch import Tensor
 
 
@@ -33,7 +33,7 @@ class MXCodec:
 
     Attributes:
         format: `e4m3` (8.25 bits an element), `e5m2`, or `e2m1` (4.25 bits).
-        scale_mode, block: as in `quantize`.
+        block: as in `quantize`. Scales round up (`rceil`).
 
     >>> codec = MXCodec()
     >>> payload, context = codec.encode(torch.ones(3, 5))
@@ -42,12 +42,10 @@ class MXCodec:
     """
 
     format: Format = Format.E4M3
-    scale_mode: ScaleMode = ScaleMode.RCEIL
     block: int = 32
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", element_spec(self.format).format)
-        object.__setattr__(self, "scale_mode", scale_mode_of(self.scale_mode))
         if self.block not in ROW_BLOCK_SIZES:
             raise ValueError(f"block: got {self.block}, expected one of {ROW_BLOCK_SIZES}")
 
@@ -84,7 +82,7 @@ class MXCodec:
         num_elements = torch.Size(context.shape).numel()
         num_codes = expected - -(-num_elements // self.block)
         codes, scales = payload.reshape(-1).split((num_codes, expected - num_codes))
-        plane = MXTensor(codes, scales, (num_elements,), 0, self.block, self.format, self.scale_mode)
+        plane = MXTensor(codes, scales, (num_elements,), 0, self.block, self.format, ScaleMode.RCEIL)
         return self._dequantize(plane, context.dtype).reshape(context.shape)
 
     def _quantize(self, flat: Tensor) -> MXTensor:
@@ -93,11 +91,11 @@ class MXCodec:
             from gemworks.precision.recipe import GemmKind
             from gemworks.precision.triton_casts import triton_cast
 
-            spec = CastSpec(GemmKind.MXFP8, self.format, self.scale_mode)
+            spec = CastSpec(GemmKind.MXFP8, self.format)
             lines, _ = triton_cast(flat.view(-1, line_length(flat.numel(), self.block)), 1, spec, block=self.block)
             codes, scales = lines.codes.flatten(), lines.scales.flatten()
-            return MXTensor(codes, scales, tuple(flat.shape), 0, self.block, self.format, self.scale_mode)
-        return quantize(flat, 0, self.format, self.scale_mode, block=self.block)
+            return MXTensor(codes, scales, tuple(flat.shape), 0, self.block, self.format, ScaleMode.RCEIL)
+        return quantize(flat, 0, self.format, block=self.block)
 
     def _dequantize(self, plane: MXTensor, dtype: torch.dtype) -> Tensor:
         if plane.codes.is_cuda and plane.codes.numel() and plane.format is not Format.E2M1:

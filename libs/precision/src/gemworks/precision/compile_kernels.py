@@ -128,29 +128,40 @@ def head_tile_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[s
         yield "head_tile", name, head_tile_kernel, types, constants, 8
 
 
+KINDS = {"mxfp8": (32, False), "block128": (128, False), "regroup128": (32, True)}
+ROWS_POINTERS = {
+    "x_ptr": "*bf16",
+    "codes_ptr": "*u8",
+    "scales_ptr": "*u8",
+    "inexact_ptr": "*i64",
+    "signs_ptr": "*fp32",
+    "wide_ptr": "*fp32",
+}
+BOTH_POINTERS = {**ROWS_POINTERS, "codes_t_ptr": "*u8", "scales_t_ptr": "*u8"}
+
+
+def general_flags() -> dict[str, Any]:
+    """What all general casts are compiled for."""
+    from gemworks.precision.kernel_common import FORMATS, MODES
+
+    flags = {"FORMAT": FORMATS["e4m3"], "MODE": MODES["rceil"], "REGROUP": False, "STOCHASTIC": False}
+    return {**flags, "HARDWARE": True}
+
+
 def general_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str, Any], int]]:
     """The general kernels."""
+    yield from cast_variants()
+    yield from fused_variants()
+    yield from reading_variants()
+
+
+def cast_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str, Any], int]]:
+    """The general casts."""
     from gemworks.precision import kernel_cast as kc
-    from gemworks.precision.kernel_common import FORMATS, MODES
-    from gemworks.precision.kernel_project import project_kernel
-    from gemworks.precision.projection import BLOCK_FEATURES, BLOCK_ROWS, GROUP
     from gemworks.precision.triton_casts import both_config, rows_config
 
-    u8, count = "*u8", "*i64"
-    base = {"FORMAT": FORMATS["e4m3"], "MODE": MODES["rceil"], "REGROUP": False, "STOCHASTIC": False, "HARDWARE": True}
-    kinds = {"mxfp8": (32, False), "block128": (128, False), "regroup128": (32, True)}
-
-    types = argument_types
-    rows_pointers = {
-        "x_ptr": "*bf16",
-        "codes_ptr": u8,
-        "scales_ptr": u8,
-        "inexact_ptr": count,
-        "signs_ptr": "*fp32",
-        "wide_ptr": "*fp32",
-    }
-    both_pointers = {**rows_pointers, "codes_t_ptr": u8, "scales_t_ptr": u8}
-    for kind, (block, regroup) in kinds.items():
+    base, types, rows_pointers, both_pointers = general_flags(), argument_types, ROWS_POINTERS, BOTH_POINTERS
+    for kind, (block, regroup) in KINDS.items():
         for variant, extra in (("", {}), (" stochastic", {"STOCHASTIC": True})):
             flags = {**base, "REGROUP": regroup, **extra}
             for transposed in (False, True):
@@ -196,13 +207,20 @@ def general_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str
             kernel = kc.cast_rows_kernel
             name = f"hadamard{size}" + (" transposed" if transposed else "")
             yield "cast_rows", name, kernel, types(kernel, rows_pointers, constants), constants, config.num_warps
-    from gemworks.precision.kernel_norm import norm_cast_kernel
-    from gemworks.precision.norm import norm_config
 
-    for kind, (block, regroup) in kinds.items():
+
+def fused_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str, Any], int]]:
+    """The general norm + cast, the projection + cast, and tiles of q, k and v."""
+    from gemworks.precision.kernel_common import FORMATS, MODES
+    from gemworks.precision.kernel_norm import norm_cast_kernel
+    from gemworks.precision.kernel_project import project_kernel
+    from gemworks.precision.projection import BLOCK_FEATURES, BLOCK_ROWS, GROUP
+    from gemworks.precision.tiles import norm_config
+
+    for kind, (block, regroup) in KINDS.items():
         rows, columns, num_warps = norm_config(1024, kind != "mxfp8")
         constants = {
-            **base,
+            **general_flags(),
             "REGROUP": regroup,
             "HAS_RESIDUAL": True,
             "HAS_BIAS": False,
@@ -214,18 +232,25 @@ def general_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str
             "BLOCK": block,
         }
         halves = dict.fromkeys(("residual_ptr", "weight_ptr", "bias_ptr", "sum_ptr", "y_ptr"), "*bf16")
-        pointers = {**both_pointers, **halves, "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "eps": "fp32"}
-        arguments = types(norm_cast_kernel, pointers, constants)
+        pointers = {**BOTH_POINTERS, **halves, "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "eps": "fp32"}
+        arguments = argument_types(norm_cast_kernel, pointers, constants)
         yield "norm_cast", kind, norm_cast_kernel, arguments, constants, num_warps
     constants = {"HAS_BIAS": False, "D": 128, "BM": BLOCK_ROWS, "BK": BLOCK_FEATURES, "GROUP": GROUP}
     constants |= {"FORMAT": FORMATS["e4m3"], "MODE": MODES["rceil"], "HARDWARE": True, "PRECISION": "ieee"}
     halves = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "values_ptr"), "*bf16")
-    arguments = types(project_kernel, {**halves, "codes_ptr": u8, "scales_ptr": u8}, constants)
+    arguments = argument_types(project_kernel, {**halves, "codes_ptr": "*u8", "scales_ptr": "*u8"}, constants)
     yield "project", "", project_kernel, arguments, constants, 8
     yield from head_tile_variants()
+
+
+def reading_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str, Any], int]]:
+    """What reads planes."""
+    from gemworks.precision import kernel_reading as kr
+    from gemworks.precision.kernel_common import FORMATS
+
     constants = {"ROWS": 256, "COLUMNS": 8}
-    arguments = types(kc.wide_scales_kernel, {"scales_ptr": u8, "out_ptr": "*fp32"}, constants)
-    yield "wide_scales", "", kc.wide_scales_kernel, arguments, constants, 4
+    arguments = argument_types(kr.wide_scales_kernel, {"scales_ptr": "*u8", "out_ptr": "*fp32"}, constants)
+    yield "wide_scales", "", kr.wide_scales_kernel, arguments, constants, 4
     for name, block_rows, block_columns in (("rows", 1, 32), ("columns", 32, 1), ("square", 32, 32)):
         constants = {
             "ROWS": 32,
@@ -236,9 +261,9 @@ def general_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str
             "SWAP": False,
             ("stride_code_row" if name == "columns" else "stride_code_column"): 1,
         }
-        kernel = kc.dequantise_kernel
-        pointers = {"codes_ptr": u8, "scales_ptr": u8, "out_ptr": "*bf16"}
-        yield "dequantise", name, kernel, types(kernel, pointers, constants), constants, 4
+        kernel = kr.dequantise_kernel
+        pointers = {"codes_ptr": "*u8", "scales_ptr": "*u8", "out_ptr": "*bf16"}
+        yield "dequantise", name, kernel, argument_types(kernel, pointers, constants), constants, 4
 
 
 def resources(cubin: bytes) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from gemworks.precision.backends import choose, cost_note, device_spec, shape_rule, warn_once
+from gemworks.precision.checks import SUPPORTED_DTYPES, check_module, check_step
 from gemworks.precision.linear import linear_with_counts
 from gemworks.precision.quantization import quantize
 from gemworks.precision.recipe import PRESETS, GemmKind, Recipe, recipe
@@ -33,6 +34,9 @@ class MXLinear(nn.Linear):
     inexact_codes: Tensor | None
     input_numel: int
     _active: Recipe
+
+    def __init__(self, *_args: object, **_options: object) -> None:
+        raise ValueError("MXLinear: is not constructed; make an nn.Linear and call convert(model, recipe) on its model")
 
     def forward(self, input: Tensor) -> Tensor:
         """`input W^T + bias` by the recipe."""
@@ -99,7 +103,9 @@ class ConversionReport:
         return tuple(d.name for d in self.decisions if d.decision != "bf16")
 
     def __str__(self) -> str:
-        width = max((len(d.name) for d in self.decisions), default=0)
+        if not self.decisions:
+            return "no nn.Linear in this model: nothing was converted"
+        width = max(len(d.name) for d in self.decisions)
         return "\n".join(
             f"{d.name:{width}}  {d.in_features:6} -> {d.out_features:6}  {d.decision:16} {d.reason}"
             for d in self.decisions
@@ -124,7 +130,8 @@ def convert(
 
     Layers stay bf16, and the report says so, when: the filter says no; they are among the last
     `keep_last_layers_bf16`; the recipe's `layers` table names `bf16` for them; their features are not multiples of the
-    recipe's block, or fewer than `min_features`.
+    recipe's block, or fewer than `min_features`; their weights are not fp32, bf16 or fp16. Where an error is raised, no
+    layer has been changed.
 
     Args:
         model: any module; parameters, optimizer and state dict stay as they are. Converting again replaces the recipe.
@@ -135,8 +142,15 @@ def convert(
         One decision per layer.
 
     Raises:
-        ValueError: the recipe names layers that the model does not have, or a backend that cannot run it here.
+        ValueError: no module, recipe or filter; the recipe names layers that the model does not have, or a backend that
+            cannot run it here.
     """
+    check_module(model)
+    if filter is not None and not callable(filter):
+        raise ValueError(
+            f"filter: got {filter!r}, expected a function of (name, layer) that says whether to convert it, e.g. "
+            "lambda name, layer: 'head' not in name"
+        )
     chosen = recipe(recipe_or_name)
     layers = list(linear_layers(model))
     missing = sorted(set(chosen.layers) - {name for name, _ in layers})
@@ -146,7 +160,7 @@ def convert(
             f"{[name for name, _ in layers][:8]}...; write the recipe again with probe(), or delete these entries"
         )
     kept_last = {name for name, _ in layers[len(layers) - chosen.keep_last_layers_bf16 :]}
-    decisions = []
+    decisions: list[tuple[Recipe, str | None]] = []
     for name, layer in layers:
         own = chosen.for_layer(name)
         reason = None
@@ -156,26 +170,39 @@ def convert(
             reason = f"among the last {chosen.keep_last_layers_bf16} layers"
         elif own.is_bf16:
             reason = "the recipe says bf16"
+        elif layer.weight.dtype not in SUPPORTED_DTYPES:
+            reason = f"its weight is {layer.weight.dtype}, not fp32, bf16 or fp16"
         else:
             reason = shape_rule(layer.in_features, layer.out_features, own)
         if reason is None:
             _check_backend(own, layer)
+        decisions.append((own, reason))
+    report = []
+    for (name, layer), (own, reason) in zip(layers, decisions, strict=True):
+        if reason is None:
             _convert_layer(name, layer, own)
         else:
             _revert_layer(layer)
         decision, why = ("bf16", reason) if reason is not None else (own.name, "every rule passed")
-        decisions.append(LayerDecision(name, layer.in_features, layer.out_features, decision, why))
-    return ConversionReport(tuple(decisions))
+        report.append(LayerDecision(name, layer.in_features, layer.out_features, decision, why))
+    return ConversionReport(tuple(report))
 
 
 def revert(model: nn.Module) -> None:
-    """Undo `convert`: every layer is the `nn.Linear` it was."""
+    """Undo `convert`: every layer is the `nn.Linear` it was. Raises ValueError for what is no module."""
+    check_module(model)
     for _, layer in list(linear_layers(model)):
         _revert_layer(layer)
 
 
 def set_step(model: nn.Module, step: int) -> None:
-    """Tell every converted layer the training step (stochastic rounding draws from it)."""
+    """Tell every converted layer the training step (stochastic rounding draws from it).
+
+    Raises:
+        ValueError: no module, or a step outside of [0, 2^32).
+    """
+    check_module(model)
+    check_step(step)
     for module in model.modules():
         if isinstance(module, MXLinear):
             module.step = step
@@ -215,7 +242,11 @@ def fall_back_where_inexact(model: nn.Module) -> list[str]:
 
     Returns:
         Names of the layers changed.
+
+    Raises:
+        ValueError: no module.
     """
+    check_module(model)
     demoted = []
     for module in model.modules():
         if isinstance(module, MXLinear) and module.fallback is None and module.inexact_codes is not None:

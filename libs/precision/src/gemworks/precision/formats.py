@@ -9,9 +9,9 @@ Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3 (elements
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
+from gemworks.precision.checks import NamedEnum, check_floating, check_tensor
 from torch import Tensor
 
 FP32_EXPONENT_BIAS = 127
@@ -25,7 +25,7 @@ E8M0_NAN = 0xFF
 E8M0_MAX = 254
 
 
-class Format(StrEnum):
+class Format(NamedEnum):
     """Name of an element format: `e4m3`, `e5m2` (8 bits) or `e2m1` (4 bits, two codes a byte)."""
 
     E4M3 = "e4m3"
@@ -117,10 +117,19 @@ def encode(x: Tensor, format: str | Format, random_bits: Tensor | None = None) -
     Returns:
         uint8 codes of x's shape (E2M1: one code per byte, in the low four bits; `pack_e2m1` packs them).
 
+    Raises:
+        ValueError: an unknown format, x of no floating point, or random words of another dtype or shape than x.
+
     >>> encode(torch.tensor([1.0, -448.0, 465.0, 1e30, 2.0**-10]), "e4m3").tolist()
     [56, 254, 126, 126, 0]
     """
     spec = element_spec(format)
+    check_floating("x", x)
+    if random_bits is not None and (random_bits.dtype is not torch.int64 or random_bits.shape != x.shape):
+        raise ValueError(
+            f"random_bits: got {tuple(random_bits.shape)} {random_bits.dtype}, expected int64 of x's shape "
+            f"{tuple(x.shape)}, 32 random bits in each; None rounds to nearest even"
+        )
     bits = float_bits(x).to(torch.int64)
     magnitude = bits & FP32_ABS_MASK
     is_nan = magnitude > FP32_INF_BITS
@@ -151,10 +160,18 @@ def encode(x: Tensor, format: str | Format, random_bits: Tensor | None = None) -
 def decode(codes: Tensor, format: str | Format) -> Tensor:
     """The fp32 value of each code (E2M1: unpacked codes in the low four bits). Exact.
 
+    Raises:
+        ValueError: an unknown format, or codes that are not uint8.
+
     >>> decode(torch.tensor([0x01, 0x7E, 0x7F], dtype=torch.uint8), "e4m3").tolist()
     [0.001953125, 448.0, nan]
     """
     spec = element_spec(format)
+    check_tensor("codes", codes)
+    if codes.dtype is not torch.uint8:
+        raise ValueError(
+            f"codes: got dtype {codes.dtype}, expected torch.uint8; view float8 as codes.view(torch.uint8)"
+        )
     return _decode_table(spec.format, codes.device)[codes.to(torch.int64)]
 
 

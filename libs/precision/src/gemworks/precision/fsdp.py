@@ -24,9 +24,10 @@ from gemworks.precision.backends import warn_once
 from gemworks.precision.casts import cast, cast_backend
 from gemworks.precision.convert import MXLinear
 from gemworks.precision.formats import Format
-from gemworks.precision.linear import backward_op, forward_op, recipe_of, specs_of
+from gemworks.precision.linear_op import backward_op, forward_op
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.plane_weight import PlaneWeight
+from gemworks.precision.products import recipe_of, specs_of
 from gemworks.precision.recipe import GemmKind, Recipe
 from gemworks.precision.scales import ScaleMode
 from torch import Tensor, nn

@@ -16,7 +16,15 @@ from gemworks.precision.recipe import GemmKind
 from torch import Tensor
 
 
-def gemm(a: MXTensor, b: MXTensor, kind: GemmKind, out_dtype: torch.dtype, backend: str = "auto") -> Tensor:
+def gemm(
+    a: MXTensor,
+    b: MXTensor,
+    kind: GemmKind,
+    out_dtype: torch.dtype,
+    backend: str = "auto",
+    *,
+    in_parts: bool = False,
+) -> Tensor:
     """Multiply two planes along their dim 1.
 
     Args:
@@ -25,6 +33,8 @@ def gemm(a: MXTensor, b: MXTensor, kind: GemmKind, out_dtype: torch.dtype, backe
         kind: arithmetic, which decides the backends that may run it.
         out_dtype: of the result.
         backend: as in `choose`.
+        in_parts: the contraction may be cut, as weight gradients ask: as long as a batch, with few outputs. Parts are
+            summed in fp32, so a product that is compared with another bit by bit leaves it unset.
 
     Returns:
         `[M, N]`.
@@ -49,7 +59,7 @@ def gemm(a: MXTensor, b: MXTensor, kind: GemmKind, out_dtype: torch.dtype, backe
     if backend == "scaled_mm":
         from gemworks.precision.scaled_mm import scaled_mm
 
-        return scaled_mm(a, b, out_dtype)
+        return scaled_mm(a, b, out_dtype, in_parts)
     if backend == "triton":
         from gemworks.precision.triton_reading import readable_length, triton_dequantize
 

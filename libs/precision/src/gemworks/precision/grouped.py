@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from gemworks.precision.backends import DeviceSpec, device_spec, warn_once
 from gemworks.precision.casts import CastSpec, cast, cast_backend
-from gemworks.precision.jagged import pad_rows
-from gemworks.precision.linear import weight_is_square
+from gemworks.precision.checks import check_floating, check_same_device, check_step
+from gemworks.precision.jagged import check_offsets, pad_rows
+from gemworks.precision.products import weight_is_square
 from gemworks.precision.recipe import GemmKind, Recipe, recipe
 from gemworks.precision.rng import Stochastic
 from torch import Tensor
@@ -148,17 +149,23 @@ def mx_grouped_linear(
         `[T, N]` in x's dtype; rows past `offsets[-1]` are zero, and so are their gradients.
 
     Raises:
-        ValueError: shapes that do not fit, or features that the recipe's blocks do not divide.
+        ValueError: dtypes, devices or shapes that do not fit, or features that the recipe's blocks do not divide.
     """
     chosen = recipe(recipe_or_name)
+    check_floating("x", x)
+    check_floating("weight", weight)
+    check_step(step)
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise ValueError(
             f"x and weight: got {tuple(x.shape)} and {tuple(weight.shape)}, expected [T, K] and [G, N, K] with one K"
         )
-    if offsets.shape != (weight.shape[0] + 1,) or offsets.dtype not in (torch.int32, torch.int64):
+    check_offsets(x, offsets)
+    if offsets.shape[0] != weight.shape[0] + 1:
         raise ValueError(
-            f"offsets: got {tuple(offsets.shape)} {offsets.dtype}, expected int32 or int64 [{weight.shape[0] + 1}]"
+            f"offsets: got {tuple(offsets.shape)}, expected int32 or int64 [{weight.shape[0] + 1}] for the "
+            f"{weight.shape[0]} groups of weight"
         )
+    check_same_device("weight", weight, "x", x)
     multiple = chosen.feature_multiple
     if x.shape[1] % multiple or weight.shape[1] % multiple:
         raise ValueError(

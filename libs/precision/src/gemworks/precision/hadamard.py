@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from gemworks.precision.checks import check_dim, check_floating, check_integer
 from gemworks.precision.rng import STREAM_SIGNS, philox
 from torch import Tensor
 
@@ -33,9 +34,8 @@ class Hadamard:
 
     def __post_init__(self) -> None:
         if self.size not in HADAMARD_SIZES:
-            raise ValueError(f"Hadamard size: got {self.size}, expected one of {HADAMARD_SIZES}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"Hadamard seed: got {self.seed}, expected an integer in [0, 2^63)")
+            raise ValueError(f"Hadamard size: got {self.size!r}, expected one of {HADAMARD_SIZES}")
+        check_integer("Hadamard seed", self.seed, 2**63)
 
 
 def hadamard_signs(hadamard: Hadamard, device: torch.device | str = "cpu") -> Tensor:
@@ -59,11 +59,15 @@ def hadamard_transform(x: Tensor, hadamard: Hadamard, dim: int = -1) -> Tensor:
     Returns:
         fp32, `dim` rounded up to a multiple of `hadamard.size`.
 
+    Raises:
+        ValueError: x of no floating point or without that dim, or no `Hadamard`.
+
     >>> h = Hadamard(32, seed=1)
     >>> x = torch.eye(32)
     >>> torch.allclose(hadamard_inverse(hadamard_transform(x, h), h), x, atol=1e-6)
     True
     """
+    dim = _check(x, hadamard, dim)
     rows = x.to(torch.float32).movedim(dim, -1)
     length = rows.shape[-1]
     pad = -length % hadamard.size
@@ -74,6 +78,23 @@ def hadamard_transform(x: Tensor, hadamard: Hadamard, dim: int = -1) -> Tensor:
 
 
 def hadamard_inverse(x: Tensor, hadamard: Hadamard, dim: int = -1) -> Tensor:
-    """Inverse of `hadamard_transform` (without removing the padding), up to fp32 rounding."""
+    """Inverse of `hadamard_transform` (without removing the padding), up to fp32 rounding.
+
+    Raises:
+        ValueError: as `hadamard_transform`, or a dim that is no multiple of the size.
+    """
+    dim = _check(x, hadamard, dim)
+    if x.shape[dim] % hadamard.size:
+        raise ValueError(
+            f"x: dim {dim} has {x.shape[dim]} entries, expected a multiple of {hadamard.size}: what "
+            "hadamard_transform returned, padding and all"
+        )
     groups = x.to(torch.float32).movedim(dim, -1).unflatten(-1, (-1, hadamard.size))
     return (_butterfly(groups, hadamard.size) * hadamard_signs(hadamard, x.device)).flatten(-2).movedim(-1, dim)
+
+
+def _check(x: Tensor, hadamard: Hadamard, dim: int) -> int:
+    check_floating("x", x)
+    if not isinstance(hadamard, Hadamard):
+        raise ValueError(f"hadamard: got {hadamard!r}, expected a Hadamard, e.g. Hadamard(32, seed=0)")
+    return check_dim(x, dim)

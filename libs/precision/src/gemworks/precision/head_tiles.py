@@ -16,9 +16,10 @@ import torch
 from gemworks.precision.attention import HEAD_WIDTHS
 from gemworks.precision.backends import choose, interpreting
 from gemworks.precision.casts import device_of
+from gemworks.precision.checks import check_floating, check_tensor
 from gemworks.precision.formats import E8M0_NAN, Format, element_spec, encode
 from gemworks.precision.recipe import GemmKind
-from gemworks.precision.scales import ScaleMode, inverse_scale, magnitude_bits, scale_bytes, scale_mode_of, scale_values
+from gemworks.precision.scales import ScaleMode, inverse_scale, magnitude_bits, scale_bytes, scale_values
 from torch import Tensor
 
 TILE = 128
@@ -88,7 +89,6 @@ def head_tiles(
     offsets: Tensor,
     *,
     transposed: bool = False,
-    scale_mode: str | ScaleMode = "rceil",
     backend: str = "auto",
 ) -> HeadTiles:
     """Quantise q, k (`transposed=False`) or v (`True`) to E4M3 in one read.
@@ -96,7 +96,6 @@ def head_tiles(
     Args:
         x: `[T, H, D]`, fp32, bf16 or fp16, D contiguous (a slice of a fused projection is fine).
         offsets: int32 or int64 `[B + 1]` of the samples, on x's device; never read on the host.
-        scale_mode: see docs/numerics.md.
         backend: `auto`, `reference` or `triton`.
 
     Raises:
@@ -106,24 +105,25 @@ def head_tiles(
     >>> tuple(tiles.codes.shape), tuple(tiles.scales.shape), tiles.dequantize().eq(1).all().item()
     ((4, 2, 64, 128), (4, 2), True)
     """
+    check_floating("x", x)
+    check_tensor("offsets", offsets)
     if x.dim() != 3 or x.shape[2] not in HEAD_WIDTHS:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected [tokens, heads, width] with width in {HEAD_WIDTHS}")
     _check_offsets(x, offsets)
-    mode = scale_mode_of(scale_mode)
     chosen = choose("cast", GemmKind.MXFP8, (0, 0, 0), device_of(x), backend).backend
     if chosen == "triton" and (x.is_cuda or backend == "triton"):
-        return _on_device(x, offsets, transposed, mode)
-    return _reference(x, offsets, transposed, mode)
+        return _on_device(x, offsets, transposed)
+    return _reference(x, offsets, transposed)
 
 
-def _reference(x: Tensor, offsets: Tensor, transposed: bool, mode: ScaleMode) -> HeadTiles:
+def _reference(x: Tensor, offsets: Tensor, transposed: bool) -> HeadTiles:
     rows, heads, width = x.shape
     spec = element_spec(Format.E4M3)
     tile, place = tiles_of_rows(offsets, rows)
     count = num_tiles(rows, offsets.shape[0] - 1)
     amax = torch.zeros(count, heads, dtype=torch.int32, device=x.device)
     amax.scatter_reduce_(0, tile[:, None].expand(rows, heads), magnitude_bits(x).amax(2), "amax")
-    scales = scale_bytes(amax, spec, mode, MIN_BYTE)
+    scales = scale_bytes(amax, spec, ScaleMode.RCEIL, MIN_BYTE)
     codes = encode(x.to(torch.float32) * inverse_scale(scales)[tile][:, :, None], spec.format)
     codes = torch.where((scales == E8M0_NAN)[tile][:, :, None], spec.nan_code, codes)
     if transposed:
@@ -147,19 +147,19 @@ def _empty(x: Tensor, offsets: Tensor, rows: int, heads: int, width: int, transp
     return HeadTiles(codes, torch.empty(count, heads, dtype=torch.uint8, device=x.device), offsets, rows)
 
 
-def _constants(mode: ScaleMode) -> dict[str, int | bool | str]:
+def _constants() -> dict[str, int | bool | str]:
     from gemworks.precision.kernel_common import FORMATS, MODES
 
     return {
         "SEARCH": SEARCH,
         "MIN_BYTE": MIN_BYTE,
         "FORMAT": FORMATS["e4m3"],
-        "MODE": MODES[mode.value],
+        "MODE": MODES[ScaleMode.RCEIL.value],
         "HARDWARE": not interpreting(),
     }
 
 
-def _on_device(x: Tensor, offsets: Tensor, transposed: bool, mode: ScaleMode) -> HeadTiles:
+def _on_device(x: Tensor, offsets: Tensor, transposed: bool) -> HeadTiles:
     from gemworks.precision.kernel_head_tile import head_tile_kernel
     from gemworks.precision.launch import launch
 
@@ -171,7 +171,7 @@ def _on_device(x: Tensor, offsets: Tensor, transposed: bool, mode: ScaleMode) ->
         head_tile_kernel,
         (out.scales.numel(), 1, 1),
         (x, offsets.contiguous(), out.codes, out.scales, rows, offsets.shape[0] - 1, x.stride(0), x.stride(1)),
-        {"HEADS": heads, "H": width, "TRANSPOSED": transposed, **_constants(mode)},
+        {"HEADS": heads, "H": width, "TRANSPOSED": transposed, **_constants()},
         {"num_warps": 8, "maxnreg": 80},  # three programs on a multiprocessor
     )
     return out

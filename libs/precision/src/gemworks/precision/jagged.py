@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from gemworks.precision.checks import check_instance, check_same_device, check_tensor
 from gemworks.precision.formats import Format
 from gemworks.precision.hadamard import Hadamard
 from gemworks.precision.mxtensor import MXTensor
-from gemworks.precision.quantization import quantize
+from gemworks.precision.quantization import ROW_BLOCK_SIZES, check_input, quantize
 from gemworks.precision.rng import Stochastic
 from gemworks.precision.scales import ScaleMode
 from torch import Tensor
@@ -27,6 +28,10 @@ class JaggedMX:
     plane: MXTensor
     padded_offsets: Tensor
     offsets: Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.plane, MXTensor):
+            raise ValueError(f"plane: got {type(self.plane).__name__}, expected an MXTensor; use quantize_jagged")
 
     def dequantize(self, num_rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Back to `[num_rows, K]` packed rows; rows past `offsets[-1]` are zero."""
@@ -63,7 +68,7 @@ def pad_rows(x: Tensor, offsets: Tensor, align: int) -> tuple[Tensor, Tensor]:
     Returns:
         `[padded_rows(T, S, align), ...]` and the padded offsets.
     """
-    _check_offsets(x, offsets)
+    check_offsets(x, offsets)
     num_groups = offsets.shape[0] - 1
     starts = pad_offsets(offsets, align)
     total = padded_rows(x.shape[0], num_groups, align)
@@ -102,7 +107,15 @@ def quantize_jagged(
 
     Returns:
         The padded plane with both sets of offsets. The same codes as `quantize(group, dim=0)` of every group.
+
+    Raises:
+        ValueError: as `quantize`, other than 2 dims, or offsets that do not split x's rows (their values are looked at
+            on a CPU alone).
     """
+    check_input(x, 0, block, ROW_BLOCK_SIZES)
+    if x.dim() != 2:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, expected packed rows [T, K]; flatten the trailing dims first")
+    check_instance("hadamard", hadamard, Hadamard, "Hadamard(32, seed=0)")
     align = max(block, hadamard.size if hadamard is not None else 1)
     padded, starts = pad_rows(x, offsets, align)
     plane = quantize(padded, 0, format, scale_mode, block=block, stochastic=stochastic, hadamard=hadamard)
@@ -117,13 +130,21 @@ def _take_rows(x: Tensor, source: Tensor, valid: Tensor) -> Tensor:
     return torch.where(mask, x[source.clamp(0, x.shape[0] - 1)], torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def _check_offsets(x: Tensor, offsets: Tensor) -> None:
+def check_offsets(x: Tensor, offsets: Tensor) -> None:
+    """Raise ValueError for what are no offsets of groups of x's rows. On a CPU their values are looked at too; on a GPU
+    that would wait for the device."""
+    check_tensor("offsets", offsets)
     if offsets.dim() != 1 or offsets.shape[0] < 2 or offsets.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"offsets: got shape {tuple(offsets.shape)} and dtype {offsets.dtype}, "
             "expected int32 or int64 of shape [groups + 1]"
         )
-    if offsets.device != x.device:
-        raise ValueError(
-            f"offsets: on {offsets.device}, x is on {x.device}; move the offsets, their values are never read back"
-        )
+    check_same_device("offsets", offsets, "x", x)
+    if offsets.device.type == "cpu" and type(offsets) is Tensor and not torch.compiler.is_compiling():
+        bounds = offsets.tolist()
+        if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > x.shape[0]:
+            shown = ", ".join(map(str, bounds[:8])) + (", ..." if len(bounds) > 8 else "")
+            raise ValueError(
+                f"offsets: got [{shown}] up to {bounds[-1]}; expected 0 first, none smaller than the one before, "
+                f"and no more than x's {x.shape[0]} rows; for lengths use their cumsum with a 0 in front"
+            )

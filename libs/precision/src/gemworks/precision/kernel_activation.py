@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from gemworks.precision.kernel_square import store_squares
-from gemworks.precision.kernel_tile import load_tile, store_pairs, store_tile
+from gemworks.precision.kernel_planes import store_planes
+from gemworks.precision.kernel_tile import load_tile, store_pairs
 from gemworks.precision.kernel_words import round_to_bf16, value
 
 RELU, SILU, GELU, GELU_TANH = 0, 1, 2, 3
@@ -95,8 +95,7 @@ def activation_tile_kernel(
     HARDWARE: tl.constexpr,
     SQUARES: tl.constexpr = False,
 ):
-    """x, y: bf16 `[real_rows, K]` contiguous as int32; planes as in `store_tile`, or as in `store_squares`,
-    whose squares go to scales_t."""
+    """x, y: bf16 `[real_rows, K]` contiguous as int32; planes as in `store_planes`."""
     tile = tl.program_id(0)
     first_row = (tile // num_column_tiles).to(tl.int64) * (R8 * 8)
     first_column = (tile % num_column_tiles) * C
@@ -113,43 +112,9 @@ def activation_tile_kernel(
         if WRITE_Y:
             store_pairs(pair, y_ptr + offset, i, first_column, left_rows, num_columns, R8, C)
         ys = ys + (pair,)  # noqa: RUF005
-    if SQUARES:
-        store_squares(
-            ys,
-            first_row,
-            first_column,
-            codes_ptr,
-            scales_ptr,
-            codes_t_ptr,
-            scales_t_ptr,
-            num_rows,
-            num_columns,
-            FORMAT,
-            MODE,
-            HARDWARE,
-        )
-    else:
-        store_tile(
-            ys,
-            first_row,
-            first_column,
-            codes_ptr,
-            scales_ptr,
-            codes_t_ptr,
-            scales_t_ptr,
-            inexact_ptr,
-            num_rows,
-            num_columns,
-            R8,
-            C,
-            B,
-            FORMAT,
-            MODE,
-            REGROUP,
-            DIRECTIONS,
-            True,
-            HARDWARE,
-        )
+    planes = (codes_ptr, scales_ptr, codes_t_ptr, scales_t_ptr, inexact_ptr)
+    place = (first_row, first_column, num_rows, num_columns)
+    store_planes(ys, place, planes, R8, C, B, FORMAT, MODE, REGROUP, DIRECTIONS, SQUARES, HARDWARE)
 
 
 @triton.jit(do_not_specialize=["num_column_tiles", "real_rows"])
@@ -178,7 +143,7 @@ def activation_gradient_kernel(
     RAGGED: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """dy, x, dx: bf16 `[real_rows, K]` contiguous as int32; planes of dx as in `store_tile`."""
+    """dy, x, dx: bf16 `[real_rows, K]` contiguous as int32; planes of dx as in `store_planes`."""
     tile = tl.program_id(0)
     first_row = (tile // num_column_tiles).to(tl.int64) * (R8 * 8)
     first_column = (tile % num_column_tiles) * C
@@ -197,24 +162,6 @@ def activation_gradient_kernel(
         if WRITE_DX:
             store_pairs(pair, dx_ptr + offset, i, first_column, left_rows, num_columns, R8, C)
         gs = gs + (pair,)  # noqa: RUF005
-    store_tile(
-        gs,
-        first_row,
-        first_column,
-        codes_ptr,
-        scales_ptr,
-        codes_t_ptr,
-        scales_t_ptr,
-        inexact_ptr,
-        num_rows,
-        num_columns,
-        R8,
-        C,
-        B,
-        FORMAT,
-        MODE,
-        REGROUP,
-        DIRECTIONS,
-        True,
-        HARDWARE,
-    )
+    planes = (codes_ptr, scales_ptr, codes_t_ptr, scales_t_ptr, inexact_ptr)
+    place = (first_row, first_column, num_rows, num_columns)
+    store_planes(gs, place, planes, R8, C, B, FORMAT, MODE, REGROUP, DIRECTIONS, False, HARDWARE)

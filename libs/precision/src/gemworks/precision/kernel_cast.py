@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from gemworks.precision.kernel_common import (
     butterfly,
-    decode,
     encode,
     inverse_power,
     magnitude,
@@ -168,17 +167,9 @@ def quantise_first(
 def store_both(
     x,
     row,
-    first_row,
-    first_column,
-    codes_ptr,
-    scales_ptr,
-    codes_t_ptr,
-    scales_t_ptr,
-    inexact_ptr,
-    num_rows,
-    num_columns,
-    seed,
-    step,
+    place,
+    planes,
+    noise,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -192,6 +183,9 @@ def store_both(
     """Quantise one tile (fp32, zero outside) along its columns (DIRECTIONS & 1) and its rows (DIRECTIONS & 2), and
     store:
     codes `[M, K]`, scales `[M, K/width]`, transposed codes `[K, M]`, transposed scales `[K, M/width]`."""
+    first_row, first_column, num_rows, num_columns = place
+    codes_ptr, scales_ptr, codes_t_ptr, scales_t_ptr, inexact_ptr = planes
+    seed, step = noise
     WIDTH: tl.constexpr = 128 if REGROUP else BLOCK
     column = first_column + tl.arange(0, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
@@ -266,62 +260,23 @@ def cast_both_kernel(
 ):
     """Both planes of `x [M, K]` out of one read of memory: a tile is read in row strips and again in column strips, the
     second time from the first-level cache, which takes half the registers of holding it."""
+    planes, noise = (codes_ptr, scales_ptr, codes_t_ptr, scales_t_ptr, inexact_ptr), (seed, step)
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     first_column = tl.program_id(1) * COLUMNS
     for start in range(0, ROWS, SUB_ROWS):
         row = first_row + start + tl.arange(0, SUB_ROWS)
         x = load_tile(x_ptr, row, first_column, num_rows, num_columns, stride_row, stride_column, COLUMNS)
+        place = (first_row + start, first_column, num_rows, num_columns)
         store_both(
-            x,
-            row,
-            first_row + start,
-            first_column,
-            codes_ptr,
-            scales_ptr,
-            codes_t_ptr,
-            scales_t_ptr,
-            inexact_ptr,
-            num_rows,
-            num_columns,
-            seed,
-            step,
-            SUB_ROWS,
-            COLUMNS,
-            BLOCK,
-            FORMAT,
-            MODE,
-            REGROUP,
-            STOCHASTIC,
-            1,
-            HARDWARE,
+            x, row, place, planes, noise, SUB_ROWS, COLUMNS, BLOCK, FORMAT, MODE, REGROUP, STOCHASTIC, 1, HARDWARE
         )
     row = first_row + tl.arange(0, ROWS)
     for start in range(0, COLUMNS, SUB_COLUMNS):
         column = first_column + start
         x = load_tile(x_ptr, row, column, num_rows, num_columns, stride_row, stride_column, SUB_COLUMNS)
+        place = (first_row, column, num_rows, num_columns)
         store_both(
-            x,
-            row,
-            first_row,
-            column,
-            codes_ptr,
-            scales_ptr,
-            codes_t_ptr,
-            scales_t_ptr,
-            inexact_ptr,
-            num_rows,
-            num_columns,
-            seed,
-            step,
-            ROWS,
-            SUB_COLUMNS,
-            BLOCK,
-            FORMAT,
-            MODE,
-            REGROUP,
-            STOCHASTIC,
-            2,
-            HARDWARE,
+            x, row, place, planes, noise, ROWS, SUB_COLUMNS, BLOCK, FORMAT, MODE, REGROUP, STOCHASTIC, 2, HARDWARE
         )
 
 
@@ -400,70 +355,3 @@ def cast_square_kernel(
             store_wide_square(wide_ptr, tl.max(byte), num_squares, padded_squares)
     flat = tl.reshape(code, [TILE, TILE]).to(tl.uint8)
     tl.store(codes_ptr + row[:, None] * num_columns + column[None, :], flat, mask=inside)
-
-
-@triton.jit
-def dequantise_kernel(
-    codes_ptr,
-    scales_ptr,
-    out_ptr,
-    num_rows,
-    num_columns,
-    stride_out_row,
-    stride_code_row,
-    stride_code_column,
-    stride_scale_row,
-    stride_scale_column,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    SWAP: tl.constexpr,
-):
-    """out `[M, K]`, columns contiguous, bf16: code times scale, exact for scale bytes 3..246; blocks of BLOCK_ROWS x
-    BLOCK_COLUMNS."""
-    row = tl.program_id(1 if SWAP else 0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0 if SWAP else 1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-    wide = column.to(tl.int64)
-    code = tl.load(
-        codes_ptr + row[:, None] * stride_code_row + wide[None, :] * stride_code_column, mask=inside, other=0
-    ).to(tl.int32)
-    scale = tl.load(
-        scales_ptr
-        + (row // BLOCK_ROWS)[:, None] * stride_scale_row
-        + (wide // BLOCK_COLUMNS)[None, :] * stride_scale_column,
-        mask=inside,
-        other=127,
-    ).to(tl.int32)
-    bits = tl.where(scale == 0, 0x400000, scale << 23)
-    bits = tl.where(scale == 255, 0x7FC00000, bits)
-    value = decode(code, FORMAT) * bits.to(tl.float32, bitcast=True)
-    tl.store(out_ptr + row[:, None] * stride_out_row + column[None, :], value.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def wide_scales_kernel(
-    scales_ptr,
-    out_ptr,
-    num_rows,
-    num_columns,
-    stride_row,
-    stride_column,
-    out_rows,
-    out_columns,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """fp32 2^(byte - 127) of E8M0 bytes 1..254 (255: NaN), stored rows-contiguous `[out_columns, out_rows]`, padded
-    with 1."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-    pointers = scales_ptr + row[:, None] * stride_row + column.to(tl.int64)[None, :] * stride_column
-    byte = tl.load(pointers, mask=inside, other=127).to(tl.int32)
-    bits = tl.where(byte == 255, 0x7FC00000, tl.where(byte == 0, 0x400000, byte << 23))
-    inside_out = (row < out_rows)[:, None] & (column < out_columns)[None, :]
-    target = out_ptr + column.to(tl.int64)[None, :] * out_rows + row[:, None]
-    tl.store(target, bits.to(tl.float32, bitcast=True), mask=inside_out)

@@ -106,27 +106,8 @@ def norm_cast_kernel(
         y = tl.where(inside, y.to(dtype).to(tl.float32), 0.0)
         if WRITE_Y:
             tl.store(y_ptr + row[:, None] * num_columns + column[None, :], y.to(dtype), mask=inside)
+        planes, noise = (codes_ptr, scales_ptr, codes_t_ptr, scales_t_ptr, inexact_ptr), (seed, step)
+        place = (first_row, first, num_rows, num_columns)
         store_both(
-            y,
-            row,
-            first_row,
-            first,
-            codes_ptr,
-            scales_ptr,
-            codes_t_ptr,
-            scales_t_ptr,
-            inexact_ptr,
-            num_rows,
-            num_columns,
-            seed,
-            step,
-            ROWS,
-            COLUMNS,
-            BLOCK,
-            FORMAT,
-            MODE,
-            REGROUP,
-            STOCHASTIC,
-            DIRECTIONS,
-            HARDWARE,
+            y, row, place, planes, noise, ROWS, COLUMNS, BLOCK, FORMAT, MODE, REGROUP, STOCHASTIC, DIRECTIONS, HARDWARE
         )

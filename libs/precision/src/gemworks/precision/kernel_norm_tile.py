@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from gemworks.precision.kernel_square import store_squares
-from gemworks.precision.kernel_tile import load_tile, store_pairs, store_tile
+from gemworks.precision.kernel_planes import store_planes
+from gemworks.precision.kernel_tile import load_tile, store_pairs
 from gemworks.precision.kernel_words import high_half, low_half, quads, round_to_bf16, sum_of_pairs, value
 
 
@@ -130,11 +130,7 @@ def apply_tile(
     y_ptr,
     mean_ptr,
     rstd_ptr,
-    codes_ptr,
-    scales_ptr,
-    codes_t_ptr,
-    scales_t_ptr,
-    inexact_ptr,
+    planes,
     first_row,
     first_column,
     num_rows,
@@ -154,8 +150,7 @@ def apply_tile(
     HARDWARE: tl.constexpr,
     SQUARES: tl.constexpr,
 ):
-    """A tile of the sum, normalised and quantised; planes as in `store_tile`, or as in `store_squares`, whose squares
-    go to scales_t."""
+    """A tile of the sum, normalised and quantised; planes as in `store_planes`."""
     left_rows = real_rows - first_row
     octet = tl.arange(0, R8) * 8
     half = (num_columns // 16) * 8
@@ -187,43 +182,8 @@ def apply_tile(
         C,
         HARDWARE,
     )
-    if SQUARES:
-        store_squares(
-            ys,
-            first_row,
-            first_column,
-            codes_ptr,
-            scales_ptr,
-            codes_t_ptr,
-            scales_t_ptr,
-            num_rows,
-            num_columns,
-            FORMAT,
-            MODE,
-            HARDWARE,
-        )
-    else:
-        store_tile(
-            ys,
-            first_row,
-            first_column,
-            codes_ptr,
-            scales_ptr,
-            codes_t_ptr,
-            scales_t_ptr,
-            inexact_ptr,
-            num_rows,
-            num_columns,
-            R8,
-            C,
-            B,
-            FORMAT,
-            MODE,
-            REGROUP,
-            DIRECTIONS,
-            True,
-            HARDWARE,
-        )
+    place = (first_row, first_column, num_rows, num_columns)
+    store_planes(ys, place, planes, R8, C, B, FORMAT, MODE, REGROUP, DIRECTIONS, SQUARES, HARDWARE)
 
 
 # Else widths of 16 tiles and every length of a turn are other kernels.
@@ -319,11 +279,7 @@ def norm_cast_kernel(
                 y_ptr,
                 mean_ptr,
                 rstd_ptr,
-                codes_ptr,
-                scales_ptr,
-                codes_t_ptr,
-                scales_t_ptr,
-                inexact_ptr,
+                (codes_ptr, scales_ptr, codes_t_ptr, scales_t_ptr, inexact_ptr),
                 first_row,
                 (tile % num_column_tiles) * C,
                 num_rows,

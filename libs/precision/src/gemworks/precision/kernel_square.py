@@ -114,38 +114,49 @@ def store_line(value, ptr, start, first, num_lines, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def store_squares(
+def store_square(
     xs,
-    first_row,
-    first_column,
+    place,
     codes_ptr,
-    scales_ptr,
     codes_t_ptr,
-    square_ptr,
-    num_rows,
-    num_columns,
     FORMAT: tl.constexpr,
     MODE: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Quantise a tile of 128 x 128 bf16 (zero outside) under one scale, which is returned, and store it both ways.
-
-    Codes as int32 `[M, K / 4]` with the scale for each row, fp32 `[K / 128, M]`, and as int64 `[K, M / 8]` with one
-    scale a square, `[K / 128, M / 128]`, whose rows are padded to four.
-    """
-    tl.static_assert(xs[0][0].shape[0] == 16 and xs[0][0].shape[1] == 32, "squares take tiles of 128 x 128")
+    """A tile of 128 x 128 under one scale, which is returned: codes both ways."""
+    first_row, first_column, num_rows, num_columns = place
     m = tl.maximum(largest_halves(xs, 0, HARDWARE), 0)
     n = tl.maximum(largest_halves(xs, 1, HARDWARE), 0)
     amax = tl.max(tl.maximum(tl.maximum(m & 0xFFFF, m >> 16), tl.maximum(n & 0xFFFF, n >> 16)))
     byte = scale_byte(amax << 16, FORMAT, MODE, 1)
     words = square_words(xs, byte, FORMAT, HARDWARE)
     store_codes(words, codes_ptr, codes_t_ptr, first_row, first_column, num_rows, num_columns, 3, HARDWARE)
-    scale = wide_value(byte)
+    return wide_value(byte)
+
+
+@triton.jit
+def store_squares(
+    xs,
+    place,
+    planes,
+    FORMAT: tl.constexpr,
+    MODE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Quantise a tile of 128 x 128 bf16 (zero outside) under one scale and store it both ways; planes as in
+    `store_tile`, without a count.
+
+    Codes as int32 `[M, K / 4]` with the scale for each row, fp32 `[K / 128, M]`, and as int64 `[K, M / 8]` with one
+    scale a square, `[K / 128, M / 128]`, whose rows are padded to four.
+    """
+    first_row, first_column, num_rows, _ = place
+    codes_ptr, scales_ptr, codes_t_ptr, square_ptr, _ = planes
+    tl.static_assert(xs[0][0].shape[0] == 16 and xs[0][0].shape[1] == 32, "squares take tiles of 128 x 128")
+    scale = store_square(xs, place, codes_ptr, codes_t_ptr, FORMAT, MODE, HARDWARE)
     column_tile = first_column // 128
     store_line(scale, scales_ptr, column_tile.to(tl.int64) * num_rows, first_row, num_rows, 128)
     num_padded = (num_rows + 511) // 512 * 4
     tl.store(square_ptr + column_tile.to(tl.int64) * num_padded + first_row // 128, scale)
-    return scale
 
 
 @triton.jit(do_not_specialize=["num_column_tiles", "num_padded", "real_rows"])
@@ -182,13 +193,8 @@ def cast_squares_kernel(
     first_column = column_tile * 128
     base = x_ptr + first_row * stride_row
     xs = load_tile(base, stride_row, real_rows - first_row, first_column, num_columns, R8, C, True, RAGGED, False)
-    m = tl.maximum(largest_halves(xs, 0, HARDWARE), 0)
-    n = tl.maximum(largest_halves(xs, 1, HARDWARE), 0)
-    amax = tl.max(tl.maximum(tl.maximum(m & 0xFFFF, m >> 16), tl.maximum(n & 0xFFFF, n >> 16)))
-    byte = scale_byte(amax << 16, FORMAT, MODE, 1)
-    words = square_words(xs, byte, FORMAT, HARDWARE)
-    store_codes(words, codes_ptr, codes_t_ptr, first_row, first_column, num_rows, num_columns, 3, HARDWARE)
-    scale = wide_value(byte)
+    place = (first_row, first_column, num_rows, num_columns)
+    scale = store_square(xs, place, codes_ptr, codes_t_ptr, FORMAT, MODE, HARDWARE)
     store_line(scale, scales_ptr, column_tile.to(tl.int64) * num_rows, first_row, num_rows, 128)
     store_line(scale, scales_t_ptr, row_tile.to(tl.int64) * num_columns, first_column, num_columns, 128)
     tl.store(square_ptr + column_tile * num_padded + row_tile, scale)

@@ -24,15 +24,8 @@ def wide_value(byte):
 @triton.jit
 def store_tile(
     xs,
-    first_row,
-    first_column,
-    codes_ptr,
-    scales_ptr,
-    codes_t_ptr,
-    scales_t_ptr,
-    inexact_ptr,
-    num_rows,
-    num_columns,
+    place,
+    planes,
     R8: tl.constexpr,
     C: tl.constexpr,
     B: tl.constexpr,
@@ -45,11 +38,15 @@ def store_tile(
 ):
     """Quantise a tile (zero outside) along its rows (DIRECTIONS & 1) and its columns (DIRECTIONS & 2), and store it.
 
-    codes as int32 `[M, K / 4]`, transposed codes as int64 `[K, M / 8]`. Scales lie block by block, so that a tile
+    place: first row and column of the tile, rows and columns of the matrix.
+    planes: pointers to codes, scales, transposed codes, their scales, and the int64 count of inexact codes. Codes are
+    int32 `[M, K / 4]`, transposed codes int64 `[K, M / 8]`. Scales lie block by block, so that a tile
     writes whole lines: `[K / width, M]` and `[M / width, K]`, as bytes or, where blocks are 128 wide, as the fp32 that
     cuBLAS takes. K is a multiple of 16, M (num_rows) of 128: products read no more than was written, whatever the
     number of rows that are real. Offsets inside a tile fit 32 bits (the launcher checks).
     """
+    first_row, first_column, num_rows, num_columns = place
+    codes_ptr, scales_ptr, codes_t_ptr, scales_t_ptr, inexact_ptr = planes
     WIDTH: tl.constexpr = 128 if REGROUP else B
     C4: tl.constexpr = C // 4
     # Regrouped E5M2 is rare enough for the plain way alone.
@@ -207,24 +204,6 @@ def cast_tile_kernel(
     first_column = (tile % num_column_tiles) * C
     base = x_ptr + first_row * stride_row
     xs = load_tile(base, stride_row, real_rows - first_row, first_column, num_columns, R8, C, PACKED, RAGGED, False)
-    store_tile(
-        xs,
-        first_row,
-        first_column,
-        codes_ptr,
-        scales_ptr,
-        codes_t_ptr,
-        scales_t_ptr,
-        inexact_ptr,
-        num_rows,
-        num_columns,
-        R8,
-        C,
-        B,
-        FORMAT,
-        MODE,
-        REGROUP,
-        DIRECTIONS,
-        PACKED,
-        HARDWARE,
-    )
+    planes = (codes_ptr, scales_ptr, codes_t_ptr, scales_t_ptr, inexact_ptr)
+    place = (first_row, first_column, num_rows, num_columns)
+    store_tile(xs, place, planes, R8, C, B, FORMAT, MODE, REGROUP, DIRECTIONS, PACKED, HARDWARE)

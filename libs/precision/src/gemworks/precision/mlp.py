@@ -16,8 +16,8 @@ import torch
 from gemworks.precision.activation import ACTIVATIONS, activation_cast, activation_gradient_cast
 from gemworks.precision.casts import cast, cast_backend, cast_both, cast_squares
 from gemworks.precision.gemms import gemm
-from gemworks.precision.linear import linear_backward, specs_of, weight_plane
 from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.products import linear_backward, specs_of, weight_plane
 from gemworks.precision.recipe import GemmKind, Recipe, recipe
 from torch import Tensor
 
@@ -81,7 +81,7 @@ class _MLP(torch.autograd.Function):
                 assert dh.columns is not None
                 assert x_plane is not None
                 plane_x_t = x_plane if x_plane.dim is None else x_plane.t()
-                dw1 = gemm(dh.columns.t(), plane_x_t, chosen.wgrad.kind, w1.dtype, chosen.backend)
+                dw1 = gemm(dh.columns.t(), plane_x_t, chosen.wgrad.kind, w1.dtype, chosen.backend, in_parts=True)
         return dx, dw1, db1, dw2, db2, None, None, None
 
 

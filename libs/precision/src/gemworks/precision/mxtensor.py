@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from gemworks.precision.formats import E8M0_NAN, Format, decode, element_spec, unpack_e2m1
+from gemworks.precision.checks import check_tensor
+from gemworks.precision.formats import Format, decode, element_spec, unpack_e2m1
 from gemworks.precision.hadamard import Hadamard, hadamard_inverse
 from gemworks.precision.scales import ScaleMode, scale_values
 from torch import Tensor
@@ -47,6 +48,20 @@ class MXTensor:
     whole: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        for name, value, kind in (("format", self.format, Format), ("scale_mode", self.scale_mode, ScaleMode)):
+            if not isinstance(value, kind):
+                raise ValueError(f"{name}: got {value!r}, expected a {kind.__name__}; {kind.__name__}(name) is one")
+        sizes = SQUARE_BLOCK_SIZES if self.dim is None else ROW_BLOCK_SIZES
+        if self.block not in sizes:
+            raise ValueError(f"block: got {self.block!r}, expected one of {sizes} along dim {self.dim}")
+        dims = len(self.shape)
+        if dims < 2 if self.dim is None else self.dim not in range(dims):
+            raise ValueError(
+                f"dim: got {self.dim!r}, expected one in [0, {dims}) of shape {self.shape}, or None for squares "
+                "over the last two dims"
+            )
+        for name, tensor in (("codes", self.codes), ("scales", self.scales)):
+            check_tensor(name, tensor)
         expected = scale_shape(self.padded_shape, self.dim, self.block)
         if tuple(self.scales.shape) != expected:
             raise ValueError(
@@ -61,6 +76,8 @@ class MXTensor:
                 )
         if tuple(self.codes.shape) != self.code_shape:
             raise ValueError(f"codes: got shape {tuple(self.codes.shape)}, expected {self.code_shape}")
+        if self.codes.device != self.scales.device:
+            raise ValueError(f"scales: on {self.scales.device}, codes are on {self.codes.device}; move one of them")
 
     @classmethod
     def unchecked(
@@ -164,19 +181,20 @@ class MXTensor:
         Returns:
             `shape`; `padded_shape` with `keep_transform`.
 
+        Raises:
+            ValueError: a dtype that is no floating point.
+
         >>> from gemworks.precision import quantize
         >>> quantize(torch.tensor([[1.0, 448.0]])).dequantize().tolist()
         [[1.0, 448.0]]
         """
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"dtype: got {dtype!r}, expected floating point, e.g. torch.bfloat16")
         values = decode(self.element_codes(), self.format) * self.expanded_scales()
         if self.hadamard is not None and not keep_transform:
             assert self.dim is not None
             values = hadamard_inverse(values, self.hadamard, self.dim).narrow(self.dim, 0, self.shape[self.dim])
         return values.to(dtype)
-
-    def has_nan_scale(self) -> Tensor:
-        """Scalar bool tensor (no host sync): does any block hold the NaN scale?"""
-        return (self.scales == E8M0_NAN).any()
 
     def t(self) -> MXTensor:
         """The transpose of a 2-D plane, without copying: a square plane serves both products of a weight."""

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from gemworks.precision.backends import shape_rule
+from gemworks.precision.checks import check_module
 from gemworks.precision.convert import linear_layers
 from gemworks.precision.formats import element_spec
-from gemworks.precision.linear import linear_backward, linear_forward
 from gemworks.precision.mxtensor import MXTensor
+from gemworks.precision.products import linear_backward, linear_forward
 from gemworks.precision.quantization import quantize
-from gemworks.precision.recipe import Recipe, recipe
+from gemworks.precision.recipe import PRESETS, Recipe, recipe
 from gemworks.precision.scales import inverse_scale
 from torch import Tensor, nn
 
@@ -143,11 +144,11 @@ def _captured(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     for name, layer in linear_layers(model):
 
         def before(_module: nn.Module, inputs: tuple, name: str = name) -> None:
-            seen[name] = [inputs[0].detach().flatten(0, -2)]
+            seen[name] = [_rows(inputs[0])]
 
         def after(_module: nn.Module, _inputs: tuple, output: Tensor, name: str = name) -> None:
             if output.requires_grad:
-                output.register_hook(lambda grad: seen[name].append(grad.detach().flatten(0, -2)))
+                output.register_hook(lambda grad: seen[name].append(_rows(grad)))
 
         handles += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
     try:
@@ -155,6 +156,10 @@ def _captured(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1, x.shape[-1])
 
 
 def measure_layer(x: Tensor, weight: Tensor, dy: Tensor, chosen: Recipe) -> Candidate:
@@ -221,7 +226,8 @@ def probe(
 
     Args:
         model: not converted (or reverted); run as it is.
-        batches: passed one by one to `step`; the last one is measured.
+        batches: passed one by one to `step`; the last one is measured. Layers that it did not run forward and backward
+            with at least one row stay bf16, with that reason.
         step: `(model, batch) -> loss`; default: `model(batch).float().square().mean()`.
         candidates: presets or recipes, in order of preference.
         min_sqnr_db: quality floor of every product.
@@ -232,32 +238,73 @@ def probe(
         The report; `report.recipe` names the preset of each layer, `report.save_file(path)` writes it.
 
     Raises:
-        ValueError: no batches, or a model without linear layers that ran.
+        ValueError: no module, batches or candidates, a loss that is no scalar with a gradient, or a model without
+            linear layers that ran.
     """
+    check_module(model)
+    _check_arguments(batches, step, candidates, min_sqnr_db, min_speedup, max_rows)
     kept = {name: p.grad for name, p in model.named_parameters()}
     count = 0
-    with _captured(model) as seen:
-        for batch in batches:
-            for parameter in model.parameters():
-                parameter.grad = None
-            loss = step(model, batch) if step is not None else model(batch).float().square().mean()
-            loss.backward()
-            count += 1
-    for name, parameter in model.named_parameters():
-        parameter.grad = kept[name]
+    try:
+        with _captured(model) as seen:
+            for batch in batches:
+                for parameter in model.parameters():
+                    parameter.grad = None
+                loss = step(model, batch) if step is not None else model(batch).float().square().mean()
+                if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                    got = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                    raise ValueError(
+                        f"step: its loss is {got}, expected a scalar tensor with a gradient; has the model parameters "
+                        "that require one?"
+                    )
+                loss.backward()
+                count += 1
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.grad = kept[name]
     if count == 0:
         raise ValueError("batches: empty; pass at least one batch")
-    layers = []
+    layers, ran = [], 0
     for name, layer in linear_layers(model):
-        if len(seen.get(name, [])) != 2:
+        if len(seen.get(name, [])) != 2 or not seen[name][0].shape[0]:
+            why = "the last batch did not run it forward and backward"
+            layers.append(LayerReport(name, (0, layer.in_features, layer.out_features), None, (), "bf16", why))
             continue
         x, dy = seen[name]
         layers.append(_probe_layer(name, layer, x, dy, candidates, min_sqnr_db, min_speedup, max_rows))
-    if not layers:
+        ran += 1
+    if not ran:
         raise ValueError("model: no linear layer ran forward and backward; is the loss made of its outputs?")
     first = recipe(candidates[0])
     chosen = {report.name: report.decision for report in layers}
     return ProbeReport(tuple(layers), replace(first, name="probed", layers=chosen))
+
+
+def _check_arguments(
+    batches: object,
+    step: object,
+    candidates: tuple[str | Recipe, ...],
+    min_sqnr_db: float,
+    min_speedup: float,
+    max_rows: int,
+) -> None:
+    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
+        raise ValueError(f"batches: got a {type(batches).__name__}, expected an iterable of batches, e.g. [batch]")
+    if step is not None and not callable(step):
+        raise ValueError(f"step: got {step!r}, expected a function of (model, batch) that returns the loss")
+    if not isinstance(candidates, list | tuple) or not candidates:
+        raise ValueError(f"candidates: got {candidates!r}, expected a tuple of recipes, e.g. ('mxfp8',)")
+    unknown = sorted({name for name in (recipe(source).name for source in candidates) if name not in PRESETS})
+    if unknown:
+        raise ValueError(
+            f"candidates: recipes are named {unknown}, expected names of presets, by which the recipe that probe "
+            f"writes calls layers: {sorted(PRESETS)}"
+        )
+    for name, value in (("min_sqnr_db", min_sqnr_db), ("min_speedup", min_speedup)):
+        if not isinstance(value, int | float):
+            raise ValueError(f"{name}: got {value!r}, expected a number")
+    if not isinstance(max_rows, int) or max_rows < 1:
+        raise ValueError(f"max_rows: got {max_rows!r}, expected an integer >= 1")
 
 
 def _probe_layer(
@@ -273,6 +320,8 @@ def _probe_layer(
     weight = layer.weight.detach()
     shape = (x.shape[0], x.shape[1], weight.shape[0])
     on_gpu = x.is_cuda
+    if not (x.isfinite().all() and dy.isfinite().all()):
+        return LayerReport(name, shape, None, (), "bf16", "its input or output gradient is not finite")
     bf16_ms = time_layer(x, weight, dy, recipe("bf16")) if on_gpu else None
     tried, passed, reasons = [], [], []
     for source in candidates:

@@ -1,5 +1,3 @@
-# Kernel launches `kernel[grid](...)` are not typed as calls of their own signature.
-# pyright: reportCallIssue=false
 """The q/k/v projection with the cast in its epilogue: codes and scales straight for attention.
 
 Shape letters: M rows, K features, H heads, D head width.
@@ -14,6 +12,7 @@ from gemworks.precision.attention import HEAD_WIDTHS, HeadPlane, head_plane
 from gemworks.precision.backends import choose, interpreting
 from gemworks.precision.casts import CastSpec, device_of
 from gemworks.precision.formats import Format
+from gemworks.precision.launch import launch
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.recipe import GemmKind
 from gemworks.precision.scales import ScaleMode
@@ -100,29 +99,24 @@ def _project_triton(
     values = torch.empty(rows, heads - num_coded, width, dtype=x.dtype, device=x.device)
     wide = x.dtype is torch.float32
     block_rows = 64 if wide or width > 128 else BLOCK_ROWS
-    project_kernel[(-(-rows // block_rows) * heads,)](
-        x,
-        weight,
-        bias if bias is not None else weight,
-        codes,
-        scales,
-        values,
-        rows,
-        x.shape[1],
-        x.stride(0),
-        heads,
-        num_coded,
-        HAS_BIAS=bias is not None,
-        D=width,
-        BM=block_rows,
-        BK=32 if wide else BLOCK_FEATURES,
-        GROUP=GROUP,
-        FORMAT=FORMATS[spec.format.value],
-        MODE=MODES[spec.scale_mode.value],
-        HARDWARE=not interpreting(),
-        PRECISION="ieee",
-        num_warps=8,
-        num_stages=3,
+    constants = {
+        "HAS_BIAS": bias is not None,
+        "D": width,
+        "BM": block_rows,
+        "BK": 32 if wide else BLOCK_FEATURES,
+        "GROUP": GROUP,
+        "FORMAT": FORMATS[spec.format.value],
+        "MODE": MODES[spec.scale_mode.value],
+        "HARDWARE": not interpreting(),
+        "PRECISION": "ieee",
+    }
+    tensors = (x, weight, bias if bias is not None else weight, codes, scales, values)
+    launch(
+        project_kernel,
+        (-(-rows // block_rows) * heads, 1, 1),
+        (*tensors, rows, x.shape[1], x.stride(0), heads, num_coded),
+        constants,
+        {"num_warps": 8, "num_stages": 3},
     )
     if not num_coded:
         return Projected(None, values)

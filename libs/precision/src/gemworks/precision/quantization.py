@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from gemworks.precision.checks import SUPPORTED_DTYPES, check_dim, check_instance, check_tensor
 from gemworks.precision.formats import FP32_INF_BITS, ElementSpec, Format, element_spec, encode, pack_e2m1
 from gemworks.precision.hadamard import Hadamard, hadamard_transform
 from gemworks.precision.mxtensor import (
@@ -16,8 +17,6 @@ from gemworks.precision.rng import STREAM_COLUMNS, STREAM_ROWS, STREAM_SQUARE, S
 from gemworks.precision.scales import ScaleMode, inverse_scale, magnitude_bits, scale_bytes, scale_mode_of
 from torch import Tensor
 
-SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def min_scale_byte(block: int) -> int:
     """0 for OCP blocks of 32; 1 for wider blocks, whose scales travel as fp32 and must be normal numbers."""
@@ -26,22 +25,21 @@ def min_scale_byte(block: int) -> int:
 
 def check_input(x: Tensor, dim: int | None, block: int, allowed: tuple[int, ...]) -> int | None:
     """Validate a quantiser's arguments; returns `dim` counted from the front."""
-    if not isinstance(x, Tensor):
-        raise ValueError(f"x: got {type(x).__name__}, expected a Tensor")
+    check_tensor("x", x)
     if x.dtype not in SUPPORTED_DTYPES:
         raise ValueError(
             f"x: got dtype {x.dtype}, expected one of {', '.join(map(str, SUPPORTED_DTYPES))}; "
             "cast it first, e.g. x.float()"
         )
+    if x.layout is not torch.strided:
+        raise ValueError(f"x: got layout {x.layout}, expected torch.strided; use x.to_dense(), or a jagged x.values()")
     if block not in allowed:
-        raise ValueError(f"block: got {block}, expected one of {allowed} (32 is OCP MX, 128 the Hopper form)")
+        raise ValueError(f"block: got {block!r}, expected one of {allowed} (32 is OCP MX, 128 the Hopper form)")
     if dim is None:
         if x.dim() < 2:
             raise ValueError(f"x: got shape {tuple(x.shape)}, square blocks need at least 2 dims; use quantize(x)")
         return None
-    if x.dim() == 0 or not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim: got {dim} for x of shape {tuple(x.shape)}, expected a dim in [{-x.dim()}, {x.dim()})")
-    return dim % x.dim()
+    return check_dim(x, dim)
 
 
 def quantize_rows(
@@ -102,8 +100,12 @@ def quantize(
     ([[120]], 124, 3.0)
     """
     spec, mode = element_spec(format), scale_mode_of(scale_mode)
+    if dim is None:
+        raise ValueError("dim: got None, expected the dim of the contraction; for squares use quantize_square(x)")
     front_dim = check_input(x, dim, block, ROW_BLOCK_SIZES)
     assert front_dim is not None
+    check_instance("stochastic", stochastic, Stochastic, "Stochastic(seed=1, step=step)")
+    check_instance("hadamard", hadamard, Hadamard, "Hadamard(32, seed=0)")
     shape = tuple(x.shape)
     if hadamard is not None:
         x = hadamard_transform(x, hadamard, front_dim)
@@ -139,7 +141,11 @@ def quantize_both(
 
     Returns:
         The plane along dim 1 and the plane along dim 0 (whose codes are contiguous along dim 0).
+
+    Raises:
+        ValueError: as `quantize`, or other than 2 dims.
     """
+    check_tensor("x", x)
     if x.dim() != 2:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected 2 dims; flatten the leading dims first")
     rows = quantize(x, 1, format, scale_mode, block=block, stochastic=stochastic)
@@ -162,9 +168,13 @@ def quantize_square(
 
     Returns:
         The plane; scales `[..., ceil(M / block), ceil(K / block)]`.
+
+    Raises:
+        ValueError: as `quantize`, or fewer than 2 dims.
     """
     spec, mode = element_spec(format), scale_mode_of(scale_mode)
     check_input(x, None, block, SQUARE_BLOCK_SIZES)
+    check_instance("stochastic", stochastic, Stochastic, "Stochastic(seed=1, step=step)")
     shape = tuple(x.shape)
     blocks = scale_shape(shape, None, block)
     pads = (0, blocks[-1] * block - shape[-1], 0, blocks[-2] * block - shape[-2])

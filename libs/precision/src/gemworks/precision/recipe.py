@@ -16,17 +16,17 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gemworks.precision.checks import NamedEnum, check_integer
 from gemworks.precision.formats import Format, element_spec
 from gemworks.precision.hadamard import HADAMARD_SIZES, Hadamard
 from gemworks.precision.scales import ScaleMode, scale_mode_of
 
 
-class GemmKind(StrEnum):
+class GemmKind(NamedEnum):
     """Arithmetic of one product."""
 
     BF16 = "bf16"
@@ -40,7 +40,7 @@ class GemmKind(StrEnum):
         return 1 if self is GemmKind.BF16 else (32 if self is GemmKind.MXFP8 else 128)
 
 
-class Save(StrEnum):
+class Save(NamedEnum):
     """What a layer keeps of its input for the weight gradient.
 
     `high_precision`: the input itself (2 bytes an element in bf16; free if something else keeps it anyway).
@@ -51,6 +51,9 @@ class Save(StrEnum):
     HIGH_PRECISION = "high_precision"
     ROW = "row"
     BOTH = "both"
+
+
+BACKENDS = ("auto", "reference", "triton", "scaled_mm", "transformer_engine")
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,7 @@ class Recipe:
     text: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
+        self._check_types()
         object.__setattr__(self, "scale_mode", scale_mode_of(self.scale_mode))
         try:
             object.__setattr__(self, "save", Save(self.save))
@@ -152,14 +156,38 @@ class Recipe:
             )
         if self.square_gradients and (self.dgrad.kind is not self.wgrad.kind or self.dgrad.left != self.wgrad.left):
             raise ValueError("square_gradients: needs dgrad and wgrad of one kind and one format for the gradients")
-        if self.keep_last_layers_bf16 < 0 or self.min_features < 0:
-            raise ValueError("keep_last_layers_bf16 and min_features: expected numbers >= 0")
         unknown = sorted({preset for preset in self.layers.values() if preset not in PRESETS})
         if unknown:
             raise ValueError(f"layers: unknown presets {unknown}, expected {sorted(PRESETS)}")
         object.__setattr__(self, "text", self.to_toml())
         # a compiler reads what is there, but cannot follow how a cached property gets there
         _ = self.is_bf16, self.feature_multiple
+
+    def _check_types(self) -> None:
+        """What a file or a caller may get wrong field by field."""
+        for name in ("forward", "dgrad", "wgrad"):
+            value = getattr(self, name)
+            if not isinstance(value, GemmRecipe):
+                raise ValueError(f"{name}: got {value!r}, expected a GemmRecipe, e.g. GemmRecipe('mxfp8')")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.default is False and not isinstance(value, bool):
+                raise ValueError(f"{item.name}: got {value!r}, expected True or False")
+        if not isinstance(self.name, str):
+            raise ValueError(f"name: got {self.name!r}, expected a string")
+        check_integer("seed", self.seed, 2**63)
+        for name in ("keep_last_layers_bf16", "min_features"):
+            check_integer(name, getattr(self, name), 2**31)
+        share = self.max_inexact
+        if not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ValueError(f"max_inexact: got {share!r}, expected a share in [0, 1]")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend: got {self.backend!r}, expected one of {BACKENDS}")
+        named = isinstance(self.layers, Mapping) and all(isinstance(preset, str) for preset in self.layers.values())
+        if not named:
+            raise ValueError(
+                f"layers: got {self.layers!r}, expected preset names by layer name, e.g. {{'head': 'bf16'}}"
+            )
 
     @property
     def kinds(self) -> tuple[GemmKind, GemmKind, GemmKind]:
@@ -212,6 +240,8 @@ class Recipe:
     @staticmethod
     def from_toml(text: str) -> Recipe:
         """Parse a recipe; raises ValueError for unknown keys and values."""
+        if not isinstance(text, str):
+            raise ValueError(f"recipe file: got {type(text).__name__}, expected its text; recipe(path) reads a file")
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -264,7 +294,7 @@ def recipe(source: str | Path | Recipe, **changes: Any) -> Recipe:
     """A recipe by preset name, from a `.toml` file, or as given; keyword arguments replace fields.
 
     Raises:
-        ValueError: no such preset or file.
+        ValueError: no such preset, file or field, or a value that a field does not take.
 
     >>> recipe("mxfp8", keep_last_layers_bf16=2).keep_last_layers_bf16
     2
@@ -282,7 +312,7 @@ def recipe(source: str | Path | Recipe, **changes: Any) -> Recipe:
         raise ValueError(f"recipe: got {source!r}, expected one of {sorted(PRESETS)} or the path of a .toml file")
     if not changes:  # on every call of a layer, also while it is being compiled
         return found
-    known = {part.name for part in fields(Recipe)}
+    known = {part.name for part in fields(Recipe) if part.init}
     if unknown := sorted(set(changes) - known):
         raise ValueError(f"recipe: got changes {', '.join(unknown)}, expected some of {', '.join(sorted(known))}")
     return replace(found, **changes)

@@ -31,9 +31,13 @@ def regroup(mx: MXTensor, *, square: bool = False) -> tuple[MXTensor, Tensor]:
     >>> plane.block, tuple(plane.scales.shape), inexact.item()
     (128, (2, 2), 0)
     """
+    if not isinstance(mx, MXTensor):
+        raise ValueError(f"mx: got {type(mx).__name__}, expected an MXTensor; quantize(x) makes one")
     spec = element_spec(mx.format)
     if mx.block != 32 or spec.torch_dtype is None:
         raise ValueError(f"mx: got block {mx.block} and format {mx.format.value!r}, expected block 32 of e4m3 or e5m2")
+    if square and len(mx.shape) < 2:
+        raise ValueError(f"mx: got shape {mx.shape}, squares need at least 2 dims; leave square unset")
     if mx.dim is None and not square:
         raise ValueError("mx: square 32x32 blocks merge into 128x128 only; pass square=True")
     scales = mx.scales.to(torch.int32)

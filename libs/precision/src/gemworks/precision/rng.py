@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from gemworks.precision.checks import check_integer, check_step
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
@@ -32,10 +33,8 @@ class Stochastic:
     step: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed: got {self.seed}, expected an integer in [0, 2^63)")
-        if not 0 <= self.step < 2**32:
-            raise ValueError(f"step: got {self.step}, expected an integer in [0, 2^32); use the step modulo 2^32")
+        check_integer("seed", self.seed, 2**63)
+        check_step(self.step)
 
 
 def _mul_hi_lo(a: Tensor, b: int) -> tuple[Tensor, Tensor]:

@@ -102,15 +102,16 @@ class Operands:
         )
 
     def pieces(self, number: int) -> list[Operands]:
-        """A product by squares as that many over parts of the contraction, of two lengths (`cuts`)."""
+        """A product by squares as that many over parts of the contraction, of two lengths (`cuts`); the last ends where
+        the contraction does, at any multiple of 128."""
         parts: list[Operands] = []
-        lines = self.scale_b.t()
-        for first, last, length in cuts(self.left.shape[1], number):
+        lines, contraction = self.scale_b.t(), self.left.shape[1]
+        for first, last, length in cuts(contraction, number):
             # cuBLAS takes the distance of lines of squares from the length of the contraction.
             blocks = lines[:, first // 128 : last // 128].unflatten(1, (-1, length // 128))
             squares = blocks.transpose(0, 1).clone(memory_format=torch.contiguous_format).unbind()
             for start, square in zip(range(first, last, length), squares, strict=True):
-                stop = start + length
+                stop = min(start + length, contraction)
                 scale_a = self.scale_a[:, start // 128 : stop // 128]
                 left, right = self.left[:, start:stop], self.right[start:stop]
                 parts.append(Operands(left, right, scale_a, square.t(), self.recipe_a, self.recipe_b))
@@ -118,14 +119,18 @@ class Operands:
 
 
 def cuts(contraction: int, number: int) -> list[tuple[int, int, int]]:
-    """A contraction in multiples of 512 as `number` parts that differ by 512 at most: (first, last, length of a part).
+    """A contraction as `number` parts that differ by 512 at most: (first, last, length of a part). The last is counted
+    up to a multiple of 512, as far as scales of squares are padded.
 
     >>> cuts(4096, 3), cuts(4096, 2)
     ([(0, 3072, 1536), (3072, 4096, 1024)], [(0, 4096, 2048)])
+    >>> cuts(3712, 3)
+    [(0, 3072, 1536), (3072, 4096, 1024)]
     """
-    short, longer = divmod(contraction // 512, number)
+    steps = -(-contraction // 512)
+    short, longer = divmod(steps, number)
     middle = longer * (short + 1) * 512
-    spans = [(0, middle, 512 * (short + 1)), (middle, contraction, 512 * short)]
+    spans = [(0, middle, 512 * (short + 1)), (middle, steps * 512, 512 * short)]
     return [span for span in spans if span[0] < span[1]]
 
 
@@ -148,8 +153,8 @@ def operands(a: MXTensor, b: MXTensor) -> Operands:
     return Operands(left, right, scale_a, wide_scales(b, columns, num_blocks), ROWS128, ROWS128)
 
 
-def scaled_mm(a: MXTensor, b: MXTensor, out_dtype: torch.dtype) -> Tensor:
-    """`A @ B^T` of two planes through cuBLAS; see the module for the layouts."""
+def scaled_mm(a: MXTensor, b: MXTensor, out_dtype: torch.dtype, in_parts: bool = False) -> Tensor:
+    """`A @ B^T` of two planes through cuBLAS; see the module for the layouts. `in_parts`: as in `gemm`."""
     m, n = a.padded_shape[0], b.padded_shape[0]
     k = a.padded_shape[1]
     if m == 0 or n == 0 or k == 0:
@@ -157,7 +162,7 @@ def scaled_mm(a: MXTensor, b: MXTensor, out_dtype: torch.dtype) -> Tensor:
     both = operands(a, b)
     rows, columns, contraction = both.left.shape[0], both.right.shape[1], both.left.shape[1]
     pieces = 1
-    if both.recipe_b is SQUARES128:
+    if in_parts and both.recipe_b is SQUARES128:
         pieces = num_pieces(rows, columns, contraction, num_processors(both.left.device))
     if pieces > 1:
         out = multiply_pieces(both, pieces, out_dtype)
@@ -185,6 +190,7 @@ def num_pieces(rows: int, columns: int, contraction: int, processors: int) -> in
     steps = contraction // 512
     # Parts are summed in fp32: many of a large gradient would be traffic.
     most = min(MAX_PIECES, steps // 32, 2**25 // (rows * columns))
+    # A last part that is no multiple of 512 is laid out (`Operands.pieces`) but no GPU has run it yet.
     if contraction % 512 or most < 2 or tiles > together:
         return 1
 

@@ -18,9 +18,8 @@ Sources: OCP MX v1.0 section 6.3 (floor); "Recipes for Pre-training LLMs with MX
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import torch
+from gemworks.precision.checks import NamedEnum
 from gemworks.precision.formats import (
     E8M0_BIAS,
     E8M0_MAX,
@@ -35,7 +34,7 @@ from gemworks.precision.formats import (
 from torch import Tensor
 
 
-class ScaleMode(StrEnum):
+class ScaleMode(NamedEnum):
     """How a block's power-of-two scale follows from its largest magnitude; the module's table has the formulas."""
 
     FLOOR = "floor"

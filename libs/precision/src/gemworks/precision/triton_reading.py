@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import torch
 from gemworks.precision.formats import Format
-from gemworks.precision.kernel_cast import dequantise_kernel, wide_scales_kernel
 from gemworks.precision.kernel_common import FORMATS
+from gemworks.precision.kernel_reading import dequantise_kernel, wide_scales_kernel
 from gemworks.precision.launch import Setup, integers, launch, launcher_of
 from gemworks.precision.mxtensor import MXTensor, padded_rows
 from gemworks.precision.triton_casts import two_axes

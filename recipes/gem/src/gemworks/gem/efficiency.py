@@ -218,14 +218,8 @@ def mfu(
     return flops / (seconds * num_gpus * peak_flops_per_second)
 
 
-def mixed_peak(
-    bf16_flops: float,
-    fp8_flops: float,
-    *,
-    bf16_peak: float = H200_BF16_PEAK_FLOPS,
-    fp8_peak: float = H200_FP8_PEAK_FLOPS,
-) -> float:
-    """The peak of a step that does part of its FLOPs in FP8: total FLOPs by the least time that both parts need.
+def mixed_peak(bf16_flops: float, fp8_flops: float) -> float:
+    """The H200's peak for a step with FLOPs in bf16 and FP8: all of them by the least time that both parts need.
 
     >>> mixed_peak(1.0, 0.0) == H200_BF16_PEAK_FLOPS
     True
@@ -233,4 +227,4 @@ def mixed_peak(
     total = bf16_flops + fp8_flops
     if bf16_flops < 0 or fp8_flops < 0 or total <= 0:
         raise ValueError(f"bf16_flops, fp8_flops: got {bf16_flops}, {fp8_flops}, expected 0 or more and not both 0")
-    return total / (bf16_flops / bf16_peak + fp8_flops / fp8_peak)
+    return total / (bf16_flops / H200_BF16_PEAK_FLOPS + fp8_flops / H200_FP8_PEAK_FLOPS)

@@ -46,18 +46,17 @@ def _is_ours(error: BaseException) -> bool:
     return spec is not None and spec.name.partition(".")[0] == "gemworks"
 
 
-def report(error: BaseException, stream: TextIO | None = None) -> int:
+def report(error: BaseException) -> int:
     """Prints one line about the error, red on a terminal, and returns the exit code.
 
     A failed run also prints its traceback; the others do so only when the environment sets GEMWORKS_TRACEBACK.
     """
-    out: TextIO = sys.stderr if stream is None else stream
     code = exit_code(error)
     if code == RUN_FAILED or os.environ.get(TRACEBACK_VARIABLE):
-        traceback.print_exception(error, file=out)
+        traceback.print_exception(error)
     text = str(error).strip() or type(error).__name__
     kind = {WRONG_INPUT: "error", REQUEUE: "to be continued"}.get(code, f"the run failed: {type(error).__name__}")
-    print_line(f"{kind}: {text}", out)
+    print_line(f"{kind}: {text}", sys.stderr)
     return code
 
 

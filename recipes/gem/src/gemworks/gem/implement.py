@@ -201,7 +201,7 @@ def mark_sizes(sequence: Sequence) -> None:
     What is not marked becomes a size that varies too, but only after a batch of another size has been compiled for.
     """
     plan = sequence.plan
-    first = [sequence.s_TD, sequence.offsets_S, sequence.lengths_B, plan.slot_T]
+    first = [sequence.s_TD, sequence.late_TD, sequence.offsets_S, sequence.lengths_B, plan.slot_T]
     first += [plan.cu_attention, plan.cu_sequences, plan.cu_seeds]
     first += [] if sequence.rope is None else [sequence.rope.cos_TJ, sequence.rope.sin_TJ]
     first += [plan.blocks_S3]

@@ -37,6 +37,8 @@ class KernelConfig:
         norm: gemworks.jagged's norms with their residuals, or torch's with the additions beside them.
         fused_qk: QK-norm and RoPE inside the ops of self-attention and softmax pooling, which take their projection as
             one tensor and return its gradient as one; otherwise op by op before them.
+        late_residual: self-attention's residual is added by whatever reads the sum next, which in a compiled layer is
+            the kernel of its norms; otherwise where it arises, by the product before it, which first copies it.
         fused_pffn_norm: the norm after GDPA, its residual and what is added after it inside GDPA's kernel.
         experts: Wukong experts one after another, or each of their products for all of them at once.
         stream: dtype of the tokens between the layers: autocast's own, or float32, as norms under autocast leave it.
@@ -61,6 +63,7 @@ class KernelConfig:
     pffn: PffnKernel = "gemworks"
     norm: NormKernel = "gemworks"
     fused_qk: bool = True
+    late_residual: bool = False
     fused_pffn_norm: bool = False
     experts: Literal["separate", "batched"] = "separate"
     stream: Literal["autocast", "float32"] = "autocast"

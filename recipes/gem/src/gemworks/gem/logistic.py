@@ -83,9 +83,7 @@ class LogisticRegression:
         return self.bias + self.id_weights_V[x.rows_NF].sum(1) + standard_NC @ self.float_weights_C
 
 
-def fit(
-    x: Features, labels_N: Tensor, *, l2: float, start: LogisticRegression | None = None, max_iterations: int = 200
-) -> LogisticRegression:
+def fit(x: Features, labels_N: Tensor, *, l2: float, start: LogisticRegression | None = None) -> LogisticRegression:
     """Minimises summed log-loss + l2 / 2 * squared id weights + 1/2 * squared float weights, by L-BFGS in float64.
 
     Convex, so the start only saves time. The few float weights get a nominal penalty: it is the ids that overfit.
@@ -126,7 +124,7 @@ def fit(
     weights.requires_grad_(True)
     optimizer = torch.optim.LBFGS(
         [weights],
-        max_iter=max_iterations,
+        max_iter=200,
         tolerance_grad=1e-7,
         tolerance_change=1e-10,
         history_size=20,

@@ -234,5 +234,7 @@ def _let_fsdp_see_sequences() -> None:
     if TokenSequence in pytree.SUPPORTED_NODES:
         return
     pytree.register_pytree_node(
-        TokenSequence, lambda s: ([s.s_TD], s), lambda children, s: s.replace_tokens(next(iter(children)))
+        TokenSequence,
+        lambda s: ([s.s_TD] if s.late_TD is None else [s.s_TD, s.late_TD], s),
+        lambda children, s: s.replace_tokens(*children),
     )

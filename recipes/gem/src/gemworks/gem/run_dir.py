@@ -29,9 +29,9 @@ from gemworks.gem.lock import RunLock
 from gemworks.gem.sinks import Sink, TensorBoardSink, WandbSink, scalars
 
 
-def default_run_dir(config: GemConfig, root: str | Path = "runs") -> Path:
+def default_run_dir(config: GemConfig) -> Path:
     """`runs/<preset>-<source>-<date>-<time>`."""
-    return Path(root) / f"{config.preset}-{config.data.source}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Path("runs") / f"{config.preset}-{config.data.source}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def json_ready(value: Any) -> Any:

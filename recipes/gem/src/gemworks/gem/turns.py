@@ -6,6 +6,7 @@ machine for itself. Each process calls `wait` when it is warm, then measures ins
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import os
 import time
@@ -13,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-# Options of the commands that take turns: they say who was measured beside whom, not what.
-OPTIONS = ("--turns", "--of", "--order", "--patience-s")
+# Options that say who was measured beside whom, what was foreseen and when to give up, not what was measured.
+OPTIONS = ("--turns", "--of", "--order", "--patience-s", "--peaks", "--row-s")
 
 
 def without_options(argv: Sequence[str]) -> list[str]:
@@ -30,6 +31,14 @@ def without_options(argv: Sequence[str]) -> list[str]:
             kept.append(text)
         skip = not skip and text in OPTIONS
     return kept
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options from which `Turns.of` makes a command's turns."""
+    parser.add_argument("--turns", type=Path, help="folder where processes meet that warm up side by side")
+    parser.add_argument("--of", type=int, default=1, help="how many of them")
+    parser.add_argument("--order", type=int, default=0, help="how many of them measure before this one")
+    parser.add_argument("--patience-s", type=float, default=120.0, help="how long they wait for each other")
 
 
 class Turns:
@@ -52,6 +61,13 @@ class Turns:
     def __init__(self, folder: Path, number: int, *, patience_s: float = 120.0, order: int = 0) -> None:
         self.folder, self.number, self.patience_s, self.order = folder, number, patience_s, order
         folder.mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Turns | None:
+        """Those of a command line with `add_options`; None for a command that takes none."""
+        if args.turns is None:
+            return None
+        return cls(args.turns, args.of, patience_s=args.patience_s, order=args.order)
 
     def arrive(self) -> None:
         """This process is ready, or will never be; twice is as good as once."""

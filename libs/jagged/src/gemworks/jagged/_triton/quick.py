@@ -4,6 +4,9 @@ A jitted function looks at every argument of every launch, builds a key of strin
 reads. Between launches of a training step only pointers and a few sizes differ, so a launch that looks like one before
 goes straight to the compiled kernel. What a launch looks like is what Triton specialises on: types, whether a pointer
 lies on 16 bytes, whether an integer is 1, a multiple of 16, or wider than 32 bits, and every constant.
+
+A jitted function starts on whichever device is current. Here a kernel starts on the device of its first argument, on
+that device's current stream; of the launches in this package none does otherwise.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import _C
 from triton import knobs
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 INT32 = 1 << 31
@@ -51,9 +54,10 @@ def look(x: Any) -> Any:
 
 
 class Quick:
-    """`kernel[grid](*run-time arguments, **constants)`, as of the jitted function.
+    """`kernel[grid](*run-time arguments, **constants)` as of the jitted function, on the first argument's device.
 
-    Run-time arguments are positional and come first in the kernel's parameters; all constants are by name.
+    Run-time arguments are positional and come first in the kernel's parameters; the first of them is a tensor or a
+    tensor descriptor. All constants are by name.
     """
 
     def __init__(self, kernel: JITFunction[Any]) -> None:
@@ -65,11 +69,16 @@ class Quick:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def start(*args: Any, **constants: Any) -> None:
+            first = args[0]
+            device = (first if isinstance(first, torch.Tensor) else first.base).get_device()
+            # Entering a guard at every launch would cost several times what this question does.
+            if device != _C._cuda_getDevice() and device >= 0:
+                with torch.cuda.device(device):
+                    start(*args, **constants)
+                return
             if _is_watched():
                 self.kernel[grid](*args, **constants)
                 return
-            active: Any = driver.active
-            device = active.get_current_device()
             # Pointers go as numbers: for a tensor the launcher asks the driver whose memory it is.
             looks: list[Any] = [device, *constants, *constants.values()]
             values: list[Any] = []
@@ -93,7 +102,7 @@ class Quick:
             compiled, tail = found
             x, y, z = (*grid, 1, 1)[:3]
             compiled.run(
-                x, y, z, active.get_current_stream(device), compiled.function, compiled.packed_metadata,
+                x, y, z, _C._cuda_getCurrentRawStream(device), compiled.function, compiled.packed_metadata,
                 None, None, None, *values, *tail,
             )  # fmt: skip
 
@@ -108,8 +117,13 @@ class Quick:
 
 def _is_watched() -> bool:
     """Whether a profiler has asked Triton for a call at every launch."""
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    runtime = knobs.runtime
+    return _calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook)
+
+
+def _calls(hook: Any) -> bool:
+    """Whether it is a hook, and not a chain of none."""
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def quick(kernel: Any) -> Any:

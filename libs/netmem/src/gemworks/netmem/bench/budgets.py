@@ -12,21 +12,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import statistics
 import subprocess
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
-from gemworks.netmem.arena import PinnedArena
-from gemworks.netmem.bench.rows import synchronize, timed_on_device_ms
 from gemworks.netmem.bench.single import GIB, Setup
-from gemworks.netmem.bench.stack import StackSize, make_stack
-from gemworks.netmem.bench.waits import MeteredMover
+from gemworks.netmem.bench.stack import StackSize
+from gemworks.netmem.bench.study import KEEP_EVERYTHING, STEPS, Point, Study, log
 from gemworks.netmem.budget import (
     KEEP,
     OFFLOAD,
@@ -34,15 +30,12 @@ from gemworks.netmem.budget import (
     QUANTISE_FUSED,
     RECOMPUTE,
     Option,
-    Peak,
     Plan,
     StepProfile,
     evaluate,
 )
 from gemworks.netmem.errors import InfeasibleBudgetError
-from gemworks.netmem.offload import OffloadEngine
-from gemworks.netmem.policy import apply_policy
-from gemworks.netmem.profiler import profile, table
+from gemworks.netmem.profiler import table
 from gemworks.netmem.rehearsal import rehearse
 from gemworks.netmem.solver import least_feasible, solve
 
@@ -56,134 +49,8 @@ REL_GAP = 0.003
 NEARLY = 1.01  # options closer than this are one
 MAX_LABELS = 4000
 FREE_SLOWDOWN = 0.03
-ROUNDS = 3
-STEPS = 3  # timed in a row
 PARTS = ("target", "curve", "quantise", "offload")
-KEEP_EVERYTHING = "keep everything"
-_START = time.perf_counter()
 _FAILURES = (RuntimeError, AssertionError, ValueError)
-
-
-def _log(text: str) -> None:
-    print(f"[{time.perf_counter() - _START:6.1f} s] {text}", flush=True)
-
-
-@dataclass(frozen=True)
-class Point:
-    """One measured plan, with the time of keeping everything in the same minutes."""
-
-    plan: Plan
-    ms: float
-    peak_gib: float
-    keep_ms: float = float("nan")
-
-
-class Study:
-    """The stack with what measuring a plan on it needs."""
-
-    def __init__(self, s: Setup, size: StackSize) -> None:
-        self.s, self.size = s, size
-        self.model, self.batch = make_stack(size, s.device)
-        self.compiled = s.compile
-        self.keep_point: Point | None = None
-        self.compile_kwargs: dict[str, object] | None = {} if s.compile else None
-        self.arena_bytes = s.gib(4) if not s.smoke else 64 << 20
-        self.mover = MeteredMover(s.device) if s.device.type == "cuda" else None
-        self.engine = OffloadEngine(
-            PinnedArena(self.arena_bytes, pin=s.device.type == "cuda"),
-            device=s.device,
-            window_bytes=s.gib(3),
-            min_bytes=1024 if s.smoke else 1 << 20,
-            mover=self.mover,
-        )
-        for p in (self.batch, *self.model.parameters()):
-            p.grad = torch.zeros_like(p)
-        # what is there all the time
-        kept = [*self.model.parameters(), self.batch]
-        self.base_bytes = 2 * sum(p.numel() * p.element_size() for p in kept)
-        if s.device.type == "cuda":
-            self.times(Plan(dict.fromkeys(self.model.regions, KEEP), 0, 0, 0, Peak(0, "", "", 0, 0, 0, 0), 0), 1)
-            # with the workspaces of libraries
-            self.base_bytes = max(self.base_bytes, torch.cuda.memory_allocated(s.device))
-
-    def step(self) -> None:
-        """Forward and backward; gradients are added to the ones that are there, so that no memory comes and goes."""
-        self.model(self.batch).backward()
-
-    def times(self, plan: Plan, repeats: int) -> list[float]:
-        """Milliseconds of a step, from that many runs of some steps in a row, as training runs them.
-
-        After a synchronisation the host is ahead of nothing, and the device waits while it issues the copies of the
-        first region.
-        """
-        with apply_policy(self.model, plan, engine=self.engine, compile_kwargs=self.compile_kwargs):
-            self.step()
-            return [timed_on_device_ms(self.step, self.s.device, 1, STEPS)[0] for _ in range(repeats)]
-
-    def peak_gib(self, plan: Plan) -> float | str:
-        """Peak of a step."""
-        if self.s.device.type != "cuda":
-            return ""
-        with apply_policy(self.model, plan, engine=self.engine, compile_kwargs=self.compile_kwargs):
-            self.step()
-            synchronize(self.s.device)
-            torch.cuda.reset_peak_memory_stats(self.s.device)
-            self.step()
-            synchronize(self.s.device)
-            return torch.cuda.max_memory_allocated(self.s.device) / GIB
-
-    def exposed_ms(self, plan: Plan) -> float | str:
-        """How long compute waits for copies in a step."""
-        if self.mover is None:
-            return ""
-        with apply_policy(self.model, plan, engine=self.engine, compile_kwargs=self.compile_kwargs):
-            self.step()
-            return self.mover.measure_ms(self.step)
-
-    def row(self, setting: str, impl: str, plan: Plan, against: Point | None = None, peer: str = "") -> Point:
-        """Measure a plan, in turns with keeping everything, and report it."""
-        if plan.moved_bytes > self.arena_bytes:
-            self.s.rows.add("budget", shape=self.size.label, impl=impl, setting=f"{setting}: more than the host arena")
-            return Point(plan, float("nan"), float("nan"))
-        times: list[float] = []
-        keep_times: list[float] = []
-        for _ in range(1 if self.s.smoke else ROUNDS):
-            if self.keep_point is not None:
-                keep_times += self.times(self.keep_point.plan, 2)
-            times += self.times(plan, 2)
-        times.sort()
-        last = len(times) - 1
-        ms, p20, p80 = statistics.median(times), times[round(0.2 * last)], times[round(0.8 * last)]
-        keep_ms = statistics.median(keep_times) if keep_times else ms
-        peak = self.peak_gib(plan)
-        text = f"{setting}; predicted {plan.step_s * 1e3:.2f} ms"
-        text += f" with {plan.stall_s * 1e3:.2f} of waiting" if plan.moved_bytes else ""
-        text += f", {plan.peak_bytes / GIB:.3f} GiB"
-        point = Point(plan, ms, peak if isinstance(peak, float) else plan.peak_bytes / GIB, keep_ms)
-        if self.keep_point is not None:
-            keep, base = self.keep_point, self.base_bytes / GIB
-            less = 1 - (point.peak_gib - base) / (keep.peak_gib - base)
-            text += f"; activations {-100 * less:+.1f} %, {100 * (ms / keep_ms - 1):+.1f} % time against keep"
-        against_ms = keep_ms if peer == KEEP_EVERYTHING else ms if against is None else against.ms
-        self.s.rows.add(
-            "budget",
-            shape=self.size.label,
-            setting=text,
-            impl=impl,
-            memory_gib=peak,
-            ms=ms,
-            ms_p20=p20,
-            ms_p80=p80,
-            exposed_ms=self.exposed_ms(plan) if plan.moved_bytes else 0.0,
-            best_peer=peer,
-            ratio_to_best_peer=against_ms / ms if peer else "",
-            dtype=str(self.batch.dtype).removeprefix("torch."),
-            law="fixed",
-            mean_len=self.size.length,
-            max_len=self.size.length,
-            seed=0,
-        )
-        return point
 
 
 def _everywhere(step: StepProfile, choice: str) -> Plan:
@@ -195,16 +62,6 @@ def _shares(plan: Plan) -> str:
     for choice in plan.choices.values():
         count[choice] = count.get(choice, 0) + 1
     return ", ".join(f"{n} {choice}" for choice, n in sorted(count.items(), key=lambda kv: -kv[1]))
-
-
-def _gradients(study: Study, choices: Mapping[str, str]) -> torch.Tensor:
-    """All gradients of one step, flat, float32, in host memory: the peaks that are measured later stay free of them."""
-    with apply_policy(study.model, choices, engine=study.engine, compile_kwargs=study.compile_kwargs):
-        for p in (study.batch, *study.model.parameters()):
-            assert p.grad is not None
-            p.grad.zero_()
-        study.step()
-    return torch.cat([p.grad.float().flatten() for p in study.model.parameters() if p.grad is not None]).cpu()
 
 
 def _sqnr_db(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -264,28 +121,11 @@ def warm_compiler(size: StackSize, parts: Sequence[str] = PARTS, timeout_s: floa
     for choice, process in processes.items():
         try:
             _, errors = process.communicate(timeout=max(0.1, deadline - time.perf_counter()))
-            _log(f"compiled {choice}: exit status {process.returncode} {errors[-300:] if process.returncode else ''}")
+            log(f"compiled {choice}: exit status {process.returncode} {errors[-300:] if process.returncode else ''}")
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            _log(f"compiling {choice} takes longer than {timeout_s:.0f} s; it goes on without")
-
-
-def _profile(study: Study, choices: Sequence[str]) -> StepProfile:
-    return profile(
-        study.model,
-        study.batch,
-        study.model.regions,
-        ledger=study.s.ledger,
-        engine=study.engine,
-        choices=choices,
-        repeats=3,
-        base_bytes=study.base_bytes,
-        compile_kwargs=study.compile_kwargs,
-        # every part of a kind has the same code, shapes and dtypes
-        alike=lambda name: type(study.model.get_submodule(name)).__name__,
-        progress=_log,
-    )
+            log(f"compiling {choice} takes longer than {timeout_s:.0f} s; it goes on without")
 
 
 def budgets(s: Setup, size: StackSize, parts: Sequence[str] = PARTS) -> None:
@@ -299,13 +139,13 @@ def budgets(s: Setup, size: StackSize, parts: Sequence[str] = PARTS) -> None:
     compared = partitioned if "curve" in parts or not (s.compile or alone) else []
     lossless = [*finer, *(c for c in compared if c not in finer)]
     try:
-        step = _profile(study, [KEEP, *lossless, OFFLOAD, *coded, *fused])
+        step = study.profile([KEEP, *lossless, OFFLOAD, *coded, *fused])
     except _FAILURES:
         traceback.print_exc()
         fused = []
-        step = _profile(study, [KEEP, *lossless, OFFLOAD, *coded])
+        step = study.profile([KEEP, *lossless, OFFLOAD, *coded])
     kinds = StepProfile(step.regions[:2])
-    _log("profiled\n" + table(kinds))
+    log("profiled\n" + table(kinds))
     _price_rows(study, kinds)
     keep = _everywhere(step, KEEP)
     study.keep_point = study.row("keep", KEEP_EVERYTHING, keep)
@@ -360,17 +200,17 @@ def _target_rows(study: Study, step: StepProfile, keep: Plan, fused: Sequence[st
     assert study.keep_point is not None
     base = study.base_bytes
     budget = base + TARGET_SHARE * (study.keep_point.peak_gib * GIB - base)
-    expected = _gradients(study, dict(keep.choices))
+    expected = study.gradients(dict(keep.choices))
     for name, offered in (("-62 %", step), ("-62 %, nothing coded", _without(step, [QUANTISE, *fused]))):
         # what the prediction counts twice, it counts twice in every plan of the kind
         near = _everywhere(offered, f"{QUANTISE_FUSED if offered is step else RECOMPUTE}@{FINER[1]}" if fused else KEEP)
         peak = study.peak_gib(near)
         twice = max(0.0, near.peak_bytes - peak * GIB) if isinstance(peak, float) else 0.0
         target, text = _solve(_distinct(offered), budget + twice)
-        _log(text)
+        log(text)
         if target is None:
             name, target = f"{name}: least memory ({text})", least_feasible(offered)
-        sqnr_db = _sqnr_db(_gradients(study, dict(target.choices)), expected)
+        sqnr_db = _sqnr_db(study.gradients(dict(target.choices)), expected)
         text = f"{name}: {_shares(target)}, gradient SQNR {sqnr_db:.1f} dB"
         study.row(text, "gemworks", target, study.keep_point, KEEP_EVERYTHING)
 
@@ -381,7 +221,7 @@ def _curve_rows(study: Study, step: StepProfile, partitioned: Sequence[str]) -> 
         everywhere = _everywhere(step, choice)
         peer = study.row(f"global {choice}", "one global budget", everywhere)
         mix, text = _solve(step, everywhere.peak_bytes)
-        _log(text)
+        log(text)
         if mix is not None:
             study.row(f"memory of global {choice}: {_shares(mix)}", "gemworks", mix, peer, "one global budget")
 
@@ -417,7 +257,8 @@ def _offload_rows(study: Study, step: StepProfile, keep: Plan) -> None:
         plan = evaluate(step, [OFFLOAD] * n + [KEEP] * (num - n))
         if plan.moved_bytes > study.arena_bytes:
             break
-        played = rehearse(step, plan, duplex_bytes_per_s=study.s.ledger.capacity.get("host.duplex"))
+        duplex_bytes_per_s = study.s.ledger.capacity.get("host.duplex")
+        played = rehearse(step, plan, duplex_bytes_per_s=duplex_bytes_per_s, num_steps=STEPS)
         name = "free" if played.wait_s == 0 else f"waits {played.wait_s * 1e3:.1f} ms"
         share = plan.moved_bytes / activations
         text = f"offload {n} of {num} regions, {plan.moved_bytes / GIB:.3f} GiB, {share:.3f} of activations, {name}"
@@ -455,11 +296,11 @@ def _quantise_rows(study: Study, step: StepProfile, coded: Sequence[str], fused:
 
     Coding inside the graphs comes with the same graphs without coding, and with a mix at `CODED_RATIO`.
     """
-    expected = _gradients(study, dict(_everywhere(step, KEEP).choices))
+    expected = study.gradients(dict(_everywhere(step, KEEP).choices))
     held = sum(r.option(KEEP).held_bytes for r in step.regions)
 
     def row(plan: Plan, name: str, impl: str, against: Point | None = None, peer: str = KEEP_EVERYTHING) -> Point:
-        got = _gradients(study, dict(plan.choices))
+        got = study.gradients(dict(plan.choices))
         sqnr_db = _sqnr_db(got, expected)
         ratio = held / sum(r.option(plan.choices[r.name]).held_bytes for r in step.regions)
         text = f"{name}: held {ratio:.3f}x less, gradient SQNR {sqnr_db:.1f} dB"

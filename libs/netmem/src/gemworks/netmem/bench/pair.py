@@ -8,44 +8,29 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
-import functools
 import os
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from gemworks.netmem.bench.groups import FEW_CTAS, ctas, few_group, native, trace_of
+from gemworks.netmem.bench.pair_fsdp import pair_fsdp
 from gemworks.netmem.bench.rows import Rows, synchronize, timed_ms, timed_on_device_ms
-from gemworks.netmem.bench.stack import SMOKE, StackSize, make_stack
 from gemworks.netmem.collectives import QuantizedCollective
 from gemworks.netmem.copy_engine import (
     CopyEngineAllGather,
     CopyEngineReduceScatter,
-    copy_engine_all_gather,
     copy_engine_problem,
-    copy_engine_reduce_scatter,
-    few_ctas_options,
     verify_copy_engines,
 )
 from gemworks.netmem.movers import CHUNK_BYTES
-from gemworks.netmem.overlap import overlap_report, read_trace
-from torch import nn
-from torch.distributed.tensor import DTensor
+from gemworks.netmem.overlap import read_trace
 
 MIB = 1 << 20
-FEW_CTAS = 4
 SUITES = ("pair_gather", "pair_reduce", "pair_contention", "pair_quantized", "pair_fsdp")
-# layers wide enough for parameters to be worth gathering (`large`'s width of 512 gathers a megabyte), and enough tokens
-# for the GPU to set the pace
-WIDE = StackSize(batch=8, length=2048, width=4096, heads=32, keys=256, depth=4)
 _TIMEOUT = datetime.timedelta(seconds=60)
-
-
-def _native(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def _gather(o: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -58,32 +43,6 @@ def _reduce(o: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None = 
     reduce(o, x, group=group)
 
 
-def _few_group(device: torch.device) -> dist.ProcessGroup | None:
-    if device.type != "cuda":
-        return None
-    group = dist.new_group(pg_options=few_ctas_options(FEW_CTAS))
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
-def _trace_of(run: Callable[[], object], device: torch.device) -> Path:
-    """A profiler trace of one call, in a temporary file."""
-    cpu_or_cuda = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
-    synchronize(device)
-    with torch.profiler.profile(activities=[cpu_or_cuda]) as prof:
-        run()
-        synchronize(device)
-    path = Path(tempfile.mkdtemp()) / f"rank{dist.get_rank()}.json"
-    prof.export_chrome_trace(str(path))
-    return path
-
-
-def _ctas(trace: Path) -> str:
-    """Sizes of the communication kernels, for the setting column."""
-    found = {a.num_ctas for a in read_trace(trace).activities if a.kind == "communication" and not a.link}
-    return "/".join(str(n) for n in sorted(found)) or "0"
-
-
 def _values_of(rows: Rows, device: torch.device, run: Callable[[], Any], moved_bytes: float, smoke: bool) -> dict:
     ms, p20, p80 = timed_on_device_ms(run, device, 3 if smoke else 11, 1 if smoke else 4)
     return {"ms": ms, "ms_p20": p20, "ms_p80": p80, "gbps": moved_bytes / ms / 1e6, "dtype": "bf16"}
@@ -94,8 +53,8 @@ def pair_gather(rows: Rows, device: torch.device, smoke: bool) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     group = dist.group.WORLD
     assert group is not None
-    impls: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {_native(device): _gather}
-    if (few := _few_group(device)) is not None:
+    impls: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {native(device): _gather}
+    if (few := few_group(device)) is not None:
         impls[f"nccl {FEW_CTAS} CTAs"] = lambda o, x: _gather(o, x, few)
     problem = copy_engine_problem(group, device)
     for mib in (1,) if smoke else (64, 128, 256, 512):
@@ -111,8 +70,10 @@ def pair_gather(rows: Rows, device: torch.device, smoke: bool) -> None:
             assert torch.equal(o, expected), f"{name}: wrong result"
             values = _values_of(rows, device, lambda run=run, o=o, x=x: run(o, x), moved, smoke)
             times[name] = values["ms"]
-            ctas = _ctas(_trace_of(lambda run=run, o=o, x=x: run(o, x), device)) if device.type == "cuda" else ""
-            rows.add("all_gather", shape=f"{mib}MiB", impl=name, setting=f"CTAs {ctas}" if ctas else "", **values)
+            num_ctas = ctas(trace_of(lambda run=run, o=o, x=x: run(o, x), device)) if device.type == "cuda" else ""
+            rows.add(
+                "all_gather", shape=f"{mib}MiB", impl=name, setting=f"CTAs {num_ctas}" if num_ctas else "", **values
+            )
         if problem is not None:
             rows.add("all_gather", shape=f"{mib}MiB", impl="copy engine", setting=f"not run: {problem}")
             continue
@@ -128,7 +89,7 @@ def pair_gather(rows: Rows, device: torch.device, smoke: bool) -> None:
             comm(buffer, own, group)
 
         values = _values_of(rows, device, push, moved, smoke)
-        trace = _trace_of(push, device)
+        trace = trace_of(push, device)
         check = verify_copy_engines(trace)
         if rank == 0:
             for a in read_trace(trace).activities:
@@ -152,8 +113,8 @@ def pair_reduce(rows: Rows, device: torch.device, smoke: bool) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     group = dist.group.WORLD
     assert group is not None
-    impls: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {_native(device): _reduce}
-    if (few := _few_group(device)) is not None:
+    impls: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {native(device): _reduce}
+    if (few := few_group(device)) is not None:
         impls[f"nccl {FEW_CTAS} CTAs"] = lambda o, x: _reduce(o, x, few)
     problem = copy_engine_problem(group, device)
     for mib in (1,) if smoke else (64, 256):
@@ -283,12 +244,12 @@ def pair_quantized(rows: Rows, device: torch.device, smoke: bool) -> None:
             impl: str, setting: str, run: Callable[[], Any], peer_ms: float | None = None, op=op, moved=moved
         ) -> float:
             ms, p20, p80 = timed_ms(run, device, repeats)
-            values = {} if peer_ms is None else {"best_peer": _native(device), "ratio_to_best_peer": peer_ms / ms}
+            values = {} if peer_ms is None else {"best_peer": native(device), "ratio_to_best_peer": peer_ms / ms}
             values |= {"ms": ms, "ms_p20": p20, "ms_p80": p80, "gbps": moved / ms / 1e6, "dtype": "bf16"}
             rows.add(f"quantized_{op}", shape=str(tuple(x.shape)), impl=impl, setting=setting, **values)
             return ms
 
-        plain_ms = add(_native(device), "plain", plain)
+        plain_ms = add(native(device), "plain", plain)
         expected = (out if op == "reduce_scatter" else everyone).float()
         checks: tuple[tuple[str, Literal["always", "never"]], ...] = (
             ("bf16", "never"),
@@ -302,132 +263,13 @@ def pair_quantized(rows: Rows, device: torch.device, smoke: bool) -> None:
             add("gemworks", f"{codec}, check {check}", lambda q=q, coded=coded: coded(q), plain_ms)
 
 
-def pair_fsdp(rows: Rows, device: torch.device, smoke: bool) -> None:
-    """An FSDP2 stack of GEM layers under NCCL, NCCL with few CTAs, and copy engines."""
-    size = SMOKE if smoke else WIDE
-    world_group = dist.group.WORLD
-    assert world_group is not None
-    problem = copy_engine_problem(world_group, device)
-    few = _few_group(device)
-    impls = {_native(device): world_group}
-    if few is not None:
-        impls[f"nccl {FEW_CTAS} CTAs"] = few
-    impls |= {"copy-engine gather": world_group, "copy-engine gather and reduce": world_group}
-    stack = _Stacks(rows, device, size, smoke)
-    for impl, group in impls.items():
-        if impl.startswith("copy") and problem is not None:
-            rows.add("fsdp_stack", shape=size.label, impl=impl, setting=f"not run: {problem}")
-        elif not impl.endswith("reduce"):
-            stack.make(impl, group)
-    stack.time()
-    if problem is None:
-        # by itself, so that the others have their rows if it fails
-        stack.make("copy-engine gather and reduce", world_group)
-        stack.time([_native(device), "copy-engine gather and reduce"])
-
-
-class _Stacks:
-    """The same stack under several ways to communicate."""
-
-    def __init__(self, rows: Rows, device: torch.device, size: StackSize, smoke: bool) -> None:
-        self.rows, self.device, self.size, self.smoke = rows, device, size, smoke
-        self.steps: dict[str, Callable[[], torch.Tensor]] = {}
-        self.texts: dict[str, str] = {}
-        self.loss: float | None = None
-        self.gradients: torch.Tensor | None = None
-
-    def make(self, impl: str, group: dist.ProcessGroup) -> None:
-        """Build the stack, compare loss and gradients with those of the first one, trace a step."""
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.fsdp import fully_shard
-
-        self.rows.note(f"{impl}: making the model")
-        model, batch = make_stack(self.size, self.device)
-        mesh = DeviceMesh.from_group(group, self.device.type)
-        for part in model.parts:
-            fully_shard(part, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        if impl.startswith("copy"):
-            copy_engine_all_gather(model, group)
-        if impl.endswith("reduce"):
-            copy_engine_reduce_scatter(model, group)
-        self.steps[impl] = step = functools.partial(_step, model, batch)
-        self.rows.note(f"{impl}: first step")
-        loss, gradients = step().item(), _own_gradients(model)
-        if self.loss is None or self.gradients is None:
-            self.loss, self.gradients = loss, gradients
-        off = ((gradients - self.gradients).norm() / self.gradients.norm()).item()
-        self.rows.note(f"{impl}: loss {loss:.6g}, gradients differ by {off:.2g}; tracing")
-        assert loss == self.loss, f"{impl}: loss {loss} instead of {self.loss}"
-        assert off <= 1e-2, f"{impl}: gradients differ by {off:.2g}"
-        # where the trace says what took SMs, and for how long
-        trace = _trace_of(step, self.device)
-        report = overlap_report(trace).devices[0]
-        check = verify_copy_engines(trace)
-        share = "" if report.sm_share is None else f"SM share of communication {report.sm_share:.4f}, "
-        if self.device.type == "cuda":
-            self.texts[impl] = (
-                f"{share}CTAs {_ctas(trace)}, exposed {report.exposed_us:.0f} us, "
-                f"{check.peer_copies} peer copies, FSDP copies {check.fsdp_copy_us:.0f} us"
-            )
-
-    def time(self, impls: Sequence[str] = ()) -> None:
-        """Times of those, or of all: interleaved, so that clocks and neighbours treat all alike."""
-        impls = impls or list(self.steps)
-        self.rows.note(f"timing {', '.join(impls)}")
-        repeats, times = (3 if self.smoke else 11), {impl: [] for impl in impls}
-        for _ in range(repeats):
-            for impl, found in times.items():
-                dist.barrier()
-                step = self.steps[impl]
-                found.append(timed_ms(step, self.device, 1)[0] if self.smoke else _once_ms(step, self.device))
-        native = _native(self.device)
-        first = sorted(times[native])[repeats // 2]
-        for impl, found in times.items():
-            found.sort()
-            self.rows.add(
-                "fsdp_stack",
-                shape=self.size.label,
-                impl=impl if not impl.startswith("copy") else f"gemworks {impl}",
-                setting=self.texts.get(impl, ""),
-                ms=found[repeats // 2],
-                ms_p20=found[round(0.2 * (repeats - 1))],
-                ms_p80=found[round(0.8 * (repeats - 1))],
-                best_peer=native,
-                ratio_to_best_peer=first / found[repeats // 2],
-                dtype="bf16" if self.device.type == "cuda" else "float32",
-            )
-
-
-def _step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    loss = model(batch)
-    loss.backward()
-    return loss
-
-
-def _own_gradients(model: nn.Module) -> torch.Tensor:
-    """This rank's shards of all gradients, flat."""
-    shards = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
-    assert shards
-    return torch.cat([s.flatten() for s in shards])
-
-
-def _once_ms(step: Callable[[], Any], device: torch.device) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    synchronize(device)
-    begin.record()
-    step()
-    end.record()
-    synchronize(device)
-    return begin.elapsed_time(end)
-
-
 def run(
     make_rows: Callable[[torch.device, int], Rows], suites: Sequence[str], smoke: bool, limit_s: float = 120
 ) -> Rows:
     """Run the suites on all ranks; every rank has rows, those of rank 0 count. A suite that takes longer than the limit
     ends the process, after the stacks of all its threads.
     """
+    suites_by_name = {f.__name__: f for f in (pair_gather, pair_reduce, pair_contention, pair_quantized, pair_fsdp)}
     on_gpu = torch.cuda.is_available() and not smoke
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -442,7 +284,7 @@ def run(
         for suite in suites:
             # a rank that fails leaves the others in a barrier: say where everybody is, and end
             faulthandler.dump_traceback_later(limit_s, exit=True)
-            globals()[suite](rows, device, smoke)
+            suites_by_name[suite](rows, device, smoke)
             faulthandler.cancel_dump_traceback_later()
         return rows
     except BaseException:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from gemworks.netmem.checks import check_kind, check_number
+
 Kind = Literal["compute", "communication", "copy"]
 _GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _COMMUNICATION_KERNEL = re.compile(
@@ -125,6 +127,7 @@ def read_trace(source: str | Path | Mapping[str, Any]) -> Trace:
     Raises:
         ValueError: not a Chrome trace, or nothing in it that could be reported.
     """
+    check_kind("source", source, (str, Path, Mapping), "a file that torch.profiler exported, or its parsed content")
     if isinstance(source, Mapping):
         data: Any = source
     else:
@@ -141,6 +144,9 @@ def read_trace(source: str | Path | Mapping[str, Any]) -> Trace:
     if not isinstance(events, list):
         raise ValueError("source: expected a Chrome trace with 'traceEvents', got something else")
     spans = [e for e in events if isinstance(e, Mapping) and e.get("ph") == "X" and "ts" in e and "dur" in e]
+    for event in spans:
+        check_number("ts of an event in the trace", event["ts"], -math.inf)
+        check_number("dur of an event in the trace", event["dur"], -math.inf)
     activities = [_gpu_activity(e) for e in spans if e.get("cat") in _GPU_CATEGORIES]
     on_gpu = bool(activities)
     if not on_gpu:

@@ -21,18 +21,18 @@ from gemworks.gem.config import ConfigError, DataConfig, GemConfig
 from gemworks.gem.data import Source, open_source
 from gemworks.gem.device import resolve_device
 from gemworks.gem.implement import PROBE
-from gemworks.gem.ladder import rows
+from gemworks.gem.ladder import room, rows
 from gemworks.gem.ladder.page import write_page
 from gemworks.gem.ladder.settings import FULL_STACK, RUNGS, WITHOUT, build
 from gemworks.gem.ladder.step import StepCost, TrainingRow, compile_small, free, read_batches, run_steps
-from gemworks.gem.ladder.tables import MAIN_LAW
+from gemworks.gem.ladder.tables import MAIN_LAW, read
 from gemworks.gem.layers.__main__ import measure
 from gemworks.gem.layers.report import COLUMNS as LAYER_COLUMNS
-from gemworks.gem.layers.report import Measured, Row, Total, append_csv, common_columns, rows_of, total_of
+from gemworks.gem.layers.report import Measured, Row, Total, append_csv, common_columns, note_of, rows_of, total_of
 from gemworks.gem.layers.timing import Bound
 from gemworks.gem.presets import load_config
 from gemworks.gem.schema import Batch
-from gemworks.gem.turns import Turns
+from gemworks.gem.turns import Turns, add_options
 from gemworks.jagged.bench.timing import Ceilings, Clock, measure_ceilings
 
 # Batches that only compile. How a sum is cut into parts follows from the sizes that the compiler saw first, so they are
@@ -47,10 +47,6 @@ REFUSALS = (RuntimeError, ImportError)
 
 
 PROBED_WHOLE = "no Local MFU: what a probe chose is of a whole model"
-
-
-def _note(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 @dataclass(frozen=True)
@@ -118,6 +114,7 @@ class Ladder:
         self.num_wrong = 0  # rows whose answer was wrong, which have no number
         self._source: Source | None = None
         self._batches: dict[DataConfig, list[Batch]] = {}
+        self._fixed_gib: float | None = None  # the rows are all of one model
 
     @cached_property
     def ceilings(self) -> Ceilings:
@@ -193,14 +190,14 @@ class Ladder:
             small = read_batches(config, source, 2, pin=False)
             compile_small(config, source, small, self.device)
         except REFUSALS as error:
-            print(f"{plan.name}, compiling: {_note(error)}", flush=True)
+            print(f"{plan.name}, compiling: {note_of(error)}", flush=True)
             free(self.device, compiled=False)
 
     def _measure(self, plan: Planned, case: rows.Case) -> None:
         """Measures a row and appends it to the CSV; one that cannot run stays in the table, with its reason."""
         cost: StepCost | None = None
         local: Total | None = None
-        note, config = plan.refusal, plan.config
+        note, config = plan.refusal or self._no_room(plan), plan.config
         if not note:
             try:
                 source, batches = self._data(config, self.args.warmup + self.args.steps)
@@ -217,7 +214,7 @@ class Ladder:
                 else:
                     local = total_of(self._layers(plan.name, case, config), sequence_only=True)
             except REFUSALS as error:
-                note = _note(error)
+                note = note_of(error)
         if cost is not None and cost.split is not None:
             self._write_kernels(plan.name, case, cost)
         common = self._mean_length(config)
@@ -226,6 +223,19 @@ class Ladder:
         )  # fmt: skip
         rows.append(self.path, found)
         print(_line(found), flush=True)
+
+    def _no_room(self, plan: Planned) -> str:
+        """Why a row would run out of memory, or ""; says what it is expected to take."""
+        if self.device.type != "cuda":
+            return ""
+        if self._fixed_gib is None:
+            self._fixed_gib = room.fixed_gib(plan.config)
+        measured = [row for path in (*self.args.peaks, self.path) for row in read(path)]
+        needed = room.expected(plan.config, room.builds_on(plan.name), measured, fixed_gib=self._fixed_gib)
+        if needed is None:
+            return ""
+        print(f"{plan.name}: {needed.gib:.1f} GiB expected, from {needed.source}", flush=True)
+        return room.refusal(needed, lambda: room.free_gib(self.device))
 
     def _layers(self, name: str, case: rows.Case, config: GemConfig) -> list[Measured]:
         """The sequence layers alone; of a traced row they go to the layers' CSV too."""
@@ -310,14 +320,19 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--local", action="append", default=[], metavar="ROW", help="Local MFU of these rows only")
     parser.add_argument("--local-batch-size", type=int, help="batch of the layers alone; default: the row's")
     parser.add_argument("--redo", action="store_true", help="measure rows again that the CSV has")
-    parser.add_argument("--turns", type=Path, help="folder where processes meet that warm up side by side")
-    parser.add_argument("--of", type=int, default=1, help="how many of them")
-    parser.add_argument("--order", type=int, default=0, help="how many of them measure before this one")
-    parser.add_argument("--patience-s", type=float, default=120.0, help="how long they wait for each other")
+    add_options(parser)
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no row after this many seconds")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the CSVs")
     parser.add_argument("--csv", help="name of the CSV in it")
+    parser.add_argument(
+        "--peaks",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="CSV",
+        help="rows measured before, from which the memory of those to come is foreseen, besides the CSV's own",
+    )
     parser.add_argument("--page", type=Path, help="write this page from the CSVs, and do nothing else")
     parser.add_argument("--smoke", action="store_true", help="`tiny`, a few steps")
     return parser.parse_args(argv)
@@ -347,11 +362,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = min(largest_batch(base, device, limit=args.largest) for base in bases)
         print(f"largest batch that the padded row fits: {size}")
         bases = [base.with_data(batch_size=size) for base in bases]
-    ladder = Ladder(args, device)
-    if args.turns is None:
+    ladder, turns = Ladder(args, device), Turns.of(args)
+    if turns is None:
         ladder.climb(bases, began + args.budget_s)
     else:
-        ladder.climb_in_turn(bases, Turns(args.turns, args.of, patience_s=args.patience_s, order=args.order))
+        ladder.climb_in_turn(bases, turns)
     print(f"{ladder.path}: {len(rows.done(ladder.path))} rows, {time.monotonic() - began:.0f} s")
     return 1 if ladder.num_wrong else 0
 

@@ -12,10 +12,11 @@ first one's rows are measured while the others have no model yet, then one row a
 from __future__ import annotations
 
 import argparse
-import csv
+import faulthandler
 import math
 import shlex
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,15 +27,16 @@ from gemworks.gem.config import ConfigError, GemConfig
 from gemworks.gem.data import Source, open_source
 from gemworks.gem.device import resolve_device
 from gemworks.gem.efficiency import H200_BF16_PEAK_FLOPS
+from gemworks.gem.ladder import room
 from gemworks.gem.ladder.pair_row import PairCost, PairRow, compile_small, mean_length
 from gemworks.gem.ladder.rows import COLUMNS as LADDER_COLUMNS
 from gemworks.gem.ladder.settings import FULL_STACK, Change, build, chain, kernels, train
 from gemworks.gem.ladder.step import free
-from gemworks.gem.ladder.tables import law_of
-from gemworks.gem.layers.report import Row, append_csv, check_columns, common_columns
+from gemworks.gem.ladder.tables import law_of, read
+from gemworks.gem.layers.report import Row, append_csv, check_columns, common_columns, note_of
 from gemworks.gem.presets import load_config
 from gemworks.gem.ranks import Ranks, open_ranks
-from gemworks.gem.turns import Turns
+from gemworks.gem.turns import Turns, add_options
 
 # Of these collectives the exposed time has a column; gloo's and all others are in the sum only.
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "peer_copy", "barrier")
@@ -48,6 +50,8 @@ COLUMNS = (
 # Rows that agree in these are of one model, trained alike on the same samples.
 SAME = ("attention", "max_len", "steps", "seed", "preset", "setting", "sets", "gpu")
 FILE = "ladder_h200x2.csv"
+CONTEXTS_GIB = 4.0  # what a process holds of a GPU without having computed, several times over
+PATIENCE_S = 20.0
 LOSS_TOLERANCE = 0.02  # relative, of the mean over the timed steps; ranks round their sums in another order
 
 
@@ -115,12 +119,25 @@ RUNGS = (
 )  # fmt: skip
 
 
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Ends the process, with where each of its threads is, if what is inside takes longer; 0: never.
+
+    A collective that one rank never begins waits for minutes; a command that ends leaves the time to other rows.
+    """
+    if seconds <= 0:
+        yield
+        return
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def read_reference(path: Path, name: str, row: Row, batch: int) -> Row | None:
     """The newest row of that name and batch with a time, of the same lengths and of what `SAME` names."""
-    if not path.is_file():
-        return None
-    with path.open(newline="") as file:
-        found = [r for r in csv.DictReader(file) if (r["row"], r["batch"]) == (name, str(batch)) and r["step_ms"]]
+    found = [r for r in read(path) if (r["row"], r["batch"]) == (name, str(batch)) and r["step_ms"]]
     same = (r for r in reversed(found) if law_of(r) == law_of(row) and all(r.get(key) == row[key] for key in SAME))
     return next(same, None)
 
@@ -140,10 +157,9 @@ class Pair:
         check_columns(self.path, COLUMNS)  # now, and not when the first row has been measured
         self.num_wrong = 0
         self._source: Source | None = None
-        self._turns: Turns | None = None
+        self._turns = Turns.of(args)
         self._alone: Turns | None = None
         if args.turns is not None:
-            self._turns = Turns(args.turns, args.of, patience_s=args.patience_s, order=args.order)
             # rows of one GPU are measured before anybody makes a model: two of them fill it
             self._alone = Turns(args.turns / "alone", 1, patience_s=args.patience_s)
 
@@ -158,20 +174,41 @@ class Pair:
         return chosen
 
     def climb(self, base: GemConfig) -> None:
-        """Every row; with `--turns` beside other commands until the time counts."""
+        """Every row; with `--turns` beside other commands until the time counts.
+
+        Raises:
+            RuntimeError: without `--turns`, somebody else holds memory of a GPU: nothing could be said of the rows.
+        """
         try:
             planned = self.planned(base)
+            if self._turns is None:
+                self._check_alone()
             torch._dynamo.config.recompile_limit = 16 * len(planned)
             ready: PairRow | None = None
             if self._turns is not None:
                 ready = self._get_ready(planned)
             with self._turn():
                 for rung, config in planned:
-                    cost, note, length = self._measure(rung, config, ready)
+                    with _at_most(self.args.row_s):
+                        cost, note, length = self._measure(rung, config, ready)
                     ready = None
                     self._write(rung, config, cost, note, length)
         finally:
             self._leave()
+
+    def _check_alone(self) -> None:
+        if self.device.type != "cuda":
+            return
+        until = time.monotonic() + PATIENCE_S  # a process that has ended gives its memory back seconds later
+        while room.free_gib(self.device)[1] > CONTEXTS_GIB and time.monotonic() < until:
+            time.sleep(0.5)
+        held = self.ranks.gather(room.free_gib(self.device)[1])
+        if max(held) > CONTEXTS_GIB:
+            raise RuntimeError(
+                f"--turns: got none where others hold {', '.join(f'{gib:.1f}' for gib in held)} GiB of the ranks' "
+                f"GPUs, contexts included, expected at most {CONTEXTS_GIB:.0f}; end those processes (nvidia-smi names "
+                f"them), or let the commands take turns"
+            )
 
     def _leave(self) -> None:
         """Nobody waits for this command any more, even if it failed before its turn."""
@@ -238,6 +275,8 @@ class Pair:
 
         try:
             if rung.alone:
+                if no_room := self.ranks.on_first(lambda: self._no_room(rung, config)):
+                    return None, no_room, None
                 cost, length = self.ranks.on_first(lambda: measure(Ranks()))
             else:
                 cost, length = measure(self.ranks, ready)
@@ -245,9 +284,17 @@ class Pair:
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if self.ranks.world_size > 1 and not rung.alone:
                 raise  # the ranks may no longer be in step with each other
-            note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            note = note_of(error)
         free(self.device)  # only here: as long as the error is there its frames hold the row's memory
         return None, note, None
+
+    def _no_room(self, rung: PairRung, config: GemConfig) -> str:
+        """Why one GPU has no room for a row's batch, or ""; everybody's samples may be too many for it."""
+        if self.device.type != "cuda":
+            return ""
+        measured = [{**row, "row": "one"} for row in read(self.path) if row["row"] in ("one_gpu", "one_gpu_global")]
+        needed = room.expected(config, ["one"], measured, fixed_gib=room.fixed_gib(config))
+        return "" if needed is None else room.refusal(needed, lambda: room.free_gib(self.device))
 
     def _write(self, rung: PairRung, config: GemConfig, cost: PairCost | None, note: str, length: float | None) -> None:
         if not self.ranks.is_first:
@@ -317,7 +364,8 @@ def _row_name(text: str) -> str:
     return text
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; ends the process with 2 where it is wrong."""
     parser = argparse.ArgumentParser(
         prog="torchrun -m gemworks.gem.ladder.pair", description=(__doc__ or "").splitlines()[0]
     )
@@ -336,11 +384,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="ROW",
         help="in this order; row@samples of a rank",
     )
+    parser.add_argument("--row-s", type=float, default=0.0, help="end the command if a row takes longer; 0: never")
     parser.add_argument("--no-trace", action="store_false", dest="trace", help="no exposed communication")
-    parser.add_argument("--turns", type=Path, help="folder where commands meet that measure one ladder together")
-    parser.add_argument("--of", type=int, default=1, help="how many of them")
-    parser.add_argument("--order", type=int, default=0, help="how many measure before; 0 has the rows of one GPU")
-    parser.add_argument("--patience-s", type=float, default=120.0, help="how long they wait for each other")
+    add_options(parser)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
     parser.add_argument("--out", type=Path, default=Path("."), help=f"folder of {FILE}")
     parser.add_argument("--smoke", action="store_true", help="`tiny`, a few steps")
@@ -351,6 +397,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--rows: got {', '.join(sorted(refused))} with --order {args.order}, expected rows of all ranks: others "
             "hold models by then, so a row of one GPU would not be alone; measure it in the command with --order 0"
         )
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
     if args.smoke:
         args.preset, args.batch_size, args.steps, args.warmup, args.setting = "tiny", 16, 2, 2, "stream"
         # wide enough for FP8 gathers; experts for two ranks; bf16, as the gathers are

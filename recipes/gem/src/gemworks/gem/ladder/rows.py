@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from gemworks.gem.config import GemConfig
+from gemworks.gem.ladder.room import NO_ROOM
 from gemworks.gem.ladder.settings import OTHER_BATCHES
 from gemworks.gem.ladder.step import StepCost
-from gemworks.gem.ladder.tables import law_of
+from gemworks.gem.ladder.tables import law_of, read
 from gemworks.gem.layers.report import PROTOCOL_COLUMNS, Row, Total, append_csv
 
 COLUMNS = (
@@ -34,11 +34,8 @@ class Case:
 
 
 def done(path: Path) -> set[tuple[str, ...]]:
-    """Keys of the rows that a CSV has."""
-    if not path.is_file():
-        return set()
-    with path.open(newline="") as file:
-        return {_key_in(row) for row in csv.DictReader(file)}
+    """Keys of the rows that a CSV has; one that found no room may be tried again."""
+    return {_key_in(row) for row in read(path) if not row["note"].startswith(NO_ROOM)}
 
 
 def wrong_answer(path: Path, name: str, case: Case, steps: int, cost: StepCost) -> str:
@@ -52,14 +49,13 @@ def wrong_answer(path: Path, name: str, case: Case, steps: int, cost: StepCost) 
         return f"WrongAnswer: the loss is {cost.loss}"
     if cost.num_skipped:
         return f"WrongAnswer: {cost.num_skipped} steps had a loss or gradient that is not finite"
-    if cost.ne is None or not path.is_file() or name in OTHER_BATCHES:
+    if cost.ne is None or name in OTHER_BATCHES:
         return ""
-    with path.open(newline="") as file:
-        same = [
-            row for row in csv.DictReader(file)
-            if key_of(row["row"], case) == _key_in(row) and row["steps"] == str(steps) and row["ne"]
-            and row["row"] not in OTHER_BATCHES
-        ]  # fmt: skip
+    same = [
+        row for row in read(path)
+        if key_of(row["row"], case) == _key_in(row) and row["steps"] == str(steps) and row["ne"]
+        and row["row"] not in OTHER_BATCHES
+    ]  # fmt: skip
     if same and abs(cost.ne / float(same[0]["ne"]) - 1.0) > NE_TOLERANCE:
         return f"WrongAnswer: NE {cost.ne:.4f}, and {same[0]['ne']} on the same batches in row {same[0]['row']}"
     return ""

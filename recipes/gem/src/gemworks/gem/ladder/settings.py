@@ -117,6 +117,11 @@ RUNGS: tuple[Rung, ...] = (
     ),
     Rung("pffn_epilogue", "norm and residuals inside GDPA's kernel", kernels(fused_pffn_norm=True), side=True),
     Rung(
+        "graphs_late_residual", "CUDA graphs, no float32 copies, self-attention's residual added with the next norms",
+        chain(train(cuda_graphs=True), kernels(compile_saves="least", late_residual=True)),
+        side=True, over="graphs_less_kept",
+    ),
+    Rung(
         "graphs_epilogue", "CUDA graphs, no float32 copies, and GDPA's norm in its kernel",
         chain(train(cuda_graphs=True), kernels(compile_saves="least", fused_pffn_norm=True)),
         side=True, over="graphs_less_kept",

@@ -18,7 +18,7 @@ TECHNIQUES = """\
 | sliding window | none: with a window it is a third model; the kernel's figures: [jagged](jagged.md) |
 | GDPA for the PFFN and pooling | `gdpa`, `fast_gelu`, `pffn_epilogue`; pooling is softmax in this preset |
 | schedules of tiles | `shared_schedule` |
-| norms in one pass, bf16 stream | `norms`, `stream`, `half_tables`, `less_kept` |
+| norms in one pass, bf16 stream | `norms`, `stream`, `half_tables`, `less_kept`, `graphs_late_residual` |
 | compiler | `compiled`, `compiled_norms`, `compiled_qk` |
 | CUDA graphs | `cuda_graphs`, `graphs_less_kept`, `graphs_epilogue`, `graphs_batch_x2` |
 | FP8 linears; by probe; Hadamard, stochastic rounding | `fp8_linears`, `fp8_probed`, `fp8_hadamard`, `fp8_stochastic` |

@@ -185,16 +185,10 @@ def compile_small(config: GemConfig, source: Source, batches: Sequence[Batch], d
 
 
 def run_steps(
-    config: GemConfig,
-    source: Source,
-    batches: Sequence[Batch],
-    device: torch.device,
-    *,
-    warmup: int,
-    trace: bool = False,
+    config: GemConfig, source: Source, batches: Sequence[Batch], device: torch.device, *, warmup: int
 ) -> StepCost:
     """Trains on the batches, one step each, from a fresh model; the first `warmup` of them are not timed."""
-    return TrainingRow(config, source, batches, device, warmup=warmup).measure(trace=trace)
+    return TrainingRow(config, source, batches, device, warmup=warmup).measure()
 
 
 def free(device: torch.device, *, compiled: bool = True) -> None:

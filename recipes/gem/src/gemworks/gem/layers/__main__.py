@@ -25,7 +25,7 @@ from gemworks.gem.layers import report
 from gemworks.gem.layers.parts import Part, make_parts
 from gemworks.gem.layers.timing import Bound, call_of, host_functions, host_ms, replayed, split_call, time_call
 from gemworks.gem.presets import load_config
-from gemworks.gem.turns import Turns
+from gemworks.gem.turns import Turns, add_options
 from gemworks.jagged.bench.timing import Ceilings, Clock, measure_ceilings
 
 
@@ -50,17 +50,14 @@ class Prepared:
     note: str = ""
 
 
-def prepare(
-    config: GemConfig, device: torch.device, *, seed: int = 0, only: Sequence[str] = (), calls: int = 2
-) -> list[Prepared]:
-    """Every layer type of a configuration, called `calls` times: what is compiled on the way is compiled.
+def prepare(config: GemConfig, device: torch.device, *, seed: int = 0, only: Sequence[str] = ()) -> list[Prepared]:
+    """Every layer type of a configuration, called twice: what is compiled on the way is compiled.
 
     Args:
         config: of the model, with its kernels; data gives the batch size and the law of lengths.
         device: where to run.
         seed: of lengths and inputs.
         only: names of layers; all if empty.
-        calls: before anything is timed.
     """
     torch.manual_seed(seed)
     schema = open_source(config.data).schema
@@ -76,14 +73,11 @@ def prepare(
         run = call_of(part, dtype, device)
         try:
             is_finite = all(x is None or bool(x.isfinite().all()) for x in run())
-            for _ in range(calls - 1):
-                run()
+            run()
             if config.train.cuda_graphs and device.type == "cuda":
                 run = replayed(run)
         except (RuntimeError, NotImplementedError) as error:
-            prepared.append(
-                Prepared(part, None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}")
-            )
+            prepared.append(Prepared(part, None, report.note_of(error)))
             continue
         prepared.append(Prepared(part, run) if is_finite else Prepared(part, None, WRONG_ANSWER))
     if device.type == "cuda":
@@ -114,7 +108,6 @@ def measure(
     device: torch.device,
     ceilings: Ceilings,
     *,
-    seed: int = 0,
     repeats: int = 10,
     trace: bool = True,
     only: Sequence[str] = (),
@@ -123,14 +116,14 @@ def measure(
     """Every layer type of a configuration.
 
     Args:
-        config, device, seed, only: of `prepare`.
+        config, device, only: of `prepare`, with its seed 0.
         ceilings: copy and product rates of this run.
         repeats: timed calls per layer.
         trace: take a profiler trace too.
         bound: least times of products that were timed before in this run.
     """
     bound = bound or Bound(ceilings.copy_gbps, ceilings.bf16_tflops, device)
-    prepared = prepare(config, device, seed=seed, only=only)
+    prepared = prepare(config, device, only=only)
     return list(measure_prepared(prepared, device, bound, repeats=repeats, trace=trace))
 
 
@@ -190,10 +183,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--csv", default="layers_h200.csv", help="name of the CSV in it")
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="print each layer's N longest kernels")
     parser.add_argument("--host", type=int, default=0, metavar="N", help="print each layer's N longest host functions")
-    parser.add_argument("--turns", type=Path, help="folder where processes meet that warm up side by side")
-    parser.add_argument("--of", type=int, default=1, help="how many of them")
-    parser.add_argument("--order", type=int, default=0, help="how many of them measure before this one")
-    parser.add_argument("--patience-s", type=float, default=120.0, help="how long they wait for each other")
+    add_options(parser)
     parser.add_argument("--redo", action="store_true", help="measure again what the CSV has")
     parser.add_argument("--smoke", action="store_true", help="`tiny`, a small batch, two repeats")
     return parser.parse_args(argv)
@@ -211,7 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     have = set() if args.redo else report.done(args.out / args.csv)
     cases = [case for case in cases if case.key not in have]
-    if args.turns is None:
+    turns = Turns.of(args)
+    if turns is None:
         num_wrong = 0
         ceilings = measure_ceilings(Clock(device), device)
         for number, case in enumerate(cases, 1):
@@ -221,7 +212,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             num_wrong += _num_wrong(prepared)
         return 1 if num_wrong else 0
     torch._dynamo.config.recompile_limit = 8 * max(len(cases), 1)
-    turns = Turns(args.turns, args.of, patience_s=args.patience_s, order=args.order)
     try:
         for case in cases:  # what a small batch compiles serves the batch to measure
             small = case.config.with_data(batch_size=min(SMALL_BATCH, case.config.data.batch_size))

@@ -28,6 +28,7 @@ from gemworks.gem.schema import Events, EventType, Schema
 from torch import Tensor, nn
 
 WIDTH = 2  # bytes of a bf16 value
+TRAINING = 1.0 + BWD_FACTOR  # FLOPs of forward and backward per FLOP of forward
 EMBEDDINGS = "not timed alone: table lookups need torchrec; their time is in the ladder's step"
 
 
@@ -101,49 +102,66 @@ def make_parts(
         lengths: int64 [B] on the CPU per event type.
         device: where to run.
     """
-    model = config.model
+    model, flops = config.model, count_flops(config, schema, lengths)
     batch = next(iter(lengths.values())).shape[0]
-    flops = count_flops(config, schema, lengths)
-    factor = 1.0 + BWD_FACTOR
-    dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
-    stream = torch.float32 if config.kernels.stream == "float32" else dtype
     sizes = [model.event(event.name) for event in schema.events]
-    num_tokens = interaction_tokens(config, sizes)
-
     yield Part("embeddings", 1, 0.0, False, None, refusal=EMBEDDINGS)
-
     tokens = FeatureTokens(len(schema.ids), len(schema.dense_names), model, device=device)
     ids = _leaf(batch, len(schema.ids), model.embedding_dim, device=device, dtype=torch.float32)
     dense = torch.randn(batch, len(schema.dense_names), device=device)
-    compiled, whole = config.train.compile, config.train.compile and config.kernels.compile_scope == "layers"
-    yield _part("tokens", 1, factor * flops.parts["tokens"], tokens, (ids, dense), config)
-
+    yield _part("tokens", 1, TRAINING * flops.parts["tokens"], tokens, (ids, dense), config)
     for event, size in zip(schema.events, sizes, strict=True):
         prefix = f"{event.name}." if len(sizes) > 1 else ""
-        merge = EventTokens(event, size, model, config.kernels, device=device)
-        if whole:
-            compile_rows(merge.merge, config.kernels)
-        events, timestamps = _events(len(event.float_names), lengths[event.name], config, device)
-        total = events.timestamps_T.shape[0]
-        rows = [_leaf(total, model.embedding_dim, device=device, dtype=torch.float32) for _ in event.ids]
-        merged = merged_width(event, model.embedding_dim)
-        products = (
-            linear_product(total, merged, model.mask_dim),
-            linear_product(total, model.mask_dim, merged),
-            linear_product(total, merged, size.dim),
-        )
-        yield Part(
-            f"{prefix}events", 1, factor * flops.parts[f"{event.name}.merge"], True,
-            lambda m=merge, r=rows, e=events, t=timestamps: m(r, e, t).s_TD,
-            (*rows, *merge.parameters()), products,
-        )  # fmt: skip
-        with torch.no_grad():
-            sequence = merge(rows, events, timestamps)
-        del rows, merge
-        yield from _sequence_parts(
-            config, event.name, prefix, size, sequence, lengths[event.name], flops, device, stream
-        )
+        yield from _event_parts(config, event, prefix, size, lengths[event.name], flops, device)
+    yield from _summary_parts(config, sizes, batch, flops, device)
+    yield _experts_part(config, sizes, batch, flops, device)
+    yield _head_part(config, schema, lengths, flops, device)
 
+
+def _dtypes(config: GemConfig) -> tuple[torch.dtype, torch.dtype]:
+    """Of products, and of the tokens between the layers."""
+    dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
+    return dtype, torch.float32 if config.kernels.stream == "float32" else dtype
+
+
+def _event_parts(
+    config: GemConfig,
+    event: EventType,
+    prefix: str,
+    size: EventSizes,
+    lengths_B: Tensor,
+    flops: FlopCount,
+    device: torch.device,
+) -> Iterator[Part]:
+    """The merge of one event type, and its sequence parts."""
+    model = config.model
+    merge = EventTokens(event, size, model, config.kernels, device=device)
+    if config.train.compile and config.kernels.compile_scope == "layers":
+        compile_rows(merge.merge, config.kernels)
+    events, timestamps = _events(len(event.float_names), lengths_B, config, device)
+    total = events.timestamps_T.shape[0]
+    rows = [_leaf(total, model.embedding_dim, device=device, dtype=torch.float32) for _ in event.ids]
+    merged = merged_width(event, model.embedding_dim)
+    products = (
+        linear_product(total, merged, model.mask_dim),
+        linear_product(total, model.mask_dim, merged),
+        linear_product(total, merged, size.dim),
+    )
+    yield Part(
+        f"{prefix}events", 1, TRAINING * flops.parts[f"{event.name}.merge"], True,
+        lambda m=merge, r=rows: m(r, events, timestamps).s_TD, (*rows, *merge.parameters()), products,
+    )  # fmt: skip
+    with torch.no_grad():
+        sequence = merge(rows, events, timestamps)
+    del rows, merge
+    yield from _sequence_parts(config, event.name, prefix, size, sequence, lengths_B, flops, device)
+
+
+def _summary_parts(
+    config: GemConfig, sizes: list[EventSizes], batch: int, flops: FlopCount, device: torch.device
+) -> Iterator[Part]:
+    """Token map and gate of the first layer, where it has other inputs than the rest, and of the rest."""
+    model, num_tokens = config.model, interaction_tokens(config, sizes)
     same = num_tokens == model.num_tokens
     for name, index, inputs, count in (
         ("first summary", 0, model.num_tokens, 0 if same else 1),
@@ -152,11 +170,16 @@ def make_parts(
         if count:
             layer = GemLayer(config, sizes, index, inputs, device=device)
             x = _leaf(batch, inputs, model.dim, device=device, dtype=torch.float32)
-            cost = factor * flops.parts[f"layer{index}.summary"]
+            cost = TRAINING * flops.parts[f"layer{index}.summary"]
             yield _part(name, count, cost, nn.Sequential(layer.summary, layer.gate), (x,), config)
 
+
+def _experts_part(
+    config: GemConfig, sizes: list[EventSizes], batch: int, flops: FlopCount, device: torch.device
+) -> Part:
+    model, num_tokens = config.model, interaction_tokens(config, sizes)
     layer = GemLayer(config, sizes, 0, model.num_tokens, device=device)
-    both = _leaf(batch, num_tokens, model.dim, device=device, dtype=dtype)
+    both = _leaf(batch, num_tokens, model.dim, device=device, dtype=_dtypes(config)[0])
     width = model.wukong_rank * num_tokens
     num_fmb = fmb_tokens(num_tokens, config)
     products = (
@@ -166,20 +189,27 @@ def make_parts(
         linear_product(num_tokens, model.wukong_rank, model.dim, times=batch),
         linear_product(num_tokens - num_fmb, num_tokens, model.dim, times=batch),
     ) * (model.num_experts * model.expert_layers)
-    cost = factor * flops.parts["layer0.experts"]
+    cost = TRAINING * flops.parts["layer0.experts"]
     part = _part("experts", model.num_layers, cost, layer.interaction, (both,), config)
-    yield replace(part, products=products)
-    del layer, part
+    return replace(part, products=products)
 
+
+def _head_part(
+    config: GemConfig, schema: Schema, lengths: Mapping[str, Tensor], flops: FlopCount, device: torch.device
+) -> Part:
+    model, sizes = config.model, [config.model.event(event.name) for event in schema.events]
+    num_tokens = interaction_tokens(config, sizes)
     head = Head(num_tokens, sizes, len(schema.tasks), model, config.kernels, device=device)
+    batch = next(iter(lengths.values())).shape[0]
     x = _leaf(batch, num_tokens, model.dim, device=device, dtype=torch.float32)
-    ends: list[Sequence] = []
-    for event, size in zip(schema.events, sizes, strict=True):
-        ends.append(bare_sequence(lengths[event.name], size, config, device, stream))
-    if compiled:
+    ends = [
+        bare_sequence(lengths[event.name], size, config, device, _dtypes(config)[1])
+        for event, size in zip(schema.events, sizes, strict=True)
+    ]
+    if config.train.compile:
         compile_rows(head.mlp, config.kernels)
     leaves = (x, *(s.s_TD for s in ends), *head.parameters())
-    yield Part("head", 1, factor * flops.parts["head"], False, lambda: head(x, ends), leaves)
+    return Part("head", 1, TRAINING * flops.parts["head"], False, lambda: head(x, ends), leaves)
 
 
 def _part(
@@ -223,9 +253,8 @@ def _sequence_parts(
     lengths_B: Tensor,
     flops: FlopCount,
     device: torch.device,
-    stream: torch.dtype,
 ) -> Iterator[Part]:
-    model = config.model
+    model, stream = config.model, _dtypes(config)[1]
     batch, total, width = lengths_B.shape[0], int(lengths_B.sum()), size.dim
     sequence = sequence.replace_tokens(torch.randn_like(sequence.s_TD, dtype=stream).requires_grad_())
     x_sum = _leaf(batch, model.num_summary_tokens, model.dim, device=device, dtype=torch.float32)
@@ -278,9 +307,9 @@ def _sequence_parts(
         leaves = (sequence.s_TD, *inputs[1:], *module.parameters())
         core, core_leaves = _core(module, sequence, x_sum, config)
         prefix_of = f"layer{chosen[0]}.{event}.{name}."
-        cost = (1.0 + BWD_FACTOR) * sum(f for key, f in flops.parts.items() if key.startswith(prefix_of))
+        cost = TRAINING * sum(f for key, f in flops.parts.items() if key.startswith(prefix_of))
         yield Part(f"{prefix}{name}", len(chosen), cost, True, partial(module, *inputs), leaves, costs[name])
-        core_cost = (1.0 + BWD_FACTOR) * flops.parts[f"{prefix_of}core"]
+        core_cost = TRAINING * flops.parts[f"{prefix_of}core"]
         (product,) = (p for p in costs[name] if p.is_attention)
         yield Part(f"{prefix}{name}/core", 0, core_cost, True, core, core_leaves, (product,))
     if kinds[0].pools and kinds[0].pffn and kinds[0].attention:
@@ -294,15 +323,17 @@ def _sequence_parts(
 
 
 class _WholeBlock(nn.Module):
-    """Pooling, PFFN and self-attention of a layer in one call: tokens after them, and the summary."""
+    """Pooling, PFFN and self-attention of a layer in one call: tokens after them, the summary, and a late residual."""
 
     def __init__(self, block: EventBlock) -> None:
         super().__init__()
         self.block = block
 
-    def forward(self, sequence: Sequence, x_sum_BnD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, sequence: Sequence, x_sum_BnD: Tensor) -> tuple[Tensor, ...]:
+        sequence = sequence.summed()
         summary_BnD = self.block.summarise(sequence, None)
-        return self.block(sequence, x_sum_BnD).s_TD, summary_BnD
+        after = self.block(sequence, x_sum_BnD)
+        return (after.s_TD, summary_BnD) if after.late_TD is None else (after.s_TD, summary_BnD, after.late_TD)
 
 
 def _whole_layer(
@@ -315,7 +346,10 @@ def _whole_layer(
     flops: FlopCount,
     costs: Mapping[str, tuple[Product, ...]],
 ) -> Part:
-    """A first layer's sequence parts as one module, compiled as one graph as in a step: norms fuse across its parts."""
+    """A first layer's sequence parts as one module, compiled as one graph as in a step: norms fuse across its parts.
+    With a late residual it is one of the layers after it: it adds what the layer before left, and leaves its own."""
+    if config.kernels.late_residual:
+        sequence = sequence.replace_tokens(sequence.s_TD, torch.randn_like(sequence.s_TD).requires_grad_())
     module = _WholeBlock(EventBlock(config, size, 0, device=x_sum.device))
     if config.kernels.linears != "bf16":
         quantise_linears(module, config.kernels)
@@ -324,8 +358,9 @@ def _whole_layer(
         mark_sizes(sequence)
         torch._dynamo.maybe_mark_dynamic(x_sum, 0)
     parts = tuple(f"layer0.{event}.{name}." for name in costs)
-    cost = (1.0 + BWD_FACTOR) * sum(f for key, f in flops.parts.items() if key.startswith(parts))
-    leaves = (sequence.s_TD, x_sum, *module.parameters())
+    cost = TRAINING * sum(f for key, f in flops.parts.items() if key.startswith(parts))
+    late = () if sequence.late_TD is None else (sequence.late_TD,)
+    leaves = (sequence.s_TD, *late, x_sum, *module.parameters())
     products = tuple(product for of_part in costs.values() for product in of_part)
     return Part(f"{prefix}layer", 0, cost, True, partial(module, sequence, x_sum), leaves, products)
 
@@ -334,8 +369,7 @@ def _core(
     module: nn.Module, sequence: Sequence, x_sum: Tensor, config: GemConfig
 ) -> tuple[Callable[[], Tensor], tuple[Tensor, ...]]:
     """The attention inside a module, with whatever rotations and norms its kernel settings put around it."""
-    total, device = sequence.s_TD.shape[0], sequence.s_TD.device
-    dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
+    total, device, dtype = sequence.s_TD.shape[0], sequence.s_TD.device, _dtypes(config)[0]
 
     def rows(*shape: int) -> Tensor:
         return _leaf(*shape, device=device, dtype=dtype)

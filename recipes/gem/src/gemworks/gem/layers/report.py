@@ -31,6 +31,18 @@ COLUMNS = (
 Row = dict[str, str]
 
 
+NOTE_LENGTH = 240
+
+
+def note_of(error: BaseException) -> str:
+    """Why there is no number, for a CSV's `note`: one line, though a compiler's error has its reason in the second.
+
+    >>> note_of(RuntimeError("backend='inductor' raised:\\nValueError: no"))
+    "RuntimeError: backend='inductor' raised: ValueError: no"
+    """
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:NOTE_LENGTH]
+
+
 @dataclass(frozen=True)
 class Measured:
     """One layer type, measured; without a time it could not run, and `note` says why."""
@@ -88,14 +100,14 @@ def total_of(layers: Sequence[Measured], *, sequence_only: bool) -> Total:
     )
 
 
-def worst(layers: Sequence[Measured], number: int = 3) -> list[Measured]:
-    """The layers that cost most time beyond what their FLOPs need at the peak, worst first."""
+def worst(layers: Sequence[Measured]) -> list[Measured]:
+    """The three layers that cost most time beyond what their FLOPs need at the peak, worst first."""
 
     def lost(x: Measured) -> float:
         assert x.time is not None
         return x.count * (x.time.ms - 1e3 * x.flops / H200_BF16_PEAK_FLOPS)
 
-    return sorted([x for x in layers if x.time is not None and x.count], key=lost, reverse=True)[:number]
+    return sorted([x for x in layers if x.time is not None and x.count], key=lost, reverse=True)[:3]
 
 
 def common_columns(device: torch.device, *, module: str, copy_gbps: float, tflops: float, mhz: float | None) -> Row:

@@ -28,6 +28,7 @@ PRODUCT_NAMES = re.compile(
     re.IGNORECASE,
 )
 NOT_KERNELS = ("gem::", "Activity Buffer", "Optimizer.")  # what a profiler adds: spans around kernels
+HOST_CALLS = 5  # of one host time
 NOT_PRODUCTS = re.compile(r"reduce|splitk.*reduce|elementwise|triton_(red|per|poi)", re.IGNORECASE)
 
 
@@ -103,9 +104,9 @@ def replayed(run: Callable[[], object]) -> Callable[[], object]:
     return replay
 
 
-def time_call(run: Callable[[], object], device: torch.device, *, repeats: int, warmup: int = 3) -> Time:
+def time_call(run: Callable[[], object], device: torch.device, *, repeats: int) -> Time:
     """Back to back, so that the host's launches count where they are what is waited for."""
-    for _ in range(warmup):
+    for _ in range(3):
         run()
     if device.type != "cuda":
         samples = []
@@ -124,10 +125,10 @@ def time_call(run: Callable[[], object], device: torch.device, *, repeats: int, 
     return Time.of([a.elapsed_time(b) for a, b in pairwise(marks)])
 
 
-def host_ms(run: Callable[[], object], *, repeats: int = 5) -> float:
+def host_ms(run: Callable[[], object]) -> float:
     """What the host needs to start one call, with nothing in the device's queue; on a GPU only."""
     samples = []
-    for _ in range(repeats):
+    for _ in range(HOST_CALLS):
         torch.cuda.synchronize()
         began = time.perf_counter()
         run()
@@ -136,19 +137,19 @@ def host_ms(run: Callable[[], object], *, repeats: int = 5) -> float:
     return median(samples)
 
 
-def host_functions(run: Callable[[], object], *, repeats: int = 5) -> list[tuple[str, float, float]]:
+def host_functions(run: Callable[[], object]) -> list[tuple[str, float, float]]:
     """Functions by their own time on the host, per call: (name, ms, calls); backward runs on this thread for it."""
     profiler = cProfile.Profile()
     with torch.autograd.set_multithreading_enabled(False):
         run()
         profiler.enable()
-        for _ in range(repeats):
+        for _ in range(HOST_CALLS):
             run()
         profiler.disable()
     rows = []
     for (file, line, name), (_, calls, own, *_) in pstats.Stats(profiler).stats.items():  # pyright: ignore[reportAttributeAccessIssue]
         place = f"{'/'.join(Path(file).parts[-3:])}:{line} " if line else ""
-        rows.append((f"{place}{name}", 1e3 * own / repeats, calls / repeats))
+        rows.append((f"{place}{name}", 1e3 * own / HOST_CALLS, calls / HOST_CALLS))
     return sorted(rows, key=lambda row: -row[1])
 
 

@@ -45,10 +45,11 @@ class SelfAttention(nn.Module):
         self.qkv = linear(sizes.dim, 3 * sizes.dim, bias=False, device=device)
         self.out = linear(sizes.dim, sizes.dim, gain=0.5, bias=False, device=device)
 
-    def forward(self, sequence: Sequence) -> Tensor:
+    def forward(self, sequence: Sequence, *, without_residual: bool = False) -> Tensor:
         s_TE = sequence.s_TD
         qkv_TXH = self.qkv(rms_norm(s_TE, self.kernels.norm)).unflatten(-1, (3 * self.num_heads, self.head_dim))
-        return s_TE + self.out(self.attend(qkv_TXH, sequence).flatten(-2))
+        out_TE = self.out(self.attend(qkv_TXH, sequence).flatten(-2))
+        return out_TE if without_residual else s_TE + out_TE
 
     def attend(self, qkv_TXH: Tensor, sequence: Sequence) -> Tensor:
         """Attention of a projection [T, 3 N, H], QK-norm and rotation included: [T, N, H]."""

@@ -37,6 +37,7 @@ class Sequence:
         plan: what the layers share.
         lengths_B: None for packed tokens. Else the batch is padded: T = B * max_length, offsets are multiples of
             max_length, and the first `lengths_B[b]` rows of sample b are real.
+        late_TD: what is still to be added to the tokens; see `KernelConfig.late_residual`.
     """
 
     s_TD: Tensor
@@ -45,10 +46,15 @@ class Sequence:
     rope: RopeTables | None
     plan: SequencePlan = field(default_factory=SequencePlan)
     lengths_B: Tensor | None = None
+    late_TD: Tensor | None = None
 
-    def replace_tokens(self, s_TD: Tensor) -> Sequence:
+    def replace_tokens(self, s_TD: Tensor, late_TD: Tensor | None = None) -> Sequence:
         # spelled out, not dataclasses.replace: torch.compile follows it
-        return Sequence(s_TD, self.offsets_S, self.max_length, self.rope, self.plan, self.lengths_B)
+        return Sequence(s_TD, self.offsets_S, self.max_length, self.rope, self.plan, self.lengths_B, late_TD)
+
+    def summed(self) -> Sequence:
+        """With nothing left to add."""
+        return self if self.late_TD is None else self.replace_tokens(self.s_TD + self.late_TD)
 
 
 class MaskNetMerge(nn.Module):

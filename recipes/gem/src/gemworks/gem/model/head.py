@@ -43,7 +43,7 @@ class Head(nn.Module):
 
     def forward(self, x_BnD: Tensor, sequences: list[Sequence]) -> Tensor:
         parts = [unit_rms(self.pool(x_BnD)).flatten(1)]
-        parts += [_mean(rms_norm(s.s_TD, self.kernels.norm), s) for s in sequences]
+        parts += [_mean(rms_norm(s.summed().s_TD, self.kernels.norm), s) for s in sequences]
         return self.mlp(self.dropout(torch.cat([part.to(parts[0].dtype) for part in parts], dim=1)))
 
 

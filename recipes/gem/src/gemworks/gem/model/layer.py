@@ -27,6 +27,7 @@ class EventBlock(nn.Module):
         self.pool = SeedPooling(sizes, model, kernels, device=device) if parts.pools else None
         self.pffn = Pffn(sizes, model, kernels, scale=scale, device=device) if parts.pffn else None
         self.attention = SelfAttention(sizes, model, kernels, device=device) if parts.attention else None
+        self.late_residual = kernels.late_residual
 
     def summarise(self, sequence: Sequence, cached_BnD: Tensor | None) -> Tensor:
         """The sequence summary [B, n_tok, D]: fresh, or the layer before's."""
@@ -41,7 +42,11 @@ class EventBlock(nn.Module):
 
     def attend(self, sequence: Sequence) -> Sequence:
         """The sequence after self-attention."""
-        return sequence if self.attention is None else sequence.replace_tokens(self.attention(sequence))
+        if self.attention is None:
+            return sequence
+        if self.late_residual:
+            return sequence.replace_tokens(sequence.s_TD, self.attention(sequence, without_residual=True))
+        return sequence.replace_tokens(self.attention(sequence))
 
     def forward(self, sequence: Sequence, x_sum_BnD: Tensor) -> Sequence:
         return self.attend(self.mix(sequence, x_sum_BnD))
@@ -84,6 +89,7 @@ class GemLayer(nn.Module):
             x', s' and this layer's sequence summaries.
         """
         x_sum_BnD = self.gate(self.summary(x_BnD))
+        sequences = [sequence.summed() for sequence in sequences]
         blocks = [block for block in self.blocks if isinstance(block, EventBlock)]
         h_sums = [b.summarise(s, cached) for b, s, cached in zip(blocks, sequences, pooled, strict=True)]
         # experts on other ranks have their tokens sent beside the PFFN, and their outputs beside self-attention

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core import table
@@ -100,7 +99,8 @@ class Problem:
         if tiles is None:
             total = self.rows_q if height.startswith("q") else self.k.shape[0]
             tiles = self.schedule.with_height(height, total).tensors[-1]
-        return tiles[0], tiles[1], tiles[2]
+        sample, row, count = tiles.unbind()
+        return sample, row, count
 
 
 def rowwise(x: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def compute_delta(out: Tensor, d_out: Tensor) -> Tensor:
     """rowsum(dO * O), float32 [N, T]."""
     total, heads, width = out.shape
     delta = torch.empty(heads, total, dtype=torch.float32, device=out.device)
-    delta_kernel[(triton.cdiv(total, DELTA_ROWS), heads)](
+    delta_kernel[(-(-total // DELTA_ROWS), heads)](
         out, d_out, delta, total, *strides_of(out, d_out), delta.stride(0),
         V=width, BV=_width(width), BT=DELTA_ROWS, num_warps=4,
     )  # fmt: skip

@@ -6,8 +6,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from gemworks.jagged._triton.quick import quick
+from gemworks.jagged.dispatch import num_multiprocessors
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core.kernel_backward import zero_queries_without_keys_kernel as _zero
 from gemworks.jagged.ops.attention_core.kernel_backward_fused_hopper import backward_fused_hopper_kernel as _fused
@@ -31,13 +31,8 @@ Pair = tuple[Tensor, Tensor]
 _GL_DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-@lru_cache(maxsize=16)
-def _num_programs(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def _grid(x: Tensor, config: GluonConfig) -> tuple[int]:
-    return (_num_programs(x.device.index or 0) * config.programs,)
+    return (num_multiprocessors(x.device) * config.programs,)
 
 
 def streamable(x: Tensor) -> Tensor:
@@ -125,7 +120,7 @@ def backward_fused(
     """Fills dq (contiguous), dk and dv. Scratch: 512 bytes per query row and head, 4 bytes per 64 of them."""
     shared = p.rule.shared_query
     sample, row, count = p.tiles("q128" if shared else config.height)
-    num_sequences, tiles_per_unit = (p.rows_q // p.q.shape[0], triton.cdiv(p.q.shape[0], 128)) if shared else (0, 0)
+    num_sequences, tiles_per_unit = (p.rows_q // p.q.shape[0], -(-p.q.shape[0] // 128)) if shared else (0, 0)
     q, k, v, d_out, bounds = streamable(p.q), streamable(p.k), streamable(p.v), streamable(d_out), p.schedule.bounds
     heads, width, num_bounds = q.shape[1], q.shape[2], bounds.shape[1]
     num_tiles = (p.rows_q // 64 + num_bounds) * heads
@@ -134,7 +129,7 @@ def backward_fused(
     mask = {"MASKED": not p.rule.mask.is_full, "BOTTOM_RIGHT": p.rule.mask.align == "bottom_right"}
     in_one_tile = p.rows_k is not None and p.rows_k <= 128
     scratch = torch.empty(1 if in_one_tile else num_tiles * 64 * width, dtype=torch.float32, device=q.device)
-    backward_fused_hopper_kernel[(_num_programs(q.device.index or 0),)](
+    backward_fused_hopper_kernel[(num_multiprocessors(q.device),)](
         *(ragged(x, 64) for x in (q, k, v, d_out)), dq, dk, dv, scratch, turn[4:], turn, lse, delta,
         bounds[2], bounds[1], sample, row, count, tiles_per_unit, num_sequences, *limits(p.rule),
         *(s for x in (dq, dk, dv) for s in (x.stride(0), x.stride(1))), lse.stride(0),

@@ -64,7 +64,7 @@ def make_problem(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str,
     return launch.Problem(q, k, v, call.rule, schedule, call.bound_k, architecture, call.side_q.total, rows_k, bias)
 
 
-def kernels_take(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str, *, biased: bool = False) -> bool:
+def kernels_take(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str) -> bool:
     """Whether some kernel covers the call; warns once where the reference has to run on a device."""
     shape = table.Shape(
         call.rule.activation,
@@ -75,7 +75,6 @@ def kernels_take(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str,
         call.rule.shared_query,
         q.shape[1] != k.shape[1],
         call.bound_k,
-        biased=biased,
     )
     if table.choose("forward", shape, architecture) is not None:
         return True
@@ -92,8 +91,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return _forward_on_host(q, k, v, *rest)
     from gemworks.jagged.ops.attention_core import launch
 
-    with torch.cuda.device(q.device):
-        return launch.forward(make_problem(q, k, v, call, architecture))
+    return launch.forward(make_problem(q, k, v, call, architecture))
 
 
 @attention_backward.register_kernel("cuda")
@@ -121,8 +119,7 @@ def backward_into(
         if kernels_take(q, k, v, call, architecture):
             from gemworks.jagged.ops.attention_core import launch
 
-            with torch.cuda.device(q.device):
-                launch.backward(make_problem(q, k, v, call, architecture), d_out, out, lse, into)
+            launch.backward(make_problem(q, k, v, call, architecture), d_out, out, lse, into)
             return
     for x, grad in zip(into, _backward_on_host(d_out, q, k, v, out, lse, *rest), strict=True):
         x.copy_(grad)

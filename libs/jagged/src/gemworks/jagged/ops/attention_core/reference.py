@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from gemworks.jagged._dense import Mask, admitted_pairs, compute_dtype, without_autocast
+from gemworks.jagged._dense import Mask, admitted_pairs, compute_dtype, padded_groups, without_autocast
 from gemworks.jagged._packing import Group, Plan, pad_rows, split_groups, unpad_rows
 from gemworks.jagged.ops.gdpa.activations import ACTIVATIONS, DERIVATIVES
 from torch import Tensor
@@ -50,8 +50,9 @@ def forward_reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, rule: Rule) -
     """
     wide = compute_dtype(q.dtype)
     num_heads = q.shape[1]
+    parts = padded_groups(q.to(wide), k.to(wide), v.to(wide), plan, shared_query=rule.shared_query)
     outs, sums = [], []
-    for q_bMXH, k_bMKH, v_bMKV, group in _parts(q.to(wide), k.to(wide), v.to(wide), plan, rule):
+    for q_bMXH, k_bMKH, v_bMKV, group in parts:
         logits = _logits(q_bMXH, k_bMKH, rule)
         if rule.is_softmax:
             weights, lse_bNL = _softmax(logits, group, rule, num_heads)
@@ -102,7 +103,7 @@ def backward_reference(
             extra.append(split_groups(padded, plan.groups, num_heads, "q"))
     d_parts = split_groups(pad_rows(d_out, plan.layout_q), plan.groups, num_heads, "q")
     dqs, dks, dvs = [], [], []
-    parts = _parts(q.to(wide), k.to(wide), v.to(wide), plan, rule)
+    parts = padded_groups(q.to(wide), k.to(wide), v.to(wide), plan, shared_query=rule.shared_query)
     for i, (q_bMXH, k_bMKH, v_bMKV, group) in enumerate(parts):
         shape = q_bMXH.shape[:3]
         d_bMXV = d_parts[i].reshape(*shape, v.shape[-1])
@@ -128,20 +129,6 @@ def backward_reference(
     else:
         dq = unpad_rows(torch.cat(dqs), plan.layout_q, num_heads)
     return dq.to(q.dtype).contiguous(), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _parts(q: Tensor, k: Tensor, v: Tensor, plan: Plan, rule: Rule) -> list[tuple[Tensor, Tensor, Tensor, Group]]:
-    """Of each group: q [b, M, G * L, H] (the query heads of one key head side by side), k and v [b, M, K, ...]."""
-    num_heads_k = k.shape[1]
-    k_parts = split_groups(pad_rows(k, plan.layout_k), plan.groups, num_heads_k, "k")
-    v_parts = split_groups(pad_rows(v, plan.layout_k), plan.groups, num_heads_k, "k")
-    if rule.shared_query:
-        shared_NRH = q.transpose(0, 1)
-        q_parts = [shared_NRH.expand(g.sequences_b.shape[0], *shared_NRH.shape) for g in plan.groups]
-    else:
-        q_parts = split_groups(pad_rows(q, plan.layout_q), plan.groups, q.shape[1], "q")
-    folded = [x.reshape(x.shape[0], num_heads_k, -1, q.shape[-1]) for x in q_parts]
-    return list(zip(folded, k_parts, v_parts, plan.groups, strict=True))
 
 
 def _logits(q_bMXH: Tensor, k_bMKH: Tensor, rule: Rule) -> Tensor:

@@ -6,7 +6,7 @@ length enters except the bucketed bound, so a neighbouring batch takes the same 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -220,13 +220,9 @@ class Shape:
 
 def gluon_refusal(step: Step, shape: Shape, architecture: str) -> str | None:
     """Why the Gluon kernel does not take this step, or None."""
-    if architecture not in GLUON_ARCHITECTURES:
-        return f"gluon runs on {', '.join(GLUON_ARCHITECTURES)}, not on {architecture}"
-    if shape.dtype not in GLUON_DTYPES:
-        return f"gluon does not take {shape.dtype}"
-    if shape.head_dim not in GLUON_HEAD_DIMS or shape.value_dim != shape.head_dim:
-        widths = f"{shape.head_dim} and {shape.value_dim}"
-        return f"gluon takes equal head widths of q, k and v in {GLUON_HEAD_DIMS}, not {widths}"
+    refusal = _gluon_refusal_at_all(shape, architecture)
+    if refusal is not None:
+        return refusal
     if shape.masked and shape.shared_query:
         return "gluon has no mask with a shared query"
     if shape.masked and step != "forward":
@@ -238,14 +234,32 @@ def gluon_refusal(step: Step, shape: Shape, architecture: str) -> str | None:
     return None
 
 
+def _gluon_refusal_at_all(shape: Shape, architecture: str) -> str | None:
+    """Why no Gluon kernel takes any step, masked or not."""
+    if architecture not in GLUON_ARCHITECTURES:
+        return f"gluon runs on {', '.join(GLUON_ARCHITECTURES)}, not on {architecture}"
+    if shape.dtype not in GLUON_DTYPES:
+        return f"gluon does not take {shape.dtype}"
+    if shape.head_dim not in GLUON_HEAD_DIMS or shape.value_dim != shape.head_dim:
+        widths = f"{shape.head_dim} and {shape.value_dim}"
+        return f"gluon takes equal head widths of q, k and v in {GLUON_HEAD_DIMS}, not {widths}"
+    return None
+
+
 def fused_refusal(shape: Shape, architecture: str) -> str | None:
     """Why the backward is not one kernel, or None."""
     if shape.masked and shape.shared_query:
         return "the fused backward has no mask with a shared query"
-    refusal = gluon_refusal("backward_kv", replace(shape, masked=False), architecture)
-    if refusal is None and shape.head_dim != FUSED_HEAD_DIM:
+    refusal = _gluon_refusal_at_all(shape, architecture)
+    if refusal is not None:
+        return refusal
+    if shape.biased:
+        return "gluon has no bias"
+    if shape.grouped:
+        return "gluon's backward has no grouped heads"
+    if shape.head_dim != FUSED_HEAD_DIM:
         return f"the fused backward takes head width {FUSED_HEAD_DIM}, not {shape.head_dim}"
-    return refusal
+    return None
 
 
 def choose_fused(shape: Shape, architecture: str) -> FusedConfig | None:
@@ -259,8 +273,8 @@ def backward_products(shape: Shape, architecture: str) -> int | None:
     """Matrix products of a backward: the five that it needs, or seven where each of two kernels computes the scores and
     the gradient of the weights. None where no kernel takes the call.
 
-    >>> shape = Shape(SOFTMAX, torch.bfloat16, 128, 128, False, False, False, 1024)
-    >>> [backward_products(replace(shape, head_dim=h, value_dim=h), "sm_90") for h in (64, 128)]
+    >>> shapes = [Shape(SOFTMAX, torch.bfloat16, h, h, False, False, False, 1024) for h in (64, 128)]
+    >>> [backward_products(shape, "sm_90") for shape in shapes]
     [7, 5]
     """
     if choose_fused(shape, architecture) is not None:

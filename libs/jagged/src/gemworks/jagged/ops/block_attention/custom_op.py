@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from gemworks.jagged._attention_args import split_heads
 from gemworks.jagged._checks import is_host
 from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._imports import when_imported
@@ -34,13 +35,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, args: BlockArgs) -> Tensor:
 
         return block_attention_forward(q, k, v, args)
     return block_forward(q, k, v, args)
-
-
-def split_heads(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of a packed projection [T, N + 2 M, H]: q, k and v."""
-    num_key_heads = (qkv.shape[1] - num_heads) // 2
-    q, k, v = qkv.split([num_heads, num_key_heads, num_key_heads], dim=1)
-    return q, k, v
 
 
 def _block_attention(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import torch
-from gemworks.jagged._attention_args import autocast, check_attention
+from gemworks.jagged._attention_args import autocast, check_attention, check_qkv, split_heads
 from gemworks.jagged._checks import check_max_length, check_offsets, check_scale
 from gemworks.jagged.dispatch import BLOCK_HEAD_DIMS, KERNEL_DTYPES
-from gemworks.jagged.ops.block_attention.custom_op import block_attention_op, block_attention_qkv_op, split_heads
+from gemworks.jagged.ops.block_attention.custom_op import block_attention_op, block_attention_qkv_op
 from gemworks.jagged.ops.block_attention.reference import block_offsets
 from gemworks.jagged.ops.block_attention.schedule import BLOCKS, BlockSchedule
 from gemworks.jagged.ops.flash_attention.op import flash_attention
@@ -82,22 +82,20 @@ def block_attention(
     q, k, v = autocast(q, k, v)
     check_scale(scale)
     if q.dim() != 3:
-        shape = tuple(q.shape)
         raise ValueError(
-            f"q: got shape {shape}, expected packed [T, N, H]; split the heads with .unflatten(-1, (N, H))"
+            f"q: got shape {tuple(q.shape)}, expected packed [T, N, H]; split the heads with .unflatten(-1, (N, H))"
         )
     if k.dim() != 3 or k.shape[0] != q.shape[0]:
         raise ValueError(
             f"k: got shape {tuple(k.shape)} with q {tuple(q.shape)}, expected packed rows of the same sequences; "
             f"block attention is self-attention"
         )
+    if has_kernel(q, v.shape[-1], block, q.shape[1] // max(k.shape[1], 1)):
+        settings = block_settings(q, k, v, offsets_q, bound, scale, block, causal, rope, qk_norm, qk_norm_eps, schedule)
+        return block_attention_op(q, k, v, *settings)
     check_offsets("offsets_q", offsets_q, total=q.shape[0], max_length=bound, device=q.device)
     if schedule is not None:
         schedule.check("schedule", total=q.shape[0], block=block, device=q.device)
-    if has_kernel(q, v.shape[-1], block, q.shape[1] // max(k.shape[1], 1)):
-        check_attention(q, k, v, offsets_q, None, max_length_q=bound, max_length_k=None, shared_query=False)
-        settings = block_settings(q, offsets_q, bound, scale, block, causal, rope, qk_norm, qk_norm_eps, schedule)
-        return block_attention_op(q, k, v, *settings)
     return flash_attention(
         q,
         k,
@@ -141,11 +139,7 @@ def block_attention_qkv(
     >>> torch.equal(out, block_attention(*parts, torch.tensor([0, 70]), max_length_q=128))
     True
     """
-    if qkv.dim() != 3 or not 0 < num_heads < qkv.shape[1] or (qkv.shape[1] - num_heads) % 2:
-        raise ValueError(
-            f"qkv: got shape {tuple(qkv.shape)} with num_heads {num_heads}, expected [T, N + 2 M, H]: the heads of q, "
-            f"k and v side by side"
-        )
+    check_qkv(qkv, num_heads)
     (qkv,) = autocast(qkv)
     q, k, v = split_heads(qkv, num_heads)
     if not has_kernel(qkv, qkv.shape[-1], block, num_heads // max(k.shape[1], 1)):
@@ -164,10 +158,7 @@ def block_attention_qkv(
             schedule=schedule,
         )
     bound = check_max_length("max_length", max_length)
-    check_attention(q, k, v, offsets, None, max_length_q=bound, max_length_k=None, shared_query=False)
-    if schedule is not None:
-        schedule.check("schedule", total=qkv.shape[0], block=block, device=qkv.device)
-    settings = block_settings(q, offsets, bound, scale, block, causal, rope, qk_norm, qk_norm_eps, schedule)
+    settings = block_settings(q, k, v, offsets, bound, scale, block, causal, rope, qk_norm, qk_norm_eps, schedule)
     return block_attention_qkv_op(qkv, num_heads, *settings)
 
 
@@ -189,6 +180,8 @@ def has_kernel(q: Tensor, value_dim: int, block: int, group: int) -> bool:
 
 def block_settings(
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
     offsets: Tensor,
     bound: int,
     scale: float | None,
@@ -199,7 +192,10 @@ def block_settings(
     eps: float,
     schedule: BlockSchedule | None,
 ) -> tuple[Any, ...]:
-    """What both custom ops take after their tensors."""
+    """What the custom ops take after their tensors, checked. Of q, k and v only the shapes count."""
+    check_attention(q, k, v, offsets, None, max_length_q=bound, max_length_k=None, shared_query=False)
+    if schedule is not None:
+        schedule.check("schedule", total=q.shape[0], block=block, device=q.device)
     if rope is not None:
         RopeTables.check(rope, "rope", total=q.shape[0], head_dim=q.shape[-1], device=q.device)
     if schedule is None:

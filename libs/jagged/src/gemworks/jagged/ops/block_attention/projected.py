@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from gemworks.jagged._attention_args import autocast, check_attention
+from gemworks.jagged._attention_args import autocast, split_heads
 from gemworks.jagged._checks import check_float, check_max_length
 from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._imports import when_imported
 from gemworks.jagged.ops.block_attention import custom_op as unprojected
-from gemworks.jagged.ops.block_attention.custom_op import split_heads
 from gemworks.jagged.ops.block_attention.formulas import BlockArgs
 from gemworks.jagged.ops.block_attention.op import block_attention_qkv, block_settings, has_kernel
 from gemworks.jagged.ops.block_attention.schedule import BlockSchedule
@@ -80,10 +79,7 @@ def block_attention_projected(
             qk_norm_eps=qk_norm_eps, schedule=schedule,
         )  # fmt: skip
     bound = check_max_length("max_length", max_length)
-    check_attention(q, k, v, offsets, None, max_length_q=bound, max_length_k=None, shared_query=False)
-    if schedule is not None:
-        schedule.check("schedule", total=x.shape[0], block=block, device=x.device)
-    settings = block_settings(q, offsets, bound, scale, block, causal, rope, qk_norm, qk_norm_eps, schedule)
+    settings = block_settings(q, k, v, offsets, bound, scale, block, causal, rope, qk_norm, qk_norm_eps, schedule)
     return block_attention_projected_op(x, weight, offsets, num_heads, head_dim, *settings)
 
 

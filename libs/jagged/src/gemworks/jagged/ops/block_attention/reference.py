@@ -24,8 +24,7 @@ def block_offsets(offsets: Tensor, block: int, total: int) -> Tensor:
     num_sequences = offsets.shape[0] - 1
     if num_sequences == 0:
         return offsets.clone()
-    readable = is_host(offsets) and not torch.compiler.is_compiling()
-    num_blocks = int(ends_B[-1]) if readable else total // block + num_sequences
+    num_blocks = int(ends_B[-1]) if is_host(offsets) else total // block + num_sequences
     slot = torch.arange(num_blocks, device=offsets.device)
     sequence = torch.searchsorted(ends_B, slot, right=True).clamp(max=num_sequences - 1)
     first = torch.cat([ends_B.new_zeros(1), ends_B])[sequence]

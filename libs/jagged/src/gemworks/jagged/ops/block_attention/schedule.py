@@ -6,12 +6,11 @@ Letters: B sequences, S slots for blocks, T packed rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from gemworks.jagged._checks import check_max_length, check_offsets
 from gemworks.jagged._custom_op import custom_op
-from gemworks.jagged.schedule_op import KERNEL_CONFIG
+from gemworks.jagged.schedule_op import KERNEL_CONFIG, schedule_kernels
 from torch import Tensor
 
 BLOCKS = (32, 64, 128)
@@ -92,11 +91,8 @@ def _(offsets: Tensor, total: int, block: int, limit: int) -> Tensor:
 @block_schedule.register_kernel("cuda")
 def block_schedule_on_a_gpu(offsets: Tensor, total: int, block: int, limit: int) -> Tensor:
     """The same by one kernel; under Triton's interpreter also on a host."""
-    from gemworks.jagged._triton.kernel_schedule import block_schedule_kernel
-
     out = offsets.new_empty(_num_slots(offsets, total, block), 3, dtype=torch.int32)
-    kernel: Any = block_schedule_kernel
-    kernel[(-(-offsets.shape[0] // KERNEL_CONFIG["R"]),)](
+    schedule_kernels()[1][(-(-offsets.shape[0] // KERNEL_CONFIG["R"]),)](
         offsets.contiguous(), out, offsets.shape[0] - 1, total, limit, out.shape[0], BLOCK=block, **KERNEL_CONFIG
     )
     return out

@@ -59,8 +59,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
     from gemworks.jagged.ops.attention_core import launch
 
     tables, call = rest[:_NUM_TABLES], Call(q, k, Settings(*rest[_NUM_TABLES:]))
-    with torch.cuda.device(q.device):
-        return launch.forward(_biased_problem(q, k, v, tables, call))
+    return launch.forward(_biased_problem(q, k, v, tables, call))
 
 
 def _backward(
@@ -71,8 +70,7 @@ def _backward(
 
     tables, call = rest[:_NUM_TABLES], Call(q, k, Settings(*rest[_NUM_TABLES:]))
     into = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-    with torch.cuda.device(q.device):
-        sums = launch.backward(_biased_problem(q, k, v, tables, call), d_out, out, lse, into)
+    sums = launch.backward(_biased_problem(q, k, v, tables, call), d_out, out, lse, into)
     assert sums is not None
     d_tables = [
         q.new_empty(0) if x is None else s.t().to(x.dtype, memory_format=torch.contiguous_format)

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 import torch
-from gemworks.jagged._attention_args import autocast, check_attention, make_mask
+from gemworks.jagged._attention_args import autocast, check_attention, check_qkv, make_mask, split_heads
 from gemworks.jagged._custom_op import custom_op
 from gemworks.jagged._dense import compute_dtype
 from gemworks.jagged._imports import when_imported
@@ -54,15 +54,11 @@ def flash_attention_qkv(
     >>> torch.allclose(out, flash_attention(*qkv.split(1, dim=1), offsets, max_length_q=64))
     True
     """
-    if qkv.dim() != 3 or not 0 < num_heads < qkv.shape[1] or (qkv.shape[1] - num_heads) % 2:
-        raise ValueError(
-            f"qkv: got shape {tuple(qkv.shape)} with num_heads {num_heads}, expected [T, N + 2 M, H]: the heads of q, "
-            f"k and v side by side"
-        )
+    check_qkv(qkv, num_heads)
     (qkv,) = autocast(qkv)
     mask = make_mask(causal, window, "bottom_right")
     args = check_attention(
-        *_parts(qkv, num_heads), offsets, None, max_length_q=max_length, max_length_k=None, shared_query=False
+        *split_heads(qkv, num_heads), offsets, None, max_length_q=max_length, max_length_k=None, shared_query=False
     )
     if rope is not None:
         RopeTables.check(rope, "rope", total=qkv.shape[0], head_dim=qkv.shape[-1], device=qkv.device)
@@ -73,12 +69,6 @@ def flash_attention_qkv(
         qk_norm_eps if qk_norm else None, min(mask.left, UNBOUNDED), min(mask.right, UNBOUNDED),
     )  # fmt: skip
     return out
-
-
-def _parts(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    num_heads_k = (qkv.shape[1] - num_heads) // 2
-    q, k, v = qkv.split([num_heads, num_heads_k, num_heads_k], dim=1)
-    return q, k, v
 
 
 def _settings(
@@ -98,7 +88,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(output, log-sum-exp, q and k as attention saw them: [T, N + M, H], or [0] if they are those of qkv)."""
     num_heads, eps = rest[0], rest[3]
-    q, k, v = _parts(qkv, num_heads)
+    q, k, v = split_heads(qkv, num_heads)
     turned = qkv.new_empty(0)
     if eps is not None or cos is not None:
         turned = norm_rope_op(qkv[:, : -v.shape[1]], cos, sin, offsets[-1:], eps)
@@ -121,9 +111,9 @@ def _backward(
     *rest: Any,
 ) -> Tensor:
     num_heads, eps = rest[0], rest[3]
-    q, k, v = _parts(qkv, num_heads)
+    q, k, v = split_heads(qkv, num_heads)
     d_qkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    dq, dk, dv = _parts(d_qkv, num_heads)
+    dq, dk, dv = split_heads(d_qkv, num_heads)
     changed = turned.dim() == 3
     d_turned = torch.empty_like(turned)
     if changed:
@@ -184,13 +174,13 @@ def _register_flops(flop_counter: Any) -> None:
     """Of the attention inside; `rest` begins with offsets, tiles, heights and the number of heads."""
 
     def forward(qkv: Tensor, cos: Any, sin: Any, *rest: Any, out_val: Any = None, **_: Any) -> int:
-        return forward_flops(*_parts(qkv, rest[3]), _settings(*rest))
+        return forward_flops(*split_heads(qkv, rest[3]), _settings(*rest))
 
     def backward(
         d_out: Any, qkv: Tensor, out: Any, lse: Any, turned: Any, cos: Any, sin: Any, *rest: Any,
         out_val: Any = None, **_: Any,
     ) -> int:  # fmt: skip
-        return backward_flops(*_parts(qkv, rest[3]), _settings(*rest))
+        return backward_flops(*split_heads(qkv, rest[3]), _settings(*rest))
 
     ops = torch.ops.gemworks_jagged
     flop_counter.register_flop_formula(ops.attention_qkv, get_raw=True)(forward)

@@ -120,8 +120,7 @@ def on_a_gpu(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
     from gemworks.jagged.ops.gdpa import launch_epilogue
 
     args = launch_epilogue.NormArgs(e.residual, e.add, e.weight, e.bias, e.eps, e.kind == "layer")
-    with torch.cuda.device(q.device):
-        return launch_epilogue.forward(op.make_problem(q, k, v, call, architecture), args)
+    return launch_epilogue.forward(op.make_problem(q, k, v, call, architecture), args)
 
 
 @gdpa_norm_op.register_fake

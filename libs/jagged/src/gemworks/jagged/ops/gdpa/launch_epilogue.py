@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from gemworks.jagged._triton.quick import quick
+from gemworks.jagged.dispatch import num_multiprocessors
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core import launch, table
 from gemworks.jagged.ops.attention_core.launch import Problem
@@ -96,7 +97,7 @@ def gluon_forward(p: Problem, args: NormArgs, y: Tensor, h: Tensor, config: Gluo
     sample, row, count = p.tiles("q128")
     others, strides = args.tensors(p.q)
     q, k, v = (launch_hopper.streamable(x) for x in (p.q, p.k, p.v))
-    _hopper()[(launch_hopper._num_programs(q.device.index or 0),)](
+    _hopper()[(num_multiprocessors(q.device),)](
         launch_hopper.ragged(q, 64), *(launch_hopper.ragged(x, config.block) for x in (k, v)), h, y, *others,
         p.schedule.bounds[1, -1:], p.schedule.bounds[0], p.schedule.bounds[3], sample, row, count, p.rule.scale,
         args.eps, *strides,

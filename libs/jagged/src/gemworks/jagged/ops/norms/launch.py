@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from gemworks.jagged._triton.quick import quick
+from gemworks.jagged.dispatch import num_multiprocessors
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.norms.configs import NormConfig, norm_config
 from gemworks.jagged.ops.norms.kernel_norm import column_sums_kernel, norm_bwd_kernel, norm_fwd_kernel
@@ -26,7 +27,7 @@ def _cdiv(a: int, b: int) -> int:
 def _num_programs(device: torch.device, config: NormConfig) -> int:
     if device.type != "cuda":
         return CPU_PROGRAMS
-    return max(WARPS_PER_SM // config.num_warps, 1) * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(WARPS_PER_SM // config.num_warps, 1) * num_multiprocessors(device)
 
 
 def _inner_rows(*tensors: Tensor | None) -> int:
