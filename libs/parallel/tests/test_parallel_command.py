@@ -51,6 +51,19 @@ def test_search_and_place_print_for_people_and_as_json(tmp_path, capsys: pytest.
     assert content["validation"] in text
 
 
+def test_the_ladder_ends_in_the_published_plan(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = _files(tmp_path)
+    assert main(["ladder", *where, "--gpus", "64"]) == 0
+    text = capsys.readouterr().out
+    assert [line.split()[0] for line in text.splitlines()] == ["ladder", *["dense"] * 3, *["sparse"] * 4, "prediction"]
+    assert main(["ladder", *where, "--gpus", "64", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["dense"][-1]["plan"] == content["sparse"][-1]["plan"]
+    assert content["dense"][-1]["plan"]["experts"] == {"expert": 2, "expert_shard": 16, "replica": 2}
+    assert main(["ladder", *where, "--picture", str(tmp_path / "x.svg")]) == 2
+    assert "--picture: got a file" in capsys.readouterr().err
+
+
 def test_a_step_without_a_table_group_still_has_its_tables(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     """One copy over all GPUs, whatever shares a replica."""
     where = _files(tmp_path)

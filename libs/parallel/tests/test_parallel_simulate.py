@@ -511,6 +511,14 @@ def test_the_reason_names_the_items_that_cost_most_and_a_slower_tier_costs_time(
     assert why_slower(best, best) == "as fast as the best"
 
 
+def test_more_candidates_kept_are_combined() -> None:
+    c, m = presets.h200_host(8), gem_like(num_layers=1, table_rows=10**7)
+    one, three = (search(m, c, keep=k) for k in (1, 3))
+    looked_at = [{x.plan.text() for x in (*r.ranked, *r.infeasible)} for r in (one, three)]
+    assert looked_at[0] < looked_at[1]
+    assert len(looked_at[1]) >= 2 * 2 * 3
+
+
 def test_a_plan_that_would_win_on_a_slower_tier_is_named() -> None:
     c = presets.roce_cluster(64).scaled("zone", 0.25)
     found = search(gem_like(num_layers=2, table_rows=10**8), c, keep=2)

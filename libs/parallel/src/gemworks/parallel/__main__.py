@@ -1,4 +1,4 @@
-"""`python -m gemworks.parallel search | simulate | place | ranks`: for people, or as JSON with `--json`.
+"""`python -m gemworks.parallel search | ladder | simulate | place | ranks`: for people, or as JSON with `--json`.
 
     python -m gemworks.parallel simulate --gpus 4096 --shard 256 --expert 2 --expert-shard 16 \
         --table-group 256 --replica-shard 8 --trace step.json
@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("search", "rank plans, with the reason each loser lost"),
+        ("ladder", "what each dimension of the published plan buys"),
         ("simulate", "predict one step of a plan"),
         ("place", "which tier each group of a plan crosses"),
         ("ranks", "which rank holds what"),
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "search":
             sub.add_argument("--top", type=int, help="plans to print (default: 10)")
             sub.add_argument("--keep", type=int, help="candidates kept per view before all are combined (default: 6)")
+        if name in ("search", "ladder"):
             continue
         sub.add_argument("--shard", type=int, required=True, help="FSDP shard group")
         sub.add_argument("--expert", type=int, help="ranks that experts are spread over")

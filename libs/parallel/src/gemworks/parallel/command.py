@@ -14,13 +14,13 @@ from gemworks.parallel.describe import describe
 from gemworks.parallel.picture import draw_plan
 from gemworks.parallel.placement import Placement, place
 from gemworks.parallel.plan import ParallelPlan
-from gemworks.parallel.planner import search
+from gemworks.parallel.planner import ladder_text, ladders, search
 from gemworks.parallel.profile import ModelProfile, gem_like
 from gemworks.parallel.simulation import simulate, with_validation
 from gemworks.parallel.splits import model_traffic
 from gemworks.parallel.step_graph import Balance, SimulationConfig
 
-Question = Literal["search", "simulate", "place", "ranks"]
+Question = Literal["search", "ladder", "simulate", "place", "ranks"]
 CLUSTERS: Mapping[str, Callable[..., ClusterSpec]] = {
     "roce": presets.roce_cluster,
     "h200": presets.h200_host,
@@ -87,6 +87,11 @@ def answer(question: Question, request: Request) -> Answer:
         best = found.best
         _write(request, best.plan, cluster, best.chrome_trace)
         return Answer(text=found.text(request.top), json=found.to_json(request.top))
+    if question == "ladder":
+        _write(request, None, cluster, None)
+        rungs = ladders(model, cluster, config)
+        content = {kind: [{"rung": r.name, **r.simulation.to_dict()} for r in steps] for kind, steps in rungs.items()}
+        return Answer(text=ladder_text(rungs), json=json.dumps(content, sort_keys=True))
     plan = ParallelPlan.for_world(
         cluster.num_gpus,
         shard=request.shard,
@@ -122,8 +127,10 @@ def _table_group(question: Question, request: Request, cluster: ClusterSpec, mod
     return max(1, cluster.num_gpus // max(1, request.replica_shard))
 
 
-def _write(request: Request, plan: ParallelPlan, cluster: ClusterSpec, trace: Callable[[], str] | None) -> None:
+def _write(request: Request, plan: ParallelPlan | None, cluster: ClusterSpec, trace: Callable[[], str] | None) -> None:
     if request.picture is not None:
+        if plan is None:
+            raise ValueError("--picture: got a file, expected none: a ladder has many plans")
         request.picture.write_text(draw_plan(place(plan, cluster).layout, cluster), encoding="utf-8")
     if request.trace is not None:
         if trace is None:
