@@ -29,7 +29,7 @@ def test_smoke_run_of_every_suite(tmp_path):
     assert tuple(rows[0]) == COLUMNS
     ops = {r["op"] for r in rows}
     budgets_ops = {"budget", "region_price", "free_share"}
-    assert ops == {"link", "offload_copy", "small_copy", "small_copy_turns", "quantise", "stash", *budgets_ops}
+    assert ops == {"link", "offload_copy", "small_copy", "small_copy_turns", "quantise", "stash", "hooks", *budgets_ops}
     assert len(ops) == len(SUITES) + 2  # `budgets` also writes what memory costs per region, and what offload is free
     assert all(float(r["ms"]) > 0 for r in rows if r["op"] in ("offload_copy", "quantise", "stash"))
     budgets = [r for r in rows if r["op"] == "budget" and r["ms"] != ""]

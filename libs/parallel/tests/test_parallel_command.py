@@ -42,9 +42,23 @@ def test_search_and_place_print_for_people_and_as_json(tmp_path, capsys: pytest.
     found = json.loads(capsys.readouterr().out)
     assert found["best"]["step_us"] == found["plans"][0]["step_us"]
     assert main(["place", *where, *PLAN]) == 0
-    assert "predicted" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "predicted" in text
+    assert "prediction error: median" in text
     assert main(["place", *where, *PLAN, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["views"]["sparse"]["tiers"]["replica_shard"] == "nvlink"
+    content = json.loads(capsys.readouterr().out)
+    assert content["views"]["sparse"]["tiers"]["replica_shard"] == "nvlink"
+    assert content["validation"] in text
+
+
+def test_a_step_without_a_table_group_still_has_its_tables(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One copy over all GPUs, whatever shares a replica."""
+    where = _files(tmp_path)
+    for more, group in ([], 64), (["--replica-shard", "4"], 16):
+        assert main(["simulate", *where, "--gpus", "64", "--shard", "64", *more, "--json"]) == 0
+        content = json.loads(capsys.readouterr().out)
+        assert content["plan"]["sparse"]["table_group"] == group
+        assert content["memory_bytes"]["tables and row optimizer"] > 0
 
 
 def test_ranks_says_who_holds_what_and_draws_it(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +78,8 @@ def test_ranks_says_who_holds_what_and_draws_it(tmp_path, capsys: pytest.Capture
         (["search", "--cluster", "nowhere.toml"], "expected roce, h200, gb200, or the path of a cluster file"),
         (["search", "--model", "nothing.json"], "expected gem-like"),
         (["place", "--cluster", "h200", "--shard", "3"], "expected a divisor of the world size 8"),
+        (["simulate", "--cluster", "h200", "--shard", "8", "--replica-shard", "0"], "sparse.replica_shard: got 0"),
+        (["place", "--cluster", "h200", "--shard", "8", "--replica-shard", "4"], "got 4 without table_group"),
         (["search", "--balance", "luck"], "--balance: got 'luck', expected none, bbs or global"),
         (["simulate", "--cluster", "h200", "--shard", "8", "--table-group", "8"], "need "),
     ],

@@ -85,6 +85,18 @@ def test_latency_over_three_tiers_in_closed_form() -> None:
     assert collective_cost("all_to_all", shape, 0.0, c).latency_us == 9
 
 
+def test_an_all_to_all_takes_as_long_as_its_slowest_tier() -> None:
+    """Of a rank's S bytes 1/8 go to its own domain's other rank, 6/8 leave the domain, 4/8 leave the zone."""
+    shape = GroupShape(size=8, num_domains=4, num_zones=2)
+    for tier, share in (("nvlink", 1 / 8), ("zone", 6 / 8), ("cross_zone", 4 / 8)):
+        c = cluster(2, 2, 2)
+        for t in TIERS:  # one tier slow, the others fast
+            c = c.scaled(t, (1e9 if t == tier else 1e15) / c.tiers[t]["all_to_all"].bytes_per_s)
+        cost = collective_cost("all_to_all", shape, 8e6, c)
+        assert cost.tier == tier
+        assert cost.us - cost.latency_us == pytest.approx(share * 8e6 / 1e9 * 1e6, rel=1e-9)
+
+
 def test_a_tier_that_the_cluster_lacks_is_named() -> None:
     """A part of a cluster has no links between its hosts until somebody says what they can do."""
     whole = cluster(4, 2, 1)

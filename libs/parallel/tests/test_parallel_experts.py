@@ -187,6 +187,48 @@ def test_m3_eight_processes_two_by_two_by_two() -> None:
             torch.testing.assert_close(torch.from_numpy(p), params[n], rtol=2e-4, atol=2e-5)
 
 
+def _sum_or_mean(rank: int, world: int, gradient: str) -> dict:
+    group = dist.group.WORLD
+    experts = EnsembleExperts(make_expert, NUM_EXPERTS, group, gradient=gradient)  # type: ignore[arg-type]
+    x = batches(world, 0, "mixed")[rank].requires_grad_()
+    loss_of(experts(x)).backward()
+    assert x.grad is not None
+    grads = {n: p.grad.numpy() for n, p in experts.local.named_parameters() if p.grad is not None}
+    return {"x": x.grad.numpy(), "weights": grads}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("gradient", "share"), [("sum", 1.0), ("mean", 0.5)])
+def test_weight_gradients_are_sums_or_means_and_input_gradients_are_the_same(gradient: str, share: float) -> None:
+    alone = EnsembleExperts(make_expert, NUM_EXPERTS)
+    xs = [x.requires_grad_() for x in batches(2, 0, "mixed")]
+    torch.stack([loss_of(alone(x)) for x in xs]).sum().backward()
+    want = dict(alone.local.named_parameters())
+    for rank, r in enumerate(spawn(_sum_or_mean, 2, gradient)):
+        torch.testing.assert_close(torch.from_numpy(r["x"]), xs[rank].grad)
+        assert len(r["weights"]) == len(want) // 2
+        for n, g in r["weights"].items():
+            torch.testing.assert_close(torch.from_numpy(g), share * want[n].grad, msg=n)  # type: ignore[operator]
+
+
+def _different_experts(rank: int, world: int) -> str:
+    meshes = build_meshes(ParallelPlan.for_world(world, shard=1, expert=1), presets.h200_host(world))
+    model = Model()
+    with torch.no_grad():
+        model.experts.local.gates["2"].fill_(float(rank))
+    try:
+        apply_fsdp(model, meshes, ["first", "second"])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_m4_experts_that_start_different_on_their_replicas_are_named() -> None:
+    for message in spawn(_different_experts, 2):
+        assert "['experts: gates.2'] of" in message
+
+
 def _different(rank: int, world: int) -> str:
     torch.manual_seed(rank)
     same = nn.Linear(2, 2)

@@ -83,7 +83,7 @@ def _killed(rank: int, world: int, path: str) -> tuple[str, tuple[int, ...], flo
     # The world is broken: leave without the goodbyes of the launcher.
     dist.barrier = lambda *a, **k: None  # type: ignore[assignment]
     dist.destroy_process_group = lambda *a, **k: None  # type: ignore[assignment]
-    return *found, time.monotonic() - start
+    return found[0], found[1], time.monotonic() - start
 
 
 @pytest.mark.parametrize("path", list(STEPS))

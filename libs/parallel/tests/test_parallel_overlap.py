@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gemworks.parallel import EnsembleExperts, FsdpPolicy, ParallelPlan, apply_fsdp, build_meshes, presets
+from gemworks.parallel import EnsembleExperts, FsdpPolicy, ParallelPlan, apply_fsdp, build_meshes, place, presets
 from gemworks.parallel.collective_log import CollectiveLog
 from gemworks.parallel.embeddings import FeatureSpec, FullyShardedEmbeddings
+from gemworks.parallel.global_balance import exchange_samples
 from gemworks.parallel.sparse_optim import RowSGD, RowWiseAdagrad
 from gemworks.parallel.tables import TableSpec
 from torch import Tensor, nn
@@ -257,3 +258,54 @@ def test_rows_move_by_the_stated_rule() -> None:
         assert s.tolist() == [1.0, 4.0 + scale * 5.0, 9.0]
         torch.testing.assert_close(w[1], -0.1 * g[0] / (s[1].sqrt() + 0.25))
         assert not w[[0, 2]].any()
+
+
+def test_what_does_not_fit_together_is_named_before_anything_is_sent(world) -> None:
+    world(1)
+    host = presets.h200_host(1)
+    plan = ParallelPlan.for_world(1, shard=1, table_group=1)
+    meshes = build_meshes(plan, host)
+    specs, features = [TableSpec(name="t", num_rows=8, dim=4)], [FeatureSpec(name="f", table="t", pooling="sum")]
+    emb = FullyShardedEmbeddings(specs, features, meshes, RowSGD(lr=0.1))
+    ids, offsets = BATCH["f"]
+    values, lengths, costs = torch.ones(3, 2), torch.tensor([1, 2]), torch.tensor([1.0, 2.0])
+
+    def made(**changes: Any) -> object:
+        arguments = {"tables": specs, "features": features, "meshes": meshes, "optimizer": RowSGD(lr=0.1)}
+        return FullyShardedEmbeddings(**arguments | changes)
+
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: emb(None), "batch: got NoneType, expected a KeyedJaggedTensor"),
+        (lambda: emb({"f": ids}), "f: got Tensor, expected a pair"),
+        (lambda: emb({"f": (ids + 0.5, offsets)}), "f: got ids torch.float32"),
+        (lambda: emb({"f": (ids[None], offsets)}), r"f: got ids torch.int64 \(1, 3\)"),
+        (lambda: emb({"f": (ids, offsets.float())}), "f: got offsets torch.float32"),
+        (lambda: emb({"f": (ids, torch.tensor([0, 2]))}), r"offsets 0..2 for 3 ids, expected 0..3"),
+        (lambda: emb({"f": (ids, torch.tensor([1, 3]))}), r"offsets 1..3 for 3 ids"),
+        (lambda: emb({"f": (ids, torch.tensor([0, 2, 1, 3]))}), "never falling"),
+        (lambda: emb.gather_in_backward_of(None), "x: got NoneType"),  # type: ignore[arg-type]
+        (lambda: emb.full_table("no"), "name: got 'no'"),
+        (lambda: emb.full_table("t", "moment"), "kind: got 'moment'"),  # type: ignore[arg-type]
+        (lambda: made(tables=[]), "tables: got none"),
+        (lambda: made(features=features * 2), "features: got the names"),
+        (lambda: made(optimizer=torch.optim.SGD([torch.ones(1)], lr=0.1)), "optimizer: got SGD, expected RowSGD"),
+        (lambda: made(init=lambda t, rows: torch.ones(3, 3)), r"init: got \(3, 3\) for 8 rows of 't'"),
+        (lambda: made(dtype=torch.int64), "dtype: got torch.int64"),
+        (lambda: exchange_samples([values[:2]], lengths, costs), r"values: got shape \(2, 2\), expected 3 rows"),
+        (lambda: exchange_samples([values], lengths, costs[:1]), r"costs_B: got shape \(1,\)"),
+        (lambda: exchange_samples([values], lengths, costs / 0), "costs_B: got a value that is not finite"),
+        (lambda: exchange_samples([values], torch.tensor([4, -1]), costs), "lengths_B: got -1"),
+        (lambda: exchange_samples([values], lengths.float(), costs), "lengths_B: got torch.float32"),
+        (lambda: build_meshes(None, host), "plan: got NoneType"),  # type: ignore[arg-type]
+        (lambda: build_meshes(plan, host, timeout=5), "timeout: got int, expected timedelta"),  # type: ignore[arg-type]
+        (
+            lambda: build_meshes(plan, host, placement=place(ParallelPlan.for_world(1, shard=1), host)),
+            "placement: got one of dense shard 1 x replica 1, expected",
+        ),
+        (lambda: meshes.mesh("nope"), "view: got 'nope'"),  # type: ignore[arg-type]
+        (lambda: apply_fsdp(nn.Sequential(nn.Linear(1, 1)), meshes, ["0", "0"]), "expected each name once"),
+        (lambda: apply_fsdp(nn.Linear(1, 1), meshes, "0"), "blocks: got '0', expected a list of names"),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -270,6 +270,9 @@ def test_default_traffic_divides_what_is_model_parallel() -> None:
     assert found["experts", "expert_shard", "all_gather"] == 4 / 4
     assert found["experts", "replica", "all_reduce"] == 4 / 4 / 2
     assert found["sparse", "replica", "all_reduce"] == 4 / 4
+    late = ParallelPlan.for_world(64, shard=16, table_group=8, replica_shard=4, sync_every=5)
+    calls = [t.calls for p in (plan, late) for t in default_traffic(p) if (t.view, t.axis) == ("sparse", "replica")]
+    assert calls == [1.0, 0.2]
 
 
 def test_placement_of_the_published_plan_reports_tiers() -> None:

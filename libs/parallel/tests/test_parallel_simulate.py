@@ -11,6 +11,7 @@ import pytest
 from gemworks.parallel import GroupShape, ParallelPlan, collective_cost, edge_bytes, presets
 from gemworks.parallel.costs import Posting
 from gemworks.parallel.lengths import CostModel, LengthLaw, expected_imbalance
+from gemworks.parallel.measured_error import MEASURED, text_of
 from gemworks.parallel.memory import COMMUNICATOR_BYTES, InfeasiblePlan, estimate_memory
 from gemworks.parallel.placement import split_shape
 from gemworks.parallel.plan import View
@@ -568,4 +569,5 @@ def test_ladders_show_every_rung() -> None:
     memory = [s.memory.parts["tables and row optimizer"] for s in (v1, v2, v3)]
     assert memory[1] == pytest.approx(16 * memory[0])
     assert memory[2] == pytest.approx(memory[1] / 8)
-    assert text.count("\n") == 7
+    assert text.count("\n") == 8
+    assert text.endswith(text_of(MEASURED)), "a prediction says how far such predictions were off"

@@ -43,6 +43,8 @@ from gemworks.precision import (
     support_table,
 )
 from gemworks.precision.backends import REGISTRY
+from gemworks.precision.gemms import gemm
+from gemworks.precision.probe import measure_layer
 from gemworks.precision.recipe import BACKENDS
 from torch import Tensor, nn
 
@@ -53,6 +55,7 @@ GROUPS, OFFSETS = W.expand(2, 128, 128), torch.tensor([0, 3, 8])
 PLANE = quantize(X)
 WHERE = ((8, 128), 1, 32)
 META = torch.zeros(8, 128, device="meta")
+MXFP8 = GemmKind.MXFP8
 
 
 def model() -> nn.Sequential:
@@ -137,6 +140,12 @@ WRONG = {
     "jagged transform": (lambda: quantize_jagged(X, OFFSETS, hadamard=32), "hadamard: got 32"),
     "regroup a tensor": (lambda: regroup(X), "mx: got Tensor, expected an MXTensor"),
     "squares of a line": (lambda: regroup(quantize(X[0]), square=True), "squares need at least 2 dims"),
+    "other signs": (
+        lambda: gemm(quantize(X, hadamard=Hadamard(32, 1)), quantize(W, hadamard=Hadamard(32, 2)), MXFP8, X.dtype),
+        "need the same length and the same Hadamard transform",
+    ),
+    "one transform": (lambda: gemm(quantize(X, hadamard=Hadamard(32)), quantize(W), MXFP8, X.dtype), "same Hadamard"),
+    "other contraction": (lambda: gemm(PLANE, quantize(W[:, :64]), MXFP8, X.dtype), "contractions 128 (None) and 64"),
     # layers
     "x is a string": (lambda: mx_linear("a", W), "x: got str, expected a Tensor"),
     "no weight": (lambda: mx_linear(X, None), "weight: got NoneType, expected a Tensor"),
@@ -243,6 +252,30 @@ def test_probe_reports_what_it_could_not_measure_and_gives_gradients_back():
     assert layers["ran"].weight.grad is kept
     row = probe(layers, [X[0]], step, candidates=("mxfp8",)).layers[0]
     assert row.shape == (1, 128, 128)
+
+
+def test_probe_keeps_its_floor_to_the_decibel():
+    """MXFP8 on smooth data has 28 dB or a little more: a floor above leaves bf16, one below does not."""
+    layers = nn.Sequential(nn.Linear(128, 128))
+    batch = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
+    worst = probe(layers, [batch], candidates=("mxfp8",)).layers[0].candidates[0].worst_db
+    for floor, decision in ((worst - 0.1, "mxfp8"), (worst + 0.1, "bf16")):
+        assert probe(layers, [batch], candidates=("mxfp8",), min_sqnr_db=floor).layers[0].decision == decision
+
+
+def test_probe_looks_at_each_operand_along_its_contraction():
+    """Rows of gradients that are far smaller than others vanish in blocks along the rows' dim, not in their own."""
+    x, weight = torch.randn(64, 32), torch.randn(32, 32)
+    dy = torch.ones(64, 32)
+    dy[::2] = 2.0**-20
+    forward, dgrad, wgrad = measure_layer(x, weight, dy, recipe("mxfp8")).products
+    assert (dgrad.underflow_pct, wgrad.underflow_pct) == (0.0, 50.0)
+    assert forward.product == "forward"
+
+
+def test_a_layers_preset_brings_what_it_keeps_and_its_squares():
+    own = recipe("mxfp8", seed=3, layers={"a": "fp8_square128"}).for_layer("a")
+    assert own == recipe("fp8_square128", seed=3)
 
 
 def test_recipes_name_the_backends_that_there_are():

@@ -21,6 +21,7 @@ from gemworks.precision import (
 from gemworks.precision.casts import CastSpec, cast
 from gemworks.precision.gemms import gemm
 from gemworks.precision.linear import linear_with_counts
+from gemworks.precision.products import linear_backward
 from gemworks.precision.recipe import GemmKind
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -130,6 +131,66 @@ def test_each_product_has_its_own_format():
         torch.testing.assert_close(dw, dy.t() @ x)
         expected = quantize(dy, 1, "e5m2").dequantize() @ quantize(w, 0).dequantize()
         torch.testing.assert_close(dx, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("square_weights", [False, True])
+def test_each_operand_has_its_own_format(square_weights):
+    """The weight of dgrad is not that of forward, nor the input of wgrad that of forward."""
+    x, w, _, dy = data()
+    products = (GemmRecipe(left="e5m2"), GemmRecipe(right="e5m2"), GemmRecipe(left="e5m2"))
+    chosen = Recipe("mixed", *products, square_weights=square_weights)
+    y, dx, dw, _ = run(x, w, None, dy, chosen)
+
+    def weight(dim: int, format: str) -> torch.Tensor:
+        return (quantize_square(w, format) if square_weights else quantize(w, dim, format)).dequantize()
+
+    with torch.no_grad():
+        expected = quantize(x, 1, "e5m2").dequantize() @ weight(1, "e4m3").t()
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(dx, quantize(dy, 1).dequantize() @ weight(0, "e5m2"), rtol=1e-5, atol=1e-5)
+        expected = quantize(dy, 0, "e5m2").dequantize().t() @ quantize(x, 0).dequantize()
+        torch.testing.assert_close(dw, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_weight_gathered_along_k_is_quantised_again_in_the_format_of_dgrad():
+    x, w, _, dy = data()
+    chosen = Recipe("mixed", GemmRecipe(), GemmRecipe(right="e5m2"), GemmRecipe())
+    with torch.no_grad():
+        gathered = quantize(w, 1)
+        dx, _ = linear_backward(dy, x, gathered, chosen, 0, True, False, torch.float32, torch.float32)
+        again = quantize(gathered.dequantize(torch.bfloat16), 0, "e5m2").dequantize()
+        torch.testing.assert_close(dx, quantize(dy, 1).dequantize() @ again, rtol=1e-5, atol=1e-5)
+
+
+class Watching(TorchDispatchMode):
+    """A mode of any kind makes the layer take its op, as a compiler does."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("as_op", [False, True])
+@pytest.mark.parametrize("save", ["high_precision", "row", "both"])
+def test_of_the_input_of_a_frozen_weight_nothing_is_kept(save, as_op):
+    x, w, _, dy = data()
+    kept: list[torch.Tensor] = []
+    watching = Watching() if as_op else contextlib.nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t), watching:
+        y = mx_linear(x, w.detach(), None, recipe("mxfp8", save=save))
+    assert {tuple(t.shape) for t in kept if t.numel()} == {tuple(w.shape)}
+    y.backward(dy)
+    with torch.no_grad():
+        expected = quantize(dy, 1).dequantize() @ quantize(w, 0).dequantize()
+    torch.testing.assert_close(x.grad, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("as_op", [False, True])
+def test_gradients_of_biases_are_summed_in_fp32(as_op):
+    x, w, b, dy = data(m=300, dtype=torch.bfloat16)
+    with Watching() if as_op else contextlib.nullcontext():
+        y = mx_linear(x, w, b, "mxfp8")
+    y.backward(dy)
+    assert torch.equal(b.grad, dy.float().sum(0))
 
 
 def test_all_bf16_recipe_is_the_plain_layer():
@@ -390,18 +451,6 @@ def test_one_quantisation_in_squares_serves_all_products(kind, rows):
         y.backward(dy)
         for ours, exact in zip((y, leaf.grad, weight.grad), expected, strict=True):
             torch.testing.assert_close(ours.detach(), exact, rtol=1e-5, atol=1e-5)
-
-
-class Watching(TorchDispatchMode):
-    """A mode that looks at every op: with it the layer goes through its own op, without it, past it."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "mxfp8_regroup128", "fp8_block128"])

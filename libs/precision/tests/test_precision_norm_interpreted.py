@@ -45,7 +45,7 @@ def test_fused_planes_are_those_of_its_own_y(norm, kind, dtype):
 @pytest.mark.parametrize("shape", [(37, 70), (3, 16), (300, 33)])
 def test_backward_in_one_kernel(norm, shape, monkeypatch):
     """Gradients of input, weight and bias against the definition; ranges of rows that end inside a program."""
-    monkeypatch.setattr("gemworks.precision.norm.NORM_PROGRAMS", 2)
+    monkeypatch.setattr("gemworks.precision.triton_norm.NORM_PROGRAMS", 2)
     generator = torch.Generator().manual_seed(sum(shape))
     h, dy, more = (torch.randn(shape, generator=generator) for _ in range(3))
     w = torch.randn(shape[1], generator=generator)

@@ -10,7 +10,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs under TRITON_INTERPRET=1, see test_precision_tiers.py", allow_module_level=True)
 
-from gemworks.precision import kernel_norm, norm
+from gemworks.precision import triton_norm
 from gemworks.precision.casts import CastSpec, cast
 from gemworks.precision.norm import norm_cast
 from gemworks.precision.recipe import GemmKind
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.interpret
 @pytest.fixture(autouse=True)
 def tiles_only(monkeypatch):
     """The general kernel must not answer for the tile kernel."""
-    monkeypatch.setattr(kernel_norm, "norm_cast_kernel", None)
+    monkeypatch.setattr(triton_norm, "general_kernel", None)
 
 
 def check(shape, kind, name, residual=True, weight_dtype=torch.bfloat16, eps=1e-6):
@@ -50,11 +50,11 @@ def test_rows_read_at_once_and_in_pieces(name, monkeypatch):
     """Ragged rows and columns, a bias that must not leak into blocks past the last row; one turn, and several."""
     check((49, 80), GemmKind.MXFP8, name)
     check((16, 64), GemmKind.MXFP8, name, residual=False, weight_dtype=torch.float32)
-    monkeypatch.setattr(norm, "norm_sum_tile", lambda *_: (32, 64))
-    monkeypatch.setattr(norm, "norm_turn", lambda *_: 1)
-    norm._norm_setup.cache_clear()
+    monkeypatch.setattr(triton_norm, "norm_sum_tile", lambda *_: (32, 64))
+    monkeypatch.setattr(triton_norm, "norm_turn", lambda *_: 1)
+    triton_norm._norm_setup.cache_clear()
     check((144, 64), GemmKind.MXFP8, name)
-    norm._norm_setup.cache_clear()
+    triton_norm._norm_setup.cache_clear()
 
 
 @pytest.mark.parametrize("kind", [GemmKind.FP8_BLOCK128, GemmKind.MXFP8_REGROUP128])

@@ -17,7 +17,7 @@ from gemworks.precision import (
     regroup,
 )
 from gemworks.precision.jagged import pad_offsets, pad_rows, padded_rows, unpad_rows
-from gemworks.precision.rng import philox, random_words
+from gemworks.precision.rng import STREAM_ROWS, STREAM_SQUARE, philox, random_words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,6 +90,16 @@ def test_stochastic_rounding_keeps_exact_values_and_saturation():
     x = torch.tensor([[448.0, -448.0, 1.0, 0.0, -0.0, 1e9, float("nan")]])
     codes = encode(x, "e4m3", random_words(1, 7, Stochastic(5), 0, x.device))
     assert codes.tolist() == [[0x7E, 0xFE, 0x38, 0x00, 0x80, 0x7E, 0x7F]]
+
+
+def test_squares_draw_from_a_stream_of_their_own():
+    """A word's row and column are those of the matrix, its stream neither that of rows nor of columns."""
+    x, noise = torch.linspace(-3, 3, 40 * 64).reshape(40, 64), Stochastic(5, 7)
+    plane = quantize_square(x, stochastic=noise)
+    scaled = x * 2.0 ** -(plane.scales.int() - 127).repeat_interleave(32, 0)[:40].repeat_interleave(32, 1)
+    own, rows = (random_words(40, 64, noise, stream, x.device) for stream in (STREAM_SQUARE, STREAM_ROWS))
+    assert torch.equal(plane.codes, encode(scaled, "e4m3", own))
+    assert not torch.equal(plane.codes, encode(scaled, "e4m3", rows))
 
 
 def test_stochastic_streams_differ_between_directions():
@@ -232,6 +242,16 @@ def test_regrouping_square_blocks_and_nan():
     assert wide.scales[0, 0].item() == 255
     assert wide.dequantize()[0].isnan().all()
     assert wide.dequantize()[1:].isfinite().all()
+
+
+def test_codes_of_a_poisoned_block_are_not_counted_as_inexact():
+    """A NaN says more of its block than a count would; a block beside it is counted as ever."""
+    x = torch.ones(2, 128)
+    x[:, 64:] = 2.0**-30
+    x[0, 0] = math.nan
+    wide, inexact = regroup(quantize(x))
+    assert wide.scales.tolist() == [[255], [119]]
+    assert inexact.item() == 64
 
 
 def test_regrouped_zeros_keep_a_normal_scale():

@@ -14,7 +14,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs under TRITON_INTERPRET=1, see test_precision_tiers.py", allow_module_level=True)
 
-from gemworks.precision import triton_casts, triton_squares
+from gemworks.precision import triton_casts, triton_squares, triton_tiles
 from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
 from gemworks.precision.formats import Format
 from gemworks.precision.recipe import GemmKind
@@ -180,15 +180,15 @@ def test_squares_stored_once(kind, mode, num_rows, monkeypatch):
 def test_what_does_not_fit_a_tile():
     spec = CastSpec(GemmKind.MXFP8)
     x = torch.empty(32, 64, dtype=torch.bfloat16)
-    assert triton_casts.fits_tiles(x, spec, 32)
-    assert triton_casts.fits_tiles(x[:25], spec, 32)
-    assert not triton_casts.fits_tiles(x[:, :40], spec, 32)
-    assert not triton_casts.fits_tiles(x.t(), spec, 32)
-    assert not triton_casts.fits_tiles(x, spec, 64)
-    assert not triton_casts.fits_tiles(x, CastSpec(GemmKind.MXFP8, stochastic=Stochastic(1)), 32)
-    assert not triton_casts.fits_tiles(torch.empty(2**26, 1).expand(-1, 16), spec, 32)
-    assert triton_casts.packs(x)
-    assert not triton_casts.packs(torch.empty(32, 65, dtype=torch.bfloat16)[:, :64])
+    assert triton_tiles.fits_tiles(x, spec, 32)
+    assert triton_tiles.fits_tiles(x[:25], spec, 32)
+    assert not triton_tiles.fits_tiles(x[:, :40], spec, 32)
+    assert not triton_tiles.fits_tiles(x.t(), spec, 32)
+    assert not triton_tiles.fits_tiles(x, spec, 64)
+    assert not triton_tiles.fits_tiles(x, CastSpec(GemmKind.MXFP8, stochastic=Stochastic(1)), 32)
+    assert not triton_tiles.fits_tiles(torch.empty(2**26, 1).expand(-1, 16), spec, 32)
+    assert triton_tiles.packs(x)
+    assert not triton_tiles.packs(torch.empty(32, 65, dtype=torch.bfloat16)[:, :64])
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh"])

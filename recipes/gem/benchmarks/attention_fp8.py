@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,36 @@ from gemworks.precision.bench_run import SEED, Bench
 from gemworks.precision.head_tiles import HeadTiles, head_tiles
 from gemworks.precision.probe import sqnr_db
 from torch import Tensor
+
+Row = dict[str, object]
+
+
+def time_runs(
+    bench: Bench,
+    runs: Mapping[tuple[str, str], Callable[[], object]],
+    flops: float,
+    noise: Mapping[str, float],
+    facts: Row,
+) -> None:
+    """A row per run, by format and implementation, timed in turns; ratios are to the first one, which is bf16."""
+    times = bench.time_in_turns([bench.capture(run) for run in runs.values()], [0.2] * len(runs))
+    base = times[0][0]
+    for (format, impl), (ms, p20, p80) in zip(runs, times, strict=True):
+        bench.add(
+            op="attention_fp8",
+            format=format,
+            impl=impl,
+            ratio_to_bf16=round(base / ms, 4),
+            sqnr_db=round(noise[format], 2) if format in noise else "",
+            ms=round(ms, 4),
+            ms_p20=round(p20, 4),
+            ms_p80=round(p80, 4),
+            tflops=round(flops / ms / 1e9, 2),
+            best_peer="gemworks_bf16:bf16",
+            ratio_to_best_peer=round(base / ms, 4),
+            **facts,
+        )
+        bench.rows[-1]["command"] = " ".join(["python recipes/gem/benchmarks/attention_fp8.py", *sys.argv[1:]])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -92,33 +122,12 @@ def main(arguments: list[str] | None = None) -> int:
             lambda: fp8(quantise(leaves[0].detach(), leaves[1].detach(), leaves[2].detach()), leaves)
         ),
     }
-    for op, direction, runs, factor in (
-        ("attention_fp8", "fwd", forward, 1.0),
-        ("attention_fp8", "fwd_bwd", both, 3.5),
-    ):
-        times = bench.time_in_turns([bench.capture(run) for run in runs.values()], [0.2] * len(runs))
-        base = times[0][0]
-        for (format, impl), (ms, p20, p80) in zip(runs, times, strict=True):
-            bench.add(
-                op=op,
-                shape=f"B{batch} max{longest}",
-                format=format,
-                direction=direction,
-                impl=impl,
-                ratio_to_bf16=round(base / ms, 4),
-                sqnr_db=round(noise[format], 2) if format in noise else "",
-                law="uniform",
-                mean_len=round(total / batch, 1),
-                max_len=int(lengths.max()),
-                ms=round(ms, 4),
-                ms_p20=round(p20, 4),
-                ms_p80=round(p80, 4),
-                tflops=round(factor * flops / ms / 1e9, 2),
-                bwd_factor=2.5,
-                best_peer="gemworks_bf16:bf16",
-                ratio_to_best_peer=round(base / ms, 4),
-            )
-            bench.rows[-1]["command"] = " ".join(["python recipes/gem/benchmarks/attention_fp8.py", *sys.argv[1:]])
+    facts: Row = {
+        "shape": f"B{batch} max{longest}", "law": "uniform", "mean_len": round(total / batch, 1),
+        "max_len": int(lengths.max()), "bwd_factor": 2.5,
+    }  # fmt: skip
+    time_runs(bench, forward, flops, noise, facts | {"direction": "fwd"})
+    time_runs(bench, both, 3.5 * flops, noise, facts | {"direction": "fwd_bwd"})
     bench.path = chosen.out / "attention_fp8.csv"
     bench.save()
     return 0

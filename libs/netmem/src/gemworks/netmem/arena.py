@@ -178,7 +178,8 @@ class PinnedArena:
         need = _aligned(size_bytes)
         with self._lock:
             region = self._ensure_region()
-            self._fences = [f for f in self._fences if not f[2].done()]
+            if self._fences:
+                self._fences = [f for f in self._fences if not f[2].done()]
             fitting = [(size, offset) for offset, size in self._free if size >= need]
             if not fitting:
                 self._num_exhausted += 1
@@ -187,7 +188,7 @@ class PinnedArena:
                     f"size_bytes: {size_bytes} bytes asked, largest free piece {largest}, reserved "
                     f"{self._reserved} of {self.capacity_bytes}; give the arena more, or offload less"
                 )
-            quiet = [(s, o) for s, o in fitting if not self._fences_of(o, need)]
+            quiet = [(s, o) for s, o in fitting if not self._fences_of(o, need)] if self._fences else fitting
             size, offset = min(quiet or fitting)
             fences = self._fences_of(offset, need)
             index = bisect.bisect_left(self._free, (offset, size))

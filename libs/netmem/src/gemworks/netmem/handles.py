@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from gemworks.netmem.codec import Codec, decode_checked
 from gemworks.netmem.errors import ModifiedAfterSaveError
+from gemworks.netmem.movers import nothing
 from gemworks.netmem.parcels import Parcel, State
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -28,7 +29,7 @@ class Probe:
         self._alias = x.detach()
         self.version = x._version
         # assigning .data swaps the storage for an empty one and keeps the shared version counter
-        self._alias.data = torch.empty(0, dtype=x.dtype, device=x.device)
+        self._alias.data = nothing(x.dtype, x.device)
 
     @property
     def now(self) -> int:
@@ -183,7 +184,7 @@ def row_major(shape: torch.Size) -> tuple[int, ...]:
 
 
 def view_of(storage: torch.UntypedStorage, dtype: torch.dtype, offset: Any, shape: Any, stride: Any) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)  # type: ignore[arg-type]
+    return nothing(dtype, storage.device).new_empty(0).set_(storage, offset, shape, stride)  # type: ignore[arg-type]
 
 
 def own_storage(x: torch.Tensor) -> torch.UntypedStorage:

@@ -16,7 +16,6 @@ import enum
 import torch
 from gemworks.netmem.arena import Block, Fence, PinnedArena
 from gemworks.netmem.movers import Mover, as_bytes
-from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class State(enum.Enum):
@@ -34,8 +33,7 @@ class Parcel:
 
     Args:
         sequence: position in the order of saving.
-        storage: device-side storage; its identity is watched by a weak reference, its bytes are held until they have
-            left.
+        storage: device-side storage; held until its bytes have left.
         arena: where the host copy goes.
         mover: who copies.
 
@@ -47,7 +45,6 @@ class Parcel:
         self.sequence = sequence
         self.nbytes = storage.nbytes()
         self.device = storage.device
-        self.identity = StorageWeakRef(storage)
         self.num_handles = 0
         self.num_unpacked = 0
         self.num_passes = 0  # backward passes that are through with it

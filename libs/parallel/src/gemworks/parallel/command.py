@@ -103,7 +103,7 @@ def answer(question: Question, request: Request) -> Answer:
     _write(request, plan, cluster, None)
     if question == "place":
         placement = place(plan, cluster, model_traffic(plan, model))
-        return Answer(text=placement.text(), json=_placement_json(placement))
+        return Answer(text=f"{placement.text()}\n{config.validation}", json=_placement_json(placement, config))
     placement = place(plan, cluster)
     holdings = describe(
         placement.layout,
@@ -119,7 +119,7 @@ def _table_group(question: Question, request: Request, cluster: ClusterSpec, mod
     """A step without its model's tables would be no prediction of it: one copy over all GPUs if nothing is said."""
     if request.table_group is not None or question != "simulate" or not model.tables:
         return request.table_group
-    return max(1, cluster.num_gpus // request.replica_shard)
+    return max(1, cluster.num_gpus // max(1, request.replica_shard))
 
 
 def _write(request: Request, plan: ParallelPlan, cluster: ClusterSpec, trace: Callable[[], str] | None) -> None:
@@ -131,12 +131,13 @@ def _write(request: Request, plan: ParallelPlan, cluster: ClusterSpec, trace: Ca
         request.trace.write_text(trace(), encoding="utf-8")
 
 
-def _placement_json(placement: Placement) -> str:
+def _placement_json(placement: Placement, config: SimulationConfig) -> str:
     views = {
         view: {"tiers": dict(v.tiers), "how": v.how, "predicted_us": v.cost_us, "row_major_us": v.row_major_us}
         for view, v in placement.views.items()
     }
-    return json.dumps({"plan": placement.layout.plan.to_dict(), "views": views}, sort_keys=True)
+    content = {"plan": placement.layout.plan.to_dict(), "views": views, "validation": config.validation}
+    return json.dumps(content, sort_keys=True)
 
 
 def _cluster(request: Request) -> ClusterSpec:

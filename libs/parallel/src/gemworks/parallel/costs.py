@@ -14,12 +14,10 @@ Hockney's a + S/w):
   wire carries those before; see `Posting`
 
 Over several tiers a ring visits a group's domains and zones one after the other, so the same bytes `e` pass every
-edge. An edge out of a domain uses the NICs of the group's m members there, and shares the domain's NICs with the other
-groups that leave it; an edge out of a zone shares the zone's uplink likewise. All groups of an axis run the collective
-at the same time. Hence
+edge. An edge out of a domain uses the NICs of the group's m members there; an edge out of a zone shares the zone's
+uplink with the other groups that leave it. All groups of an axis run the collective at the same time. Hence
 
-    time = latency + max(e / w_nvlink, e / (m w_zone),
-                         load(domain) / (gpus_per_domain w_zone), load(zone) / (gpus_per_zone w_cross))
+    time = latency + max(e / w_nvlink, e / (m w_zone), load(zone) / (gpus_per_zone w_cross))
 
 with `load` the sum of e over the groups that cross. The bandwidth terms assume enough channels to use all m NICs, as
 NCCL does.
@@ -196,7 +194,6 @@ class _Lie:
     zones: int
     min_members: int  # fewest members of a group that leaves its domain, in one domain
     has_nvlink: bool  # some group has two members in one domain
-    domain_share: float  # most groups that leave one domain / gpus_per_domain
     zone_share: float  # most groups that leave one zone / gpus_per_zone
     a2a_nvlink: float  # all-to-all: largest fraction of peers in one's own domain
     a2a_domain: float  # all-to-all: largest fraction of a rank's bytes that leaves its domain
@@ -227,7 +224,6 @@ def _lie_of_shape(s: GroupShape, cluster: ClusterSpec) -> _Lie:
         zones=z,
         min_members=m,
         has_nvlink=m > 1,
-        domain_share=1 / m if d > 1 else 0.0,
         zone_share=leave_zone / mz,
         a2a_nvlink=(m - 1) / n,
         a2a_domain=(n - m) / n,
@@ -262,7 +258,6 @@ def _lie_of_ranks(groups: Tensor, cluster: ClusterSpec) -> _Lie:
     zp, _, mz_of_rank, z_of_group = members(cluster.gpus_per_zone, cluster.num_zones)
     leaves_domain = d_of_group[dp // num_domains] > 1
     leaves_zone = z_of_group[zp // cluster.num_zones] > 1
-    per_domain = torch.bincount((dp % num_domains)[leaves_domain], minlength=num_domains)
     per_zone = torch.bincount((zp % cluster.num_zones)[leaves_zone], minlength=cluster.num_zones)
     zone_of_rank = ranks // cluster.gpus_per_zone
     zone_out = torch.bincount(zone_of_rank, weights=(n - mz_of_rank).double() / n, minlength=cluster.num_zones)
@@ -276,7 +271,6 @@ def _lie_of_ranks(groups: Tensor, cluster: ClusterSpec) -> _Lie:
         zones=int(z_of_group.max()),
         min_members=int(dm[leaves_domain].min()) if bool(leaves_domain.any()) else n,
         has_nvlink=bool((dm > 1).any()),
-        domain_share=float(per_domain.max()) / cluster.gpus_per_domain,
         zone_share=float(per_zone.max()) / cluster.gpus_per_zone,
         a2a_nvlink=float((m_of_rank - 1).max()) / n,
         a2a_domain=float((n - m_of_rank).max()) / n,
@@ -314,7 +308,9 @@ def _ring_or_tree(
         has_zone_tier = "zone" in cluster.tiers or lie.domains > lie.zones
         if has_zone_tier:
             w, alphas["zone"] = _rate(cluster, "zone", collective)
-            terms.append((e / w * max(1 / lie.min_members, lie.domain_share), "zone"))
+            # The groups that leave a domain have no more than its GPUs, min_members each or more: what they load its
+            # NICs with together is never above what the thinnest loads its own.
+            terms.append((e / w / lie.min_members, "zone"))
     if lie.zones > 1:
         w, alphas["cross_zone"] = _rate(cluster, "cross_zone", collective)
         terms.append((e / w * lie.zone_share, "cross_zone"))

@@ -126,7 +126,13 @@ class _Bank:
         groups = (meshes.group("sparse", "replica_shard"), meshes.group("sparse", "replica"))
         weight = torch.zeros(self.piece_rows, shards.dim, dtype=dtype, device=device)
         for table, rows, place in self.stored():
-            weight[place.start : place.stop] = init(table, rows).to(device=device, dtype=dtype)
+            values = init(table, rows)
+            if values.shape != (len(rows), shards.dim):
+                raise ValueError(
+                    f"init: got {tuple(values.shape)} for {len(rows)} rows of {table.name!r}, expected "
+                    f"{(len(rows), shards.dim)}"
+                )
+            weight[place.start : place.stop] = values.to(device=device, dtype=dtype)
         self.weight = ShardedBuffer(weight, *groups, plan.sync_every)
         self.state: ShardedBuffer | None = None
         if optimizer.num_states:
@@ -210,6 +216,14 @@ class FullyShardedEmbeddings(nn.Module):
     ) -> None:
         super().__init__()
         check_kind("meshes", meshes, Meshes, "make them with build_meshes")
+        for needed in ("update", "num_states"):
+            if not hasattr(optimizer, needed):
+                got = type(optimizer).__name__
+                raise ValueError(f"optimizer: got {got}, expected RowSGD, RowWiseAdagrad or another RowOptimizer")
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype: got {dtype}, expected a floating point type")
+        if not tables:
+            raise ValueError("tables: got none, expected at least one")
         plan = meshes.layout.plan.sparse
         if plan is None:
             raise ValueError("meshes: the plan has no sparse view; give ParallelPlan table_group")
@@ -241,6 +255,7 @@ class FullyShardedEmbeddings(nn.Module):
 
     def gather_in_backward_of(self, x: Tensor) -> Tensor:
         """Start gathering weights and state when backward has computed x's gradient; returns x."""
+        check_kind("x", x, Tensor)
 
         def launch(gradient: Tensor) -> None:
             for bank in self._banks:
@@ -260,7 +275,8 @@ class FullyShardedEmbeddings(nn.Module):
             feature -> float [B, D] for a pooled feature (zeros for a sample without ids), [T, D] for the others.
 
         Raises:
-            ValueError: an id outside its table, or a feature that is missing.
+            ValueError: an id outside its table, a feature that is missing, or ids and offsets that do not fit together
+                (their values are looked at on the CPU only).
         """
         inputs = _inputs(batch)
         missing = [f.name for f in self.features if f.name not in inputs]
@@ -271,6 +287,7 @@ class FullyShardedEmbeddings(nn.Module):
             mine = [f for f in self.features if f.table in bank.first_owner]
             keys = []
             for f in mine:
+                _check_input(f.name, inputs[f.name])
                 ids_T = inputs[f.name][0].to(torch.int64)
                 self._check_ids(f, ids_T)
                 keys.append(bank.keys(f.table, ids_T))
@@ -395,9 +412,30 @@ def hash_of(name: str, *numbers: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+def _check_input(name: str, pair: Any) -> None:
+    if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(x, Tensor) for x in pair):
+        raise ValueError(f"{name}: got {type(pair).__name__}, expected a pair of tensors (ids, offsets)")
+    ids_T, offsets_S = pair
+    for what, x in (("ids", ids_T), ("offsets", offsets_S)):
+        if x.ndim != 1 or x.is_floating_point():
+            raise ValueError(f"{name}: got {what} {x.dtype} {tuple(x.shape)}, expected integers in one dim")
+    if not offsets_S.numel():
+        raise ValueError(f"{name}: got no offsets, expected one more than samples")
+    if offsets_S.is_cuda:
+        return  # as for ids: the host does not wait for the device
+    first, last = int(offsets_S[0]), int(offsets_S[-1])
+    if first or last != ids_T.numel() or bool((offsets_S.diff() < 0).any()):
+        raise ValueError(
+            f"{name}: got offsets {first}..{last} for {ids_T.numel()} ids, expected 0..{ids_T.numel()}, never falling"
+        )
+
+
 def _inputs(batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
     if isinstance(batch, Mapping):
         return batch
+    if not hasattr(batch, "keys"):
+        got = type(batch).__name__
+        raise ValueError(f"batch: got {got}, expected a KeyedJaggedTensor, or feature -> (ids, offsets)")
     return {k: (batch[k].values(), batch[k].offsets()) for k in batch.keys()}  # noqa: SIM118 - a KJT is no mapping
 
 

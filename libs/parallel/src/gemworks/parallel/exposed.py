@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gemworks.parallel._spans import covered, union
 
 _NAMES = {
     "allgather": "all_gather",
@@ -82,12 +83,12 @@ def exposure(events: Sequence[Mapping[str, Any]], num_steps: int = 1) -> dict[st
             moves.setdefault(kind, []).append(span)
         else:
             busy.append(span)
-    merged = _union(busy)
+    merged = union(busy)
     found = {
         kind: Exposure(
             calls=len(spans) / num_steps,
             ms=sum(b - a for a, b in spans) / 1e3 / num_steps,
-            exposed_ms=sum(b - a - _covered(a, b, merged) for a, b in spans) / 1e3 / num_steps,
+            exposed_ms=sum(b - a - covered(a, b, merged) for a, b in spans) / 1e3 / num_steps,
         )
         for kind, spans in sorted(moves.items())
     }
@@ -114,17 +115,3 @@ def traced(run: Callable[[], object], num_steps: int = 3) -> dict[str, Exposure]
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     return exposure(events, num_steps)
-
-
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for a, b in sorted(spans):
-        if merged and a <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(b, merged[-1][1]))
-        else:
-            merged.append((a, b))
-    return merged
-
-
-def _covered(start: float, end: float, busy: Sequence[tuple[float, float]]) -> float:
-    return sum(max(0.0, min(end, b) - max(start, a)) for a, b in busy)

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from gemworks.parallel._check import kind, whole
 from gemworks.parallel.experts import ExpertExchange
 from gemworks.parallel.meshes import Meshes
@@ -106,18 +107,13 @@ def apply_fsdp(
         A report.
 
     Raises:
-        ValueError: an unknown block, or replicas that start different.
+        ValueError: an unknown block, one named twice, or replicas that start different.
     """
     kind("model", model, nn.Module)
     kind("meshes", meshes, Meshes, "make them with build_meshes")
-    if isinstance(blocks, str):
-        raise ValueError(f"blocks: got {blocks!r}, expected a list of names")
     rules = policy or FsdpPolicy()
     modules = dict(model.named_modules())
-    unknown = [b for b in blocks if b not in modules]
-    if unknown:
-        known = sorted(n for n in modules if n)[:12]
-        raise ValueError(f"blocks: got {unknown}, expected names of submodules such as {known}")
+    _check_blocks(blocks, modules)
     experts = {n: m for n, m in modules.items() if isinstance(m, ExpertExchange)}
     expert_params = _expert_ids(experts)
     ignored = {id(p) for p in ignore}
@@ -154,12 +150,21 @@ def apply_fsdp(
         fully_shard(model, reshard_after_forward=False, **options)
         _set_prefetch([modules[b] for b in blocks], rules)
         _set_all_gather(model, rules)
-    if small and meshes.layout.plan.world_size > 1:
-        import torch.distributed as dist
-
+    if small and plan.world_size > 1:
         assert dist.group.WORLD is not None
         model.gradient_averager = GradientAverager(model, [p for _, p in small], dist.group.WORLD)  # type: ignore[assignment]
     return FsdpReport(blocks=kept, block_bytes=sizes, replicated=tuple(n for n, _ in small), experts=how)
+
+
+def _check_blocks(blocks: Sequence[str], modules: Mapping[str, nn.Module]) -> None:
+    if isinstance(blocks, str):
+        raise ValueError(f"blocks: got {blocks!r}, expected a list of names")
+    if len(set(blocks)) != len(blocks):
+        raise ValueError(f"blocks: got {list(blocks)}, expected each name once")
+    unknown = [b for b in blocks if b not in modules]
+    if unknown:
+        known = sorted(n for n in modules if n)[:12]
+        raise ValueError(f"blocks: got {unknown}, expected names of submodules such as {known}")
 
 
 def _expert_ids(experts: Mapping[str, ExpertExchange]) -> set[int]:

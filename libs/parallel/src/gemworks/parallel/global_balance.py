@@ -41,7 +41,11 @@ def exchange_samples(
 
     Returns:
         The values and lengths that this rank now has, ordered by source rank and then by place there.
+
+    Raises:
+        ValueError: lengths, costs and values do not fit together; raised before anything is sent.
     """
+    _check_samples(values, lengths_B, costs_B)
     world = dist.get_world_size(group)
     B = lengths_B.numel()
     costs_RB = torch.empty(world, B, dtype=torch.float64, device=lengths_B.device)
@@ -67,3 +71,18 @@ def exchange_samples(
         dist.all_to_all_single(fresh, packed, tokens_in, tokens_out, group=group)
         moved.append(fresh)
     return moved, new_B
+
+
+def _check_samples(values: Sequence[Tensor], lengths_B: Tensor, costs_B: Tensor) -> None:
+    if lengths_B.ndim != 1 or lengths_B.is_floating_point():
+        raise ValueError(f"lengths_B: got {lengths_B.dtype} {tuple(lengths_B.shape)}, expected integers [B]")
+    if costs_B.shape != lengths_B.shape:
+        raise ValueError(f"costs_B: got shape {tuple(costs_B.shape)}, expected {tuple(lengths_B.shape)} as lengths_B")
+    if not bool(torch.isfinite(costs_B).all()):
+        raise ValueError("costs_B: got a value that is not finite, expected the cost of each sample")
+    if bool((lengths_B < 0).any()):
+        raise ValueError(f"lengths_B: got {int(lengths_B.min())}, expected >= 0")
+    total = int(lengths_B.sum())
+    for v in values:
+        if v.shape[:1] != (total,):
+            raise ValueError(f"values: got shape {tuple(v.shape)}, expected {total} rows, the sum of lengths_B")

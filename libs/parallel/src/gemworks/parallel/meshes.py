@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
+from gemworks.parallel._check import kind
 from gemworks.parallel.cluster import ClusterSpec
 from gemworks.parallel.layout import Layout
 from gemworks.parallel.placement import Placement, Traffic, place
@@ -116,8 +117,8 @@ class Meshes:
             The mesh, named by its axes (this rank's slice of the world when `axes` is a part), or None if all axes
             have one rank.
         """
-        wanted = VIEW_AXES[view] if axes is None else tuple(axes)
         sizes = self.layout.plan.sizes(view)
+        wanted = VIEW_AXES[view] if axes is None else tuple(axes)
         unknown = [a for a in wanted if a not in sizes]
         if unknown:
             raise ValueError(f"axes: got {unknown}, expected some of {VIEW_AXES[view]} of the view {view}")
@@ -158,13 +159,20 @@ def build_meshes(
             hangs.
 
     Raises:
-        ValueError: `torch.distributed` is not initialised, or its world is not the plan's.
+        ValueError: `torch.distributed` is not initialised, its world is not the plan's, or the placement is of another
+            plan.
     """
+    kind("plan", plan, ParallelPlan)
+    kind("timeout", timeout, timedelta)
     if not dist.is_initialized():
         raise ValueError("build_meshes: torch.distributed is not initialised; call init_process_group first")
     if dist.get_world_size() != plan.world_size:
         raise ValueError(
             f"plan: got {plan.world_size} ranks, expected {dist.get_world_size()}, the world of this process group; "
             "make a plan with ParallelPlan.for_world"
+        )
+    if placement is not None and placement.layout.plan != plan:
+        raise ValueError(
+            f"placement: got one of {placement.layout.plan.text()}, expected {plan.text()}; call place(plan)"
         )
     return Meshes(placement or place(plan, cluster, traffic), device_type, timeout)

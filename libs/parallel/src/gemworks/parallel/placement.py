@@ -100,9 +100,9 @@ def default_traffic(plan: ParallelPlan) -> tuple[Traffic, ...]:
     """Traffic of a generic recommender, for when no model profile is at hand.
 
     2 GiB of dense weights in bf16 gathered twice and reduced once, 4 GiB of expert weights likewise, 0.25 GiB of
-    activations per rank and direction for the experts, table shards of 4 GiB gathered twice and reduced once, 0.25 GiB
-    of looked-up rows each way. An expert's weights and a table shard are divided by their model-parallel size. Only
-    the ratios matter here.
+    activations per rank and direction for the experts, table shards of 4 GiB gathered twice and reduced once and
+    averaged over replicas every `sync_every` steps, 0.25 GiB of looked-up rows each way. An expert's weights and a
+    table shard are divided by their model-parallel size. Only the ratios matter here.
     """
     kind("plan", plan, ParallelPlan)
     found = [
@@ -126,7 +126,13 @@ def default_traffic(plan: ParallelPlan) -> tuple[Traffic, ...]:
             Traffic(view="sparse", axis="table_group", collective="all_to_all", nbytes=0.25 * GIB, calls=2),
             Traffic(view="sparse", axis="replica_shard", collective="all_gather", nbytes=4 * GIB, calls=2),
             Traffic(view="sparse", axis="replica_shard", collective="reduce_scatter", nbytes=4 * GIB),
-            Traffic(view="sparse", axis="replica", collective="all_reduce", nbytes=4 * GIB / s.replica_shard),
+            Traffic(
+                view="sparse",
+                axis="replica",
+                collective="all_reduce",
+                nbytes=4 * GIB / s.replica_shard,
+                calls=1 / s.sync_every,
+            ),
         ]
     return tuple(found)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from gemworks.parallel._check import kind, whole
 from gemworks.parallel.cluster import ClusterSpec, Tier
-from gemworks.parallel.memory import GIB
+from gemworks.parallel.memory import GIB, infeasible_report
 from gemworks.parallel.placement import Split
 from gemworks.parallel.plan import DensePlan, ExpertPlan, ParallelPlan, SparsePlan, View
 from gemworks.parallel.profile import ModelProfile
@@ -115,27 +115,7 @@ def search(
     kind("model", model, ModelProfile, "gem_like() makes one")
     start = time.perf_counter()
     s = _Search(model, cluster, config or SimulationConfig())
-    world = cluster.num_gpus
-    options: dict[View, list[Any]] = {
-        "dense": [DensePlan(shard=k, replica=world // k) for k in _divisors(world)],
-        "experts": [None],
-        "sparse": [None],
-    }
-    if model.num_experts:
-        options["experts"] = [
-            ExpertPlan(expert=a, expert_shard=b, replica=world // a // b)
-            for a in _divisors(world)
-            if model.num_experts % a == 0
-            for b in _divisors(world // a)
-            if b <= 1024
-        ]
-    if model.tables:
-        options["sparse"] = [
-            SparsePlan(table_group=g, replica_shard=r, replica=world // g // r)
-            for g in _divisors(world)
-            for r in _divisors(world // g)
-            if cluster.gpus_per_domain % r == 0
-        ]
+    options = _options(model, cluster)
     current: dict[View, Any] = {
         "dense": options["dense"][-1],
         "experts": options["experts"][-1],
@@ -158,8 +138,6 @@ def search(
     if not fits:
         least = min((x for x in s.seen.values() if x.simulation is not None), key=lambda x: x.simulation.memory.total)  # type: ignore[union-attr]
         assert least.simulation is not None
-        from gemworks.parallel.memory import infeasible_report
-
         report = infeasible_report(least.plan, model, cluster, least.simulation.memory)
         raise ValueError(
             f"search: no plan fits {cluster.shape_text()}; the one that needs least, {least.plan.text()}:\n{report}"
@@ -179,6 +157,32 @@ def search(
         sensitivity=_sensitivity(fits, model, cluster, s.config),
         seconds=time.perf_counter() - start,
     )
+
+
+def _options(model: ModelProfile, cluster: ClusterSpec) -> dict[View, list[Any]]:
+    """Every part that a plan of the cluster's size can have; [None] for a view that the model does not need."""
+    world = cluster.num_gpus
+    options: dict[View, list[Any]] = {
+        "dense": [DensePlan(shard=k, replica=world // k) for k in _divisors(world)],
+        "experts": [None],
+        "sparse": [None],
+    }
+    if model.num_experts:
+        options["experts"] = [
+            ExpertPlan(expert=a, expert_shard=b, replica=world // a // b)
+            for a in _divisors(world)
+            if model.num_experts % a == 0
+            for b in _divisors(world // a)
+            if b <= 1024
+        ]
+    if model.tables:
+        options["sparse"] = [
+            SparsePlan(table_group=g, replica_shard=r, replica=world // g // r)
+            for g in _divisors(world)
+            for r in _divisors(world // g)
+            if cluster.gpus_per_domain % r == 0
+        ]
+    return options
 
 
 def why_slower(loser: Simulation, best: Simulation) -> str:
@@ -353,4 +357,5 @@ def ladder_text(found: Mapping[str, Sequence[Rung]]) -> str:
                 f"{dimension:8} {r.name:38} {s.step_us / 1e3:>9.2f} {s.mfu:>6.1%} {s.scaling_ratio:>8.1%} "
                 f"{s.memory.total / GIB:>7.1f}" + ("" if s.memory.fits else "  does not fit")
             )
-    return "\n".join(lines)
+    said = dict.fromkeys(r.simulation.validation for rungs in found.values() for r in rungs)
+    return "\n".join([*lines, *said])

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gemworks.parallel._spans import covered, union
+
 Queue = Literal["compute", "nvlink", "network", "host"]
 
 
@@ -50,9 +52,9 @@ def run_ops(ops: list[Op], sm_slowdown: float) -> dict[str, float]:
     for _ in range(4 if sm_slowdown > 0 else 1):
         _schedule(ops, stretch)
         if sm_slowdown > 0:
-            busy = _union([(o.start, o.end) for o in ops if o.queue in ("nvlink", "network") and o.end > o.start])
+            busy = union([(o.start, o.end) for o in ops if o.queue in ("nvlink", "network") and o.end > o.start])
             new = [
-                sm_slowdown / (1 + sm_slowdown) * min(_overlap(o.start, o.end, busy), o.us * (1 + sm_slowdown))
+                sm_slowdown / (1 + sm_slowdown) * min(covered(o.start, o.end, busy), o.us * (1 + sm_slowdown))
                 if o.queue == "compute"
                 else 0.0
                 for o in ops
@@ -117,17 +119,3 @@ def _book_gap(ops: Sequence[Op], blocker: Op, start: float, end: float, add: Cal
     rest = sum(b - a for a, b in free)
     if rest > 1e-9 * max(end, 1.0):
         add(blocker.label, rest)
-
-
-def _union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for a, b in sorted(intervals):
-        if merged and a <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(b, merged[-1][1]))
-        else:
-            merged.append((a, b))
-    return merged
-
-
-def _overlap(start: float, end: float, busy: Sequence[tuple[float, float]]) -> float:
-    return sum(max(0.0, min(end, b) - max(start, a)) for a, b in busy)

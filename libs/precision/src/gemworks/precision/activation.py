@@ -72,7 +72,7 @@ def activation_cast(
     chosen = choose("cast", spec.kind, (0, 0, 0), device_of(x), backend).backend
     if chosen == "triton" and (x.is_cuda or backend == "triton") and x.numel():
         from gemworks.precision import triton_squares
-        from gemworks.precision.triton_casts import fits_tiles, packs
+        from gemworks.precision.triton_tiles import fits_tiles, packs
 
         fused = not square or (triton_squares.IN_EPILOGUES and triton_squares.fits_squares(x, spec))
         if fused and x.is_contiguous() and fits_tiles(x, spec, spec.block) and packs(x):
@@ -123,7 +123,7 @@ def activation_gradient_cast(
         raise ValueError(f"dy: got {tuple(dy.shape)} {dy.dtype}, expected x's {tuple(x.shape)} {x.dtype}")
     chosen = choose("cast", spec.kind, (0, 0, 0), device_of(x), backend).backend
     if chosen == "triton" and (x.is_cuda or backend == "triton") and x.numel():
-        from gemworks.precision.triton_casts import fits_tiles, packs
+        from gemworks.precision.triton_tiles import fits_tiles, packs
 
         both = (x, dy)
         if all(t.is_contiguous() and fits_tiles(t, spec, spec.block) and packs(t) for t in both):
@@ -164,8 +164,8 @@ def _activation_tiles(
     from gemworks.precision.kernel_activation import ACTIVATIONS as CODES
     from gemworks.precision.kernel_activation import activation_gradient_kernel, activation_tile_kernel
     from gemworks.precision.launch import launch
-    from gemworks.precision.triton_casts import TilePlanes, no_count, planes_of, tile_planes, tile_setup, tile_words
     from gemworks.precision.triton_squares import empty_squares, planes_of_squares
+    from gemworks.precision.triton_tiles import TilePlanes, no_count, planes_of, tile_planes, tile_setup, tile_words
 
     num_rows, num_columns = x.shape
     y = torch.empty_like(x) if return_y else x

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from gemworks.precision import norm
 from gemworks.precision.activation import activation_cast
 from gemworks.precision.attention import head_plane
 from gemworks.precision.backends import PrecisionCostWarning, device_spec
@@ -168,12 +167,12 @@ def tune(bench: Bench, out: Path, which: str, warm: bool) -> None:
     compiles the kernels on a small matrix and times nothing: run that for several words at once, and the timing run
     finds its kernels compiled.
     """
-    from gemworks.precision import activation, tiles, triton_casts
+    from gemworks.precision import activation, tiles, triton_casts, triton_norm
     from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, TileConfig
 
     results: dict[str, list[tuple[float, str]]] = {}
     both = ALONG_ROWS | ALONG_COLUMNS
-    saved = triton_casts.tile_config, norm.fused_tile_config, activation.fused_tile_config
+    saved = triton_casts.tile_config, triton_norm.fused_tile_config, activation.fused_tile_config
     saved_squares = triton_casts.square_config
     for kind in KINDS:
         spec = CastSpec(kind)
@@ -216,13 +215,13 @@ def tune(bench: Bench, out: Path, which: str, warm: bool) -> None:
                 times: list[tuple[float, str]] = []
                 for candidate in tried:
                     triton_casts.tile_config = lambda *_, c=candidate: c
-                    norm.fused_tile_config = lambda *_, c=candidate: c
+                    triton_norm.fused_tile_config = lambda *_, c=candidate: c
                     activation.fused_tile_config = lambda *_, c=candidate: c
                     triton_casts.square_config = lambda *_, c=candidate: c
                     what = " ".join(map(str, (*vars(candidate).values(),)))
                     job = run if warm else lambda r=run, t=times, c=what: t.append((bench.time(r)[0], c))
                     attempt(f"{op} {what}", job)
-                triton_casts.tile_config, norm.fused_tile_config, activation.fused_tile_config = saved
+                triton_casts.tile_config, triton_norm.fused_tile_config, activation.fused_tile_config = saved
                 triton_casts.square_config = saved_squares
                 results[op] = sorted(times)
                 for ms, what in sorted(times):

@@ -214,8 +214,8 @@ def fused_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[str, 
     from gemworks.precision.kernel_common import FORMATS, MODES
     from gemworks.precision.kernel_norm import norm_cast_kernel
     from gemworks.precision.kernel_project import project_kernel
-    from gemworks.precision.norm import norm_config
     from gemworks.precision.projection import BLOCK_FEATURES, BLOCK_ROWS, GROUP
+    from gemworks.precision.tiles import norm_config
 
     for kind, (block, regroup) in KINDS.items():
         rows, columns, num_warps = norm_config(1024, kind != "mxfp8")

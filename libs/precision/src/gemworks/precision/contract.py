@@ -71,6 +71,8 @@ CASES: tuple[Case, ...] = (
     Case("floor_worst_case", "511 -> 448, 12 % lost", {0: 511.0}, 127, {0: 0x7E}, mode=_FLOOR),
     Case("ceil_wastes_a_binade", "257 needs no larger scale but gets it", {0: 257.0}, 128, {0: 0x70}, mode=_CEIL),
     Case("ceil_power_of_two", "256 is a power of two", {0: 256.0}, 127, {0: 0x78}, mode=_CEIL),
+    Case("rceil_one_bit_above", "448 + 2^-15: next scale", {0: 448.000030517578125}, 128, {0: 0x76}),
+    Case("ceil_one_bit_above", "256 + 2^-15 is no power of two", {0: 256.000030517578125}, 128, {0: 0x70}, mode=_CEIL),
     Case("even_rounds_amax_down", "1.9 * 2^8 stays and saturates", {0: 486.4}, 127, {0: 0x7E}, mode=_EVEN),
     Case("even_rounds_amax_up", "1.9375 * 2^8 goes up; 248 ties to 256", {0: 496.0}, 128, {0: 0x78}, mode=_EVEN),
     Case("ties_to_even", "17 -> 16, 19 -> 20", {0: 448.0, 1: 17.0, 2: 19.0}, 127, {0: 0x7E, 1: 0x58, 2: 0x5A}),

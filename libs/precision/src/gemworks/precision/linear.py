@@ -43,7 +43,7 @@ class _EagerLinear(torch.autograd.Function):
         ctx.chosen, ctx.step, ctx.x_dtype, ctx.plane = chosen, step, x.dtype, None
         ctx.bias_dtype = None if bias is None else bias.dtype
         if kept is None:
-            ctx.save_for_backward(x, weight)
+            ctx.save_for_backward(x if save else None, weight)
         else:
             # Tensors go through autograd, so that hooks on saved tensors see them.
             ctx.save_for_backward(None, weight, *kept.tensors)

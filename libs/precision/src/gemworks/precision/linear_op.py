@@ -115,10 +115,10 @@ def _fake_linear_backward(dy, x, weight, codes, scales, recipe_text, step, need_
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x, weight, bias, recipe_text, step, _, _ = inputs
+    x, weight, bias, recipe_text, step, save, _ = inputs
     _, codes, scales, counts = output
-    # The input itself is kept only where no plane replaces it.
-    keep_input = codes.dim() != 2
+    # The input itself is kept only for a gradient of the weight, and where no plane replaces it.
+    keep_input = save and codes.dim() != 2
     ctx.save_for_backward(x if keep_input else codes.new_empty(0), weight, codes, scales)
     ctx.recipe_text, ctx.step, ctx.x_dtype, ctx.num_features = recipe_text, step, x.dtype, x.shape[1]
     ctx.bias_dtype = None if bias is None else bias.dtype

@@ -72,7 +72,7 @@ def words(directions: int) -> tuple[torch.dtype | None, ...]:
 
 @lru_cache(maxsize=256)
 def _tile_setup(spec: CastSpec, directions: int, ragged: bool, packed: bool) -> Setup:
-    from gemworks.precision.triton_casts import tile_setup
+    from gemworks.precision.triton_tiles import tile_setup
 
     config = tile_config(spec.block, spec.regroups, directions)
     made = tile_setup(config, spec, spec.block, directions, PACKED=packed, RAGGED=ragged)
@@ -82,7 +82,7 @@ def _tile_setup(spec: CastSpec, directions: int, ragged: bool, packed: bool) -> 
 
 @lru_cache(maxsize=256)
 def _square_setup(spec: CastSpec, taken: tuple[torch.dtype | None, ...], **more: Any) -> Setup:
-    from gemworks.precision.triton_casts import cast_flags
+    from gemworks.precision.triton_tiles import cast_flags
 
     flags = cast_flags(spec)
     constants = {name: flags[name] for name in ("FORMAT", "MODE", "HARDWARE")} | more

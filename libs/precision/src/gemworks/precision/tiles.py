@@ -87,6 +87,12 @@ def square_candidates(block: int, regroup: bool) -> list[TileConfig]:
     return [TileConfig(*shape) for shape in shapes]
 
 
+def norm_config(num_columns: int, wide: bool) -> tuple[int, int, int]:
+    """Rows and columns of a tile of the general norm + cast, and warps.
+    Rows are the column plane's block, so that they stay in cache."""
+    return (128, 128, 8) if wide else (32, 256 if num_columns > 128 else 128, 8)
+
+
 def norm_sum_tile(config: TileConfig, num_columns: int) -> tuple[int, int]:
     """Rows and columns that a program of the sum reads at a time: 32 elements a thread, and rows that divide a tile's.
 

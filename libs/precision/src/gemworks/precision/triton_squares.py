@@ -9,7 +9,7 @@ from gemworks.precision.casts import CastSpec, SquarePlanes
 from gemworks.precision.kernel_square import cast_squares_kernel
 from gemworks.precision.launch import launch
 from gemworks.precision.mxtensor import MXTensor, padded_rows
-from gemworks.precision.triton_casts import cast_flags, fits_tiles, no_count, packs, plane_of
+from gemworks.precision.triton_tiles import cast_flags, fits_tiles, no_count, packs, plane_of
 from torch import Tensor
 
 SQUARES_WARPS = 8

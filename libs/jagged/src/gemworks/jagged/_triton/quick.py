@@ -117,8 +117,13 @@ class Quick:
 
 def _is_watched() -> bool:
     """Whether a profiler has asked Triton for a call at every launch."""
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    runtime = knobs.runtime
+    return _calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook)
+
+
+def _calls(hook: Any) -> bool:
+    """Whether it is a hook, and not a chain of none."""
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def quick(kernel: Any) -> Any:

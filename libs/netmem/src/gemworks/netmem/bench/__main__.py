@@ -16,13 +16,14 @@ from pathlib import Path
 import torch
 from gemworks.netmem.bench import pair, single
 from gemworks.netmem.bench.budgets import PARTS, budgets, warm_compiler
+from gemworks.netmem.bench.hooks import hooks
 from gemworks.netmem.bench.plots import plot_file
 from gemworks.netmem.bench.rows import Rows
 from gemworks.netmem.bench.stack import SMOKE, StackSize
 from gemworks.netmem.ledger import HBM, BandwidthLedger
 from gemworks.netmem.measure import measure
 
-SUITES = ("links", "offload_copies", "small_copy_under_bulk", "turns", "quantise", "stash", "budgets")
+SUITES = ("links", "offload_copies", "small_copy_under_bulk", "turns", "quantise", "stash", "hooks", "budgets")
 
 
 def _ledger(device: torch.device, smoke: bool) -> BandwidthLedger:
@@ -117,6 +118,8 @@ def main(argv: list[str] | None = None) -> int:
         try:
             if name == "budgets":
                 budgets(setup, size, args.parts)
+            elif name == "hooks":
+                hooks(setup)
             else:
                 getattr(single, name)(setup)
         except (RuntimeError, AssertionError, ValueError, MemoryError) as error:

@@ -6,11 +6,9 @@ Imported on the first call on a device (or by a test of the interpreter), never 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
-import triton
 from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core import table
@@ -75,7 +73,7 @@ class Problem:
     rows_k: int | None  # per sequence, for a 4-D k
     bias: Bias | None = None
 
-    @cached_property
+    @property
     def shape(self) -> table.Shape:
         return table.Shape(
             self.rule.activation,
@@ -101,7 +99,8 @@ class Problem:
         if tiles is None:
             total = self.rows_q if height.startswith("q") else self.k.shape[0]
             tiles = self.schedule.with_height(height, total).tensors[-1]
-        return tiles[0], tiles[1], tiles[2]
+        sample, row, count = tiles.unbind()
+        return sample, row, count
 
 
 def rowwise(x: Tensor) -> Tensor:
@@ -213,7 +212,7 @@ def compute_delta(out: Tensor, d_out: Tensor) -> Tensor:
     """rowsum(dO * O), float32 [N, T]."""
     total, heads, width = out.shape
     delta = torch.empty(heads, total, dtype=torch.float32, device=out.device)
-    delta_kernel[(triton.cdiv(total, DELTA_ROWS), heads)](
+    delta_kernel[(-(-total // DELTA_ROWS), heads)](
         out, d_out, delta, total, *strides_of(out, d_out), delta.stride(0),
         V=width, BV=_width(width), BT=DELTA_ROWS, num_warps=4,
     )  # fmt: skip

@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.dispatch import num_multiprocessors
 from gemworks.jagged.jagged import next_power_of_two
@@ -121,7 +120,7 @@ def backward_fused(
     """Fills dq (contiguous), dk and dv. Scratch: 512 bytes per query row and head, 4 bytes per 64 of them."""
     shared = p.rule.shared_query
     sample, row, count = p.tiles("q128" if shared else config.height)
-    num_sequences, tiles_per_unit = (p.rows_q // p.q.shape[0], triton.cdiv(p.q.shape[0], 128)) if shared else (0, 0)
+    num_sequences, tiles_per_unit = (p.rows_q // p.q.shape[0], -(-p.q.shape[0] // 128)) if shared else (0, 0)
     q, k, v, d_out, bounds = streamable(p.q), streamable(p.k), streamable(p.v), streamable(d_out), p.schedule.bounds
     heads, width, num_bounds = q.shape[1], q.shape[2], bounds.shape[1]
     num_tiles = (p.rows_q // 64 + num_bounds) * heads

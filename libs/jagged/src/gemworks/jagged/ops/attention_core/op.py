@@ -64,7 +64,7 @@ def make_problem(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str,
     return launch.Problem(q, k, v, call.rule, schedule, call.bound_k, architecture, call.side_q.total, rows_k, bias)
 
 
-def kernels_take(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str, *, biased: bool = False) -> bool:
+def kernels_take(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str) -> bool:
     """Whether some kernel covers the call; warns once where the reference has to run on a device."""
     shape = table.Shape(
         call.rule.activation,
@@ -75,7 +75,6 @@ def kernels_take(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str,
         call.rule.shared_query,
         q.shape[1] != k.shape[1],
         call.bound_k,
-        biased=biased,
     )
     if table.choose("forward", shape, architecture) is not None:
         return True

@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.dispatch import num_multiprocessors
+from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core import table
 from gemworks.jagged.ops.attention_core.launch import Problem
 from gemworks.jagged.ops.attention_fp8.kernel_dequantize import rows_kernel as _rows_kernel
@@ -66,11 +66,11 @@ def rows_values(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     codes, scales = codes if codes.stride(2) == 1 else codes.contiguous(), scales.contiguous()
     out = torch.empty(total, heads, width, dtype=dtype, device=codes.device)
     block_rows = 32
-    grid = triton.cdiv(total, block_rows) * heads
+    grid = -(-total // block_rows) * heads
     if grid:
         rows_kernel[(grid,)](
             codes, scales, out, total, codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1),
-            HEADS=heads, H=width, BH=triton.next_power_of_2(width), R=rows, W=columns, BM=block_rows, num_warps=4,
+            HEADS=heads, H=width, BH=next_power_of_two(width), R=rows, W=columns, BM=block_rows, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -88,11 +88,9 @@ def tiles_values(codes: Tensor, scales: Tensor, offsets: Tensor, total: int, dty
     return out
 
 
-def hopper_forward(
-    p: Problem, scales: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, config: HopperConfig | None = None
-) -> tuple[Tensor, Tensor]:
+def hopper_forward(p: Problem, scales: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(output [T, N, H] in `dtype`, log-sum-exp [N, T]) of tiles: `p.v` is [C, M, H, 128], see tiles.py."""
-    config = HOPPER if config is None else config
+    config = HOPPER
     (total, heads, width), heads_k = p.q.shape, p.k.shape[1]
     out = torch.empty(total, heads, width, dtype=dtype, device=p.q.device)
     lse = torch.empty(heads, total, dtype=torch.float32, device=p.q.device)

@@ -29,6 +29,7 @@ _SCHEMA = (
     f"Tensor? k_origin, Tensor? v_origin, ScalarType dtype, {SETTINGS}) -> (Tensor, Tensor)"
 )
 _NUM_ORIGINS = 3
+FP8 = (torch.float8_e4m3fn, torch.float8_e8m0fnu)  # types of codes and of scales; operators take their bytes
 
 
 def _values(
@@ -250,10 +251,40 @@ def _attention(
     dtype: torch.dtype,
     schedule: TileSchedule | None,
 ) -> Tensor:
-    q_scales, k_scales, v_scales = scales
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"dtype: got {dtype}, expected torch.bfloat16, float16 or float32")
     v_shape = v.shape if v.dim() != 4 else torch.Size((k.shape[0], v.shape[1], v.shape[2]))
+    shapes = (q.shape, k.shape, v_shape)
+    _check_codes(q, k, v, scales, offsets_q, offsets_k, dtype)
+    for name, shape, origin in zip("qkv", shapes, origins or (None, None, None), strict=True):
+        if origin is not None and origin.shape != shape:
+            raise ValueError(f"origins: {name} has shape {tuple(origin.shape)}, expected {tuple(shape)}")
+    # The checks want floating tensors; these have the codes' shapes and no memory to speak of.
+    like_q, like_k, like_v = (torch.empty((), dtype=dtype, device=q.device).expand(shape) for shape in shapes)
+    args = check_attention(
+        like_q, like_k, like_v, offsets_q, offsets_k, max_length_q=max_lengths[0], max_length_k=max_lengths[1],
+        shared_query=False,
+    )  # fmt: skip
+    planes = [None if x is None else x.view(torch.uint8) if x.dtype in FP8 else x for x in (q, k, v, *scales)]
+    if v.dim() == 4:  # the kernel's descriptors
+        planes = [None if x is None else x.contiguous() for x in planes]
+    rule = Rule(scale, activation, make_mask(*masking), False)
+    settings = settings_of(args.side_q, args.side_k, args.num_sequences, rule, schedule)
+    out, _ = attention_fp8(*planes, *(origins or (None, None, None)), dtype, *settings)
+    return out
+
+
+def _check_codes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: tuple[Tensor, Tensor, Tensor | None],
+    offsets_q: Tensor,
+    offsets_k: Tensor | None,
+    dtype: torch.dtype,
+) -> None:
+    """Raise ValueError unless codes and scales are in one of the three arrangements, v alone perhaps in `dtype`."""
+    q_scales, k_scales, v_scales = scales
     if v.dim() == 4:
         if v_scales is None:
             raise ValueError("v_scales: got None, expected the scales of v's tiles")
@@ -268,33 +299,3 @@ def _attention(
         scale_block("v", v, v_scales)
     elif v.dtype != dtype:
         raise ValueError(f"v: got {v.dtype} without v_scales, expected values in {dtype}, or codes with their scales")
-    shapes = (q.shape, k.shape, v_shape)
-    for name, shape, origin in zip("qkv", shapes, origins or (None, None, None), strict=True):
-        if origin is not None and origin.shape != shape:
-            raise ValueError(f"origins: {name} has shape {tuple(origin.shape)}, expected {tuple(shape)}")
-    # The checks want floating tensors; these have the codes' shapes and no memory to speak of.
-    like_q, like_k, like_v = (torch.empty((), dtype=dtype, device=q.device).expand(shape) for shape in shapes)
-    args = check_attention(
-        like_q,
-        like_k,
-        like_v,
-        offsets_q,
-        offsets_k,
-        max_length_q=max_lengths[0],
-        max_length_k=max_lengths[1],
-        shared_query=False,
-    )
-    tiled = v.dim() == 4
-    if tiled:  # the kernel's descriptors
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        scales = (q_scales.contiguous(), k_scales.contiguous(), scales[2].contiguous())  # pyright: ignore[reportOptionalMemberAccess]
-    codes = [x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in (q, k, v)]
-    rule = Rule(scale, activation, make_mask(*masking), False)
-    out, _ = attention_fp8(
-        *codes,
-        *(None if s is None else s.view(torch.uint8) for s in scales),
-        *(origins or (None, None, None)),
-        dtype,
-        *settings_of(args.side_q, args.side_k, args.num_sequences, rule, schedule),
-    )
-    return out

@@ -5,7 +5,8 @@ Letters: T packed rows, B sequences, N heads, H head width, C tiles.
 Tile j of sequence b has the number `offsets[b] // 128 + b + j`, so a place is known without a sum over lengths, and
 `T // 128 + B + 1` places suffice; rows past the last offset count as one more sequence. q and k keep their rows,
 codes [T, N, H]; v's codes are transposed tile by tile, [C, N, H, 128], zeros past a sequence's end, with the keys of a
-tile in the order `KEY_ORDER`.
+tile in the order `KEY_ORDER`. Scale bytes below 87 (2^-40) do not occur: keys whose values are all tiny still count in
+the softmax's sum.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ TILE = 128
 # Four neighbours in memory are the keys that one thread of a Hopper matrix product holds side by side: position
 # 16 j + 4 c + 2 h + i has key 16 j + 8 h + 2 c + i (PTX ISA, register fragments of wgmma m64nNk32).
 KEY_ORDER = tuple(16 * (a // 16) + 8 * (a // 2 % 2) + 2 * (a // 4 % 4) + a % 2 for a in range(TILE))
-# Scale bytes below do not occur: keys whose values are all tiny still count in the softmax's sum.
-MIN_BYTE = 87
 
 
 def num_tiles(rows: int, num_sequences: int) -> int:

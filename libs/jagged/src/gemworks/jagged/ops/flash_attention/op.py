@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from gemworks.jagged._attention_args import autocast, check_attention, clear_past_end, make_mask
+from gemworks.jagged._attention_args import AttentionArgs, autocast, check_attention, clear_past_end, make_mask
 from gemworks.jagged._checks import check_scale
 from gemworks.jagged._dense import Align
 from gemworks.jagged._packing import make_plan
@@ -89,23 +89,14 @@ def flash_attention(
     args = check_attention(
         q, k, v, offsets_q, offsets_k, max_length_q=max_length_q, max_length_k=max_length_k, shared_query=shared_query
     )
-    if bias is not None:
-        if not isinstance(bias, AttentionBias):
-            raise ValueError(f"bias: got {type(bias).__name__}, expected an AttentionBias of tables")
-        if shared_query and bias.time_table is not None:
-            raise ValueError("bias.time_table: a shared query has no timestamps; use position_table alone")
-        bias.check(num_heads=q.shape[1], total_q=args.q.shape[0], total_k=args.k.shape[0], device=q.device)
-    if rope is None and rope_k is not None:
-        raise ValueError("rope_k: got tables while rope is None; pass rope for q too")
-    if rope is not None:
-        RopeTables.check(rope, "rope", total=args.q.shape[0], head_dim=q.shape[-1], device=q.device)
-        RopeTables.check(rope_k or rope, "rope_k", total=args.k.shape[0], head_dim=q.shape[-1], device=q.device)
+    _check_bias_and_rope(args, bias, rope, rope_k)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     if q.dtype != torch.float64 and (bias is None or has_kernel(args.q, args.v, bias)):
         q_rows, k_rows = args.q, args.k
         if qk_norm or rope is not None:
-            q_rows = _prepare(q_rows, args.side_q.offsets, rope, qk_norm_eps if qk_norm else None)
-            k_rows = _prepare(k_rows, args.side_k.offsets, rope_k or rope, qk_norm_eps if qk_norm else None)
+            eps = qk_norm_eps if qk_norm else None
+            q_rows = _prepare(q_rows, args.side_q.offsets, rope, eps)
+            k_rows = _prepare(k_rows, args.side_k.offsets, rope_k or rope, eps)
         rule = Rule(scale, SOFTMAX, mask, shared_query)
         settings = settings_of(args.side_q, args.side_k, args.num_sequences, rule, schedule)
         if bias is None:
@@ -117,20 +108,28 @@ def flash_attention(
             warn_once("flash_attention in float64 runs on the reference backend, padded to max_length")
         plan = make_plan(args.side_q, args.side_k, args.num_sequences, q.shape[1], k.shape[-2], q.device)
         out = flash_attention_reference(
-            args.q,
-            args.k,
-            args.v,
-            plan,
-            scale=scale,
-            mask=mask,
-            bias=bias,
-            shared_query=shared_query,
-            qk_norm=qk_norm,
-            qk_norm_eps=qk_norm_eps,
-            rope=rope,
-            rope_k=rope_k,
-        )
+            args.q, args.k, args.v, plan, scale=scale, mask=mask, bias=bias, shared_query=shared_query,
+            qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, rope=rope, rope_k=rope_k,
+        )  # fmt: skip
     return out.view(args.num_sequences, q.shape[0], *out.shape[1:]) if shared_query else out
+
+
+def _check_bias_and_rope(
+    args: AttentionArgs, bias: AttentionBias | None, rope: RopeTables | None, rope_k: RopeTables | None
+) -> None:
+    """Raise ValueError unless they fit the rows of q and k."""
+    num_heads, head_dim, device = args.q.shape[1], args.q.shape[2], args.q.device
+    if bias is not None:
+        if not isinstance(bias, AttentionBias):
+            raise ValueError(f"bias: got {type(bias).__name__}, expected an AttentionBias of tables")
+        if args.shared_query and bias.time_table is not None:
+            raise ValueError("bias.time_table: a shared query has no timestamps; use position_table alone")
+        bias.check(num_heads=num_heads, total_q=args.q.shape[0], total_k=args.k.shape[0], device=device)
+    if rope is None and rope_k is not None:
+        raise ValueError("rope_k: got tables while rope is None; pass rope for q too")
+    if rope is not None:
+        RopeTables.check(rope, "rope", total=args.q.shape[0], head_dim=head_dim, device=device)
+        RopeTables.check(rope_k or rope, "rope_k", total=args.k.shape[0], head_dim=head_dim, device=device)
 
 
 def _prepare(x: Tensor, offsets: Tensor | None, rope: RopeTables | None, eps: float | None) -> Tensor:
