@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from gemworks.cli import doctor
 from gemworks.cli.app import run
 from gemworks.cli.doctor import Package, look_at
 from gemworks.cli.remedies import Gpus, advise, outside_ranges
+from gemworks.jagged import dispatch
 from gemworks.precision import backends
 
 pytestmark = pytest.mark.reference
@@ -150,13 +152,18 @@ def ops_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) 
     """What the libraries say of a machine with one GPU of this capability, or of one without a GPU."""
     if capability is None:
         return [*doctor._jagged_ops(["cpu"]), *doctor._precision_ops(["cpu"])]
+    gpu = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    backends._cuda_spec.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: gpu)
+    asked_once = (backends._cuda_spec, dispatch._gpu)  # they remember what torch said of a device
+    for function in asked_once:
+        function.cache_clear()
     try:
         return [*doctor._jagged_ops(["cpu", "cuda:0"]), *doctor._precision_ops(["cpu", "cuda:0"])]
     finally:
-        backends._cuda_spec.cache_clear()
+        for function in asked_once:
+            function.cache_clear()
 
 
 def test_nothing_helps_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

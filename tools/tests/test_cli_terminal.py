@@ -97,6 +97,21 @@ def test_tables_shrink_to_the_terminal_and_no_color_is_honoured() -> None:
     assert max(map(len, CONTROL.sub("", text).splitlines())) <= 46  # the last line is a sentence
 
 
+def test_a_terminal_that_cannot_show_a_character_shows_another() -> None:
+    """Bars and frames are no ASCII; where an old locale has nothing else, a question mark stands there."""
+    done = piped("data", "inspect", "--preset", "tiny", "--max-samples", "64", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "?????" in done.stdout
+
+
+def test_a_narrow_terminal_folds_names_and_cuts_none() -> None:
+    code, text = in_terminal("doctor", columns=40, NO_COLOR="1")
+    assert code == 0
+    table = CONTROL.sub("", text).partition("python 3")[0]
+    assert "\u2026" not in table
+    assert max(map(len, table.splitlines())) <= 40
+
+
 def test_wrong_input_is_red_on_a_terminal() -> None:
     code, text = in_terminal("config", "--preset", "smal")
     assert code == 2

@@ -7,6 +7,7 @@ Exit codes: 0 fine, 1 the run failed, 2 the user's input is wrong, 75 stopped by
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -226,6 +227,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a bar that a terminal cannot show must not end a run
     end(run())
 
 

@@ -175,7 +175,7 @@ def print_findings(findings: dict[str, Any]) -> None:
     console = Console()
     versions = Table(title="packages", title_justify="left")
     for name in ("package", "version", "state", "what to do"):
-        versions.add_column(name)
+        versions.add_column(name, overflow="fold")
     for item in findings["packages"]:
         color = {"ok": "green", "missing": "yellow", "broken": "red"}[item["state"]]
         versions.add_row(item["name"], item["version"] or "", f"[{color}]{item['state']}[/]", escape(item["advice"]))
@@ -186,7 +186,7 @@ def print_findings(findings: dict[str, Any]) -> None:
         console.print(f"device {device['name']}: {device['description']}{links}", highlight=False)
     ops = Table(title="which backend every op would use", title_justify="left")
     for name in ("op", "device", "backend", "dtypes or recipes"):
-        ops.add_column(name)
+        ops.add_column(name, overflow="fold")
     dtypes: dict[tuple[str, str, str], list[str]] = {}
     reasons: dict[str, list[str]] = {}
     for item in findings["ops"]:
