@@ -10,13 +10,15 @@ from gemworks.netmem.overlap.trace import Trace
 _COLOURS = {"compute": "#4c72b0", "communication": "#dd8452", "copy": "#55a868"}
 
 
-def plot_timeline(trace: Trace, path: str | Path, *, max_lanes: int = 16) -> None:
+MAX_LANES = 16  # the busiest streams or threads
+
+
+def plot_timeline(trace: Trace, path: str | Path) -> None:
     """Write a PNG timeline.
 
     Args:
         trace: what `read_trace` gave.
         path: of the PNG.
-        max_lanes: busiest streams (threads) shown.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -29,7 +31,7 @@ def plot_timeline(trace: Trace, path: str | Path, *, max_lanes: int = 16) -> Non
     busy: dict[str, float] = {}
     for a in trace.activities:
         busy[a.lane] = busy.get(a.lane, 0.0) + a.end_us - a.start_us
-    lanes = sorted(sorted(busy, key=lambda lane: -busy[lane])[:max_lanes])
+    lanes = sorted(sorted(busy, key=lambda lane: -busy[lane])[:MAX_LANES])
     origin = min(a.start_us for a in trace.activities)
     figure = Figure(figsize=(12, 1.2 + 0.4 * (len(lanes) + 1)))
     axes = figure.add_subplot()
