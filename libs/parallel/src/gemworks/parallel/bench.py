@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from gemworks.parallel import presets
 from gemworks.parallel.balance_report import balance_rows
 from gemworks.parallel.balance_report import to_csv as balance_csv
+from gemworks.parallel.cluster import ClusterSpec
 from gemworks.parallel.lengths import CostModel, LengthLaw
 from gemworks.parallel.measured_rows import BENCH_COLUMNS, PREDICTION_COLUMNS, stamp, write_rows
+from gemworks.parallel.meshes import build_meshes
 from gemworks.parallel.placement import place
 from gemworks.parallel.plan import ParallelPlan
 from gemworks.parallel.planner import Rung, ladder_text, ladders, search
@@ -115,6 +118,28 @@ def _timed(run: Callable[[], object], repeats: int = 3) -> dict[str, float]:
     return {"ms": statistics.median(times), "ms_p20": times[len(times) // 5], "ms_p80": times[-1 - len(times) // 5]}
 
 
+def _mesh_build(plan: ParallelPlan, cluster: ClusterSpec) -> dict[str, float]:
+    """Process groups and DeviceMeshes of rank 0 where its placement is known: what one process does, no network."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    placement = place(plan, cluster)
+
+    def build() -> None:
+        meshes = build_meshes(plan, cluster, placement=placement)
+        for view in plan.views():
+            meshes.mesh(view)
+
+    times: list[dict[str, float]] = []
+    for _ in range(3):  # groups are remembered as long as the world is there
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
+        try:
+            times.append(_timed(build, repeats=1))
+        finally:
+            dist.destroy_process_group()
+    low, mid, high = sorted(t["ms"] for t in times)
+    return {"ms": mid, "ms_p20": low, "ms_p80": high}
+
+
 def prediction_rows(found: Mapping[str, Sequence[Rung]], num_gpus: int = 4096) -> list[dict[str, Any]]:
     """Rows of plan_predictions.csv: every rung by item, then groups of tables over intervals of averaging and zones."""
     rows: list[dict[str, Any]] = []
@@ -167,6 +192,15 @@ def _plan_rows() -> list[dict[str, Any]]:
                 "setting": "five dimensions",
                 "impl": "gemworks",
                 **_timed(groups),
+            }
+        )
+        rows.append(
+            {
+                "op": "mesh build",
+                "shape": f"{n} ranks",
+                "setting": "five dimensions, one rank's, fake process group",
+                "impl": "gemworks",
+                **_mesh_build(plan, cluster),
             }
         )
         model = gem_like()

@@ -117,7 +117,7 @@ def answer(question: Question, request: Request) -> Answer:
         tables=model.tables if plan.sparse is not None else (),
         ranks=request.ranks,
     )
-    return Answer(text=f"{placement.text()}\n\n{holdings.text()}", json=holdings.to_json())
+    return Answer(text=f"{placement.text()}\n{config.validation}\n\n{holdings.text()}", json=holdings.to_json())
 
 
 def _table_group(question: Question, request: Request, cluster: ClusterSpec, model: ModelProfile) -> int | None:
