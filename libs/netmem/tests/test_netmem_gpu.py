@@ -192,8 +192,8 @@ def test_a_paced_plan_moves_ahead_of_need_and_frees_memory():
 
 
 def test_a_paced_copy_out_that_backward_outruns_ends_before_its_memory_is_used_again():
-    """The last region offloaded over slow streams: its backward finds everything still leaving, and the next ones go
-    on beside the copies, until the first region's, which has no room for them."""
+    """The last region offloaded over slow streams: its backward finds everything still leaving, and compute waits
+    for each copy when its tensor is needed no more."""
     device = torch.device("cuda", 0)
     model, batch = make_stack(SIZE, device)
     expected = gradients(model, batch)

@@ -233,15 +233,6 @@ def test_in_a_row_a_step_leaves_the_next_one_nothing_to_wait_for(num):
     assert row.moved_down_bytes == pytest.approx(one.moved_down_bytes)
 
 
-@pytest.mark.parametrize("at", [0, 6, 12])
-def test_a_copy_out_that_backward_outruns_holds_nobody_up(at):
-    """A late region's tensors are still leaving when it needs them, and for long after: 91 ms instead of 75, when
-    compute waited for copies that nobody would read."""
-    step = h200_step()
-    plan = evaluate(step, ["keep"] * at + ["offload"] + ["keep"] * (15 - at))
-    assert rehearse(step, plan, num_steps=2).step_s == pytest.approx(plan.step_s)
-
-
 @pytest.mark.parametrize("wrong", [{"issue_s": -1.0}, {"send_s": float("nan")}, {"num_steps": 0}])
 def test_a_rehearsal_without_steps_or_with_time_running_backwards(wrong):
     step = h200_step()

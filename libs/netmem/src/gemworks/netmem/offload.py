@@ -164,9 +164,7 @@ class OffloadEngine:
         """
         check_all("modules", modules, torch.nn.Module)
         coder = None if codec is None else get_codec(codec)
-        with self._lock:
-            self._reap()
-            self._queues.begin_forward()
+        self._queues.forget_pace()
         # beside 16-bit activations, float32 means statistics (a logsumexp, a mean): too few bytes to be worth the error
         wide = torch.is_autocast_enabled(self.device.type) or any(
             p.dtype in (torch.bfloat16, torch.float16) for module in modules for p in module.parameters()
@@ -209,8 +207,8 @@ class OffloadEngine:
         """Wait for every copy and let the device memory of departed tensors go."""
         with self._lock:
             self._mover.synchronize()
-            self._reap()
             self._queues.drain(0)
+            self._reap()
 
     # -- pace ----------------------------------------------------------------------------------------------------------
 
@@ -220,8 +218,6 @@ class OffloadEngine:
         copies the host finds done.
         """
         with self._lock:
-            self._reap()
-            self._queues.begin_forward()
             self._queues.num_paced += 1
         try:
             yield

@@ -40,14 +40,10 @@ class ParcelQueues:
         self._live: OrderedDict[int, Parcel] = OrderedDict()  # by order of saving
         self._leaving: deque[Parcel] = deque()
         self._leaving_bytes = 0
-        # of those that are leaving: a paced backward is through with them. Nobody reads their host copies, but nobody
-        # may have their device memory either before the copies are over: they stay until that room is needed
-        self._expired: set[int] = set()
-        self._expired_bytes = 0
         self._returning: OrderedDict[int, Parcel] = OrderedDict()  # brought ahead of need
         self._returning_bytes = 0
         self.num_paced = 0  # forwards under way that end in `end_forward`
-        self.begin_forward()
+        self.forget_pace()
 
     @property
     def num_live(self) -> int:
@@ -121,27 +117,18 @@ class ParcelQueues:
                 parcel.num_handles -= 1
                 if parcel.num_handles > 0:
                     continue
+                if parcel in self._leaving:
+                    self._leaving.remove(parcel)
+                    self._leaving_bytes -= parcel.nbytes
                 if parcel.sequence in self._returning:
                     self._forget_returning(parcel.sequence)
+                parcel.close()
                 del self._live[parcel.sequence]
-                if parcel.state is State.LEAVING:
-                    self._expired.add(parcel.sequence)
-                    self._expired_bytes += parcel.nbytes
-                    if not self._is_paced_backward:
-                        self._depart(parcel)
-                else:
-                    parcel.close()
-
-    def _oldest_expired(self) -> Parcel:
-        return next(p for p in self._leaving if p.sequence in self._expired)
 
     # -- pace ----------------------------------------------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
-        """What the last backward left behind goes, and only the window counts until the next `begin_backward`."""
-        while self._expired:
-            self._depart(self._oldest_expired())
-        self._is_paced_backward = False
+    def forget_pace(self) -> None:
+        """Only the window counts until the next `begin_backward`."""
         # set there: parcels before this one are ahead of need, and how many bytes of them may be back
         self._ahead_of = 0
         self._ahead_bytes = math.inf
@@ -150,20 +137,17 @@ class ParcelQueues:
     def end_forward(self, leaving_bytes: float) -> None:
         """See `OffloadEngine.end_forward`."""
         while self._leaving and self._leaving_bytes - self._leaving[0].nbytes >= leaving_bytes:
-            self._depart(self._leaving[0])
+            self._depart_oldest()
 
     def begin_backward(self, start: int, end: int, returning_bytes: float, staying_bytes: float) -> None:
         """See `OffloadEngine.begin_backward`."""
-        self._is_paced_backward = True
         returning = sum(p.nbytes for at, p in self._returning.items() if at < start)
         there = returning + self._leaving_before(start)
-        while self._expired and there + self._expired_bytes - self._oldest_expired().nbytes >= staying_bytes:
-            self._depart(self._oldest_expired())
         while self._leaving and self._leaving[0].sequence < start:
             there -= self._leaving[0].nbytes
             if there < staying_bytes:
                 break
-            self._depart(self._leaving[0])
+            self._depart_oldest()
         self._ahead_of, self._ahead_bytes, self._staying_bytes = start, returning_bytes, staying_bytes
         self._look_ahead(end, min((p.num_passes for at, p in self._live.items() if at < end), default=0))
 
@@ -174,7 +158,7 @@ class ParcelQueues:
         through with lies before this one too and is not needed again in this pass.
         """
         ahead_bytes = sum(p.nbytes for at, p in self._returning.items() if at < self._ahead_of)
-        room_bytes = self._staying_bytes - self._leaving_before(self._ahead_of)
+        most_bytes = min(self._ahead_bytes, self._staying_bytes - self._leaving_before(self._ahead_of))
         for earlier in reversed(self._live):
             if earlier >= sequence:
                 continue
@@ -182,10 +166,8 @@ class ParcelQueues:
             if parcel.state is not State.AWAY or parcel.num_passes > num_passes:
                 continue
             if earlier < self._ahead_of:
-                if ahead_bytes >= min(self._ahead_bytes, room_bytes):
+                if ahead_bytes >= most_bytes:
                     break
-                while self._expired and ahead_bytes + self._expired_bytes >= room_bytes:
-                    self._depart(self._oldest_expired())
                 ahead_bytes += parcel.nbytes
             if self._returning_bytes + parcel.nbytes > self.window_bytes:
                 break
@@ -196,7 +178,7 @@ class ParcelQueues:
             self._note_in_flight()
 
     def _leaving_before(self, sequence: int) -> int:
-        return sum(p.nbytes for p in self._leaving if p.sequence < sequence and p.sequence not in self._expired)
+        return sum(p.nbytes for p in self._leaving if p.sequence < sequence and p.state is State.LEAVING)
 
     def _note_in_flight(self) -> None:
         self.peak_in_flight_bytes = max(self.peak_in_flight_bytes, self.in_flight_bytes)
@@ -206,7 +188,7 @@ class ParcelQueues:
     def drain(self, limit_bytes: int) -> None:
         """Let bytes go, oldest first, until at most that many are leaving; compute waits for their copies."""
         while self._leaving and self._leaving_bytes > limit_bytes:
-            self._depart(self._leaving[0])
+            self._depart_oldest()
 
     def let_go_of_done(self) -> None:
         """Let the bytes go whose copies the host finds done: in forward, and where no pace says it.
@@ -216,14 +198,10 @@ class ParcelQueues:
         waits.
         """
         while not self.num_paced and self._leaving and self._leaving[0].has_left():
-            self._depart(self._leaving[0])
+            self._depart_oldest()
 
-    def _depart(self, parcel: Parcel) -> None:
-        self._leaving.remove(parcel)
+    def _depart_oldest(self) -> None:
+        parcel = self._leaving.popleft()
         self._leaving_bytes -= parcel.nbytes
-        if parcel.sequence in self._expired:
-            self._expired.remove(parcel.sequence)
-            self._expired_bytes -= parcel.nbytes
-            parcel.close()
-        else:
+        if parcel.state is State.LEAVING:
             parcel.depart()
