@@ -117,6 +117,37 @@ def test_who_left_by_itself_is_not_called_dead() -> None:
     assert second == "step 7: a collective failed; no rank died, but ranks [0] have left"
 
 
+def test_a_rank_that_goes_on_after_a_failure_can_be_named_dead_later() -> None:
+    store = dist.HashStore()
+    first, second, third = (Heartbeat(store, r, 3, interval_s=0.01) for r in range(3))  # nobody beats
+
+    def failure(beat: Heartbeat) -> RankFailure:
+        with pytest.raises(RankFailure) as caught, beat.guard("step"):
+            raise RuntimeError("out of memory")
+        return caught.value
+
+    assert (failure(second).ranks, first.left_ranks()) == ((0, 2), (1,))
+    assert (failure(first).left, first.left_ranks()) == ((1,), (1, 0))
+    again = failure(second)  # it left before the first did; now it has left after it, and does not name itself
+    assert (again.left, again.ranks) == ((0,), (2,))
+    assert str(again) == "step: a collective failed; ranks [2] stopped"
+    with second.guard("step"):
+        assert third.left_ranks() == (0,)
+    last = failure(third)
+    assert (last.ranks, last.left) == ((1,), (0,))
+
+
+def test_a_store_that_is_gone_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    beat = Heartbeat(dist.HashStore(), 0, 1, interval_s=0.001)
+
+    def gone(rank: int) -> int:
+        raise dist.DistNetworkError("connection reset")
+
+    monkeypatch.setattr(beat, "beats", gone)
+    with pytest.raises(RankFailure, match="the store is gone: its host died or left"), beat.guard("step"):
+        raise RuntimeError("a collective")
+
+
 def _sums(rank: int, world: int, value: float) -> list[float]:
     plan = ParallelPlan.for_world(world, shard=1, table_group=2, expert=2)
     meshes = build_meshes(plan, presets.h200_host(world))

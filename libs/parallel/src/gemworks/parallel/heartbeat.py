@@ -16,11 +16,17 @@ import torch.distributed as dist
 
 
 class RankFailure(RuntimeError):
-    """A collective failed; `ranks` are those whose beat stopped (empty: none did, or the store itself is gone)."""
+    """A collective failed.
 
-    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+    Attributes:
+        ranks: those whose beat stopped; empty: none did, or the store itself is gone.
+        left: those whose `guard` had failed before, the first to leave first. Where a rank failed by its own error,
+            it is this first one, and nobody's `ranks` name it.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...], left: tuple[int, ...] = ()) -> None:
         super().__init__(message)
-        self.ranks = ranks
+        self.ranks, self.left = ranks, left
 
 
 class Heartbeat:
@@ -50,6 +56,7 @@ class Heartbeat:
     ) -> None:
         self._store, self._rank, self._world = store, rank, world_size
         self._interval, self._patience = interval_s, patience
+        self._mark = 0  # of this rank in the store; above 0: its guard has failed, and it has entered none since
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gemworks-heartbeat", daemon=True)
 
@@ -65,15 +72,15 @@ class Heartbeat:
     def silent_ranks(self) -> tuple[int, ...]:
         """Ranks whose counter does not move within `patience` intervals, without those that left; it waits that
         long."""
-        before = [self.beats(r) for r in range(self._world)]
-        time.sleep(self._interval * self._patience)
-        still = [r for r in range(self._world) if r != self._rank and self.beats(r) == before[r]]
+        still = self._still()
         gone = self.left_ranks()
         return tuple(r for r in still if r not in gone)
 
     def left_ranks(self) -> tuple[int, ...]:
-        """Ranks whose `guard` has failed: they may be gone, but because of another."""
-        return tuple(r for r in range(self._world) if self._store.add(f"left/{r}", 0))
+        """Ranks whose last `guard` has failed, in the order of leaving: they may be gone, but because of another, or by
+        an error of their own."""
+        marks = {r: self._store.add(f"left/{r}", 0) for r in range(self._world)}
+        return tuple(sorted((r for r in marks if marks[r]), key=marks.__getitem__))
 
     def beats(self, rank: int) -> int:
         """How often a rank has beaten so far, for whoever watches one rank without waiting in `silent_ranks`."""
@@ -83,26 +90,42 @@ class Heartbeat:
     def guard(self, what: str) -> Iterator[None]:
         """Turn a failure of the collectives inside into a `RankFailure` that names the dead.
 
+        A rank that goes on after a failure has not left: entering the next guard takes that back.
+
         Args:
             what: for the message, such as "step 12".
         """
         try:
+            if self._mark:
+                self._store.add(f"left/{self._rank}", -self._mark)
+                self._mark = 0
             yield
         except (RuntimeError, dist.DistError) as error:
             try:
-                silent, gone = self.silent_ranks(), self.left_ranks()
+                still, left = self._still(), self.left_ranks()
                 # Ranks notice a death at different times, each when a group of its own fails. Who notices later must
                 # not take for dead those that have gone because of it.
-                self._store.add(f"left/{self._rank}", 1)
+                if not self._mark:
+                    self._mark = self._store.add("left", 1)
+                    self._store.add(f"left/{self._rank}", self._mark)
             except (RuntimeError, dist.DistError):
-                raise RankFailure(f"{what}: a collective failed and the store is gone: its host died", ()) from error
+                text = f"{what}: a collective failed and the store is gone: its host died or left"
+                raise RankFailure(text, ()) from error
+            gone = tuple(r for r in left if r != self._rank)
+            silent = tuple(r for r in still if r not in gone)
             if silent:
                 named = f"ranks {list(silent)} stopped"
             elif gone:
                 named = f"no rank died, but ranks {list(gone)} have left"
             else:
                 named = "every rank is alive: ranks disagree on the collective"
-            raise RankFailure(f"{what}: a collective failed; {named}", silent) from error
+            raise RankFailure(f"{what}: a collective failed; {named}", silent, gone) from error
+
+    def _still(self) -> list[int]:
+        """Others whose counter does not move while this waits."""
+        before = [self.beats(r) for r in range(self._world)]
+        time.sleep(self._interval * self._patience)
+        return [r for r in range(self._world) if r != self._rank and self.beats(r) == before[r]]
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval):
