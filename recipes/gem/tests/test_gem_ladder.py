@@ -14,6 +14,7 @@ from gemworks.gem.efficiency import count_expected_flops
 from gemworks.gem.implement import implement, quantise_linears
 from gemworks.gem.ladder.__main__ import main, planned_rows
 from gemworks.gem.ladder.page import write_page
+from gemworks.gem.ladder.pair_page import latest_in_order
 from gemworks.gem.ladder.rows import COLUMNS, NE_TOLERANCE, Case, done, key_of, make_row, wrong_answer
 from gemworks.gem.ladder.sequence import local_of, sequence_runs, sequence_table
 from gemworks.gem.ladder.settings import FULL_STACK, OTHER_BATCHES, RUNGS, SETTINGS, WITHOUT, build
@@ -455,6 +456,18 @@ def test_page_takes_the_last_measurement_in_the_ladders_order():
         {"row": name, "batch": "8", "ms": ms} for name, ms in (("norms", "1"), ("padded_eager", "2"), ("norms", "3"))
     ]
     assert [(row["row"], row["ms"]) for row in in_order(rows)] == [("padded_eager", "2"), ("norms", "3")]
+
+
+def test_a_row_that_was_not_tried_hides_no_number():
+    found = ladder_row("norms", num_gpus="1")
+    refused = ladder_row("norms", num_gpus="1", samples_per_s="", note="NoRoom: expected 90.0 GiB")
+    failed = ladder_row("norms", num_gpus="1", samples_per_s="", note="OutOfMemoryError: full")
+    assert in_order([found, refused]) == [found]
+    assert in_order([refused, found]) == [found]
+    assert in_order([refused]) == [refused]
+    assert in_order([found, failed, refused]) == [failed]
+    pair = [row | {"row": "fsdp"} for row in (found, refused)]
+    assert latest_in_order(pair) == pair[:1]
 
 
 def test_the_largest_batch_stops_where_memory_does(monkeypatch: pytest.MonkeyPatch):

@@ -50,6 +50,57 @@ def test_a_row_without_a_measurement_takes_what_it_builds_on() -> None:
     assert room.expected(config, ["fast_gelu"], [measured("fast_gelu", max_len="512")], fixed_gib=9.1) is None
 
 
+def test_padded_rows_keep_whole_rows_of_every_law() -> None:
+    config = build(get_preset("large").with_data(batch_size=256, length_law="uniform_0.7"))
+    rows = [measured("padded_eager", peak_gib="119.95", padding="0.4998")]
+    found = room.expected(config["padded_eager"], room.builds_on("padded_eager"), rows, fixed_gib=9.1)
+    assert found is not None
+    assert found.gib == pytest.approx(119.95)
+    packed = room.expected(config["jagged_varlen_eager"], ["padded_eager"], rows, fixed_gib=9.1)
+    assert packed is not None
+    assert packed.gib == pytest.approx(9.1 + 110.85 * 0.7, rel=2e-3)
+
+
+def test_a_row_is_refused_for_its_own_peak_or_that_of_the_row_that_it_names() -> None:
+    configs = build(get_preset("large").with_data(batch_size=256))
+
+    def decides(name: str, of: str) -> bool:
+        found = room.expected(configs[name], room.builds_on(name), [measured(of)], fixed_gib=9.1)
+        assert found is not None
+        return found.decides
+
+    assert decides("compiled", "compiled")
+    assert decides("graphs_less_kept", "cuda_graphs")
+    assert not decides("compiled", "half_tables")
+    assert not decides("less_kept", "fast_gelu")
+
+
+def test_memory_is_foreseen_from_rows_of_the_same_model() -> None:
+    rows = [
+        measured("norms", command="python -m gemworks.gem.ladder --preset=base"),
+        measured("norms", command="python -m gemworks.gem.ladder --set model.dim=64"),
+        measured("norms"),
+        measured("fsdp", preset="base", sets="model.dim=64"),
+    ]
+    assert room.of_model(rows, "base", []) == rows[:1]
+    assert room.of_model(rows, "large", ["model.dim=64"]) == rows[1:2]
+    assert room.of_model(rows, "large", []) == rows[2:3]
+    assert room.of_model(rows, "base", ["model.dim=64"]) == rows[3:]
+
+
+def test_a_row_that_only_takes_after_another_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(room, "free_gib", lambda device: (1.0, 138.0))
+    peaks = tmp_path / "before.csv"
+    append_csv(peaks, [measured("norms", batch="8", max_len="64", mean_len="32.5")], COLUMNS)
+    args = arguments(["--rows", "stream", "--out", str(tmp_path), "--peaks", str(peaks)])
+    ladder = Ladder(args, torch.device("cuda"))
+    ((plan, _),) = ladder.pending([get_preset("tiny").with_data(batch_size=8)])
+    assert ladder._no_room(plan) == ""
+    assert "stream: 50.0 GiB expected, from 50.0 GiB of norms at 8 samples" in capsys.readouterr().out
+
+
 def test_room_that_others_leave_is_waited_for() -> None:
     needed, left = room.Expected(60.0, "a row"), iter([(40.0, 90.0), (40.0, 90.0), (120.0, 1.0)])
     assert room.refusal(needed, lambda: next(left), patience_s=30.0, poll_s=0.0) == ""

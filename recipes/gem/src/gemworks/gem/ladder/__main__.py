@@ -230,12 +230,13 @@ class Ladder:
             return ""
         if self._fixed_gib is None:
             self._fixed_gib = room.fixed_gib(plan.config)
-        measured = [row for path in (*self.args.peaks, self.path) for row in read(path)]
+        found = [row for path in (*self.args.peaks, self.path) for row in read(path)]
+        measured = room.of_model(found, self.args.preset, self.args.sets)
         needed = room.expected(plan.config, room.builds_on(plan.name), measured, fixed_gib=self._fixed_gib)
         if needed is None:
             return ""
         print(f"{plan.name}: {needed.gib:.1f} GiB expected, from {needed.source}", flush=True)
-        return room.refusal(needed, lambda: room.free_gib(self.device))
+        return room.refusal(needed, lambda: room.free_gib(self.device)) if needed.decides else ""
 
     def _layers(self, name: str, case: rows.Case, config: GemConfig) -> list[Measured]:
         """The sequence layers alone; of a traced row they go to the layers' CSV too."""

@@ -292,7 +292,8 @@ class Pair:
         """Why one GPU has no room for a row's batch, or ""; everybody's samples may be too many for it."""
         if self.device.type != "cuda":
             return ""
-        measured = [{**row, "row": "one"} for row in read(self.path) if row["row"] in ("one_gpu", "one_gpu_global")]
+        found = room.of_model(read(self.path), self.args.preset, self.args.sets)
+        measured = [{**row, "row": "one"} for row in found if row["row"] in ("one_gpu", "one_gpu_global")]
         needed = room.expected(config, ["one"], measured, fixed_gib=room.fixed_gib(config))
         return "" if needed is None else room.refusal(needed, lambda: room.free_gib(self.device))
 

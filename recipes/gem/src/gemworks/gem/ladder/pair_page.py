@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gemworks.gem.ladder.pair import COLLECTIVES, RUNGS
-from gemworks.gem.ladder.tables import ratio_of, verdict
+from gemworks.gem.ladder.tables import latest, ratio_of, verdict
 
 Row = dict[str, str]
 # What a row changes, it changes in this one; FP8 gathers in the row with the same linears.
@@ -17,10 +17,9 @@ ALONE = ("one_gpu", "one_gpu_global")
 def latest_in_order(rows: Sequence[Row]) -> list[Row]:
     """The last measurement of each row and batch, as the ladder has them; of one of `cases`."""
     names = [rung.name for rung in RUNGS]
-    last = {(row["row"], row["batch"], row["num_gpus"]): row for row in rows if row["row"] in names}
-    return sorted(
-        last.values(), key=lambda row: (int(row["batch"]) // max(int(row["num_gpus"]), 1), names.index(row["row"]))
-    )
+    known = [row for row in rows if row["row"] in names]
+    last = latest(known, lambda row: (row["row"], row["batch"], row["num_gpus"]))
+    return sorted(last, key=lambda row: (int(row["batch"]) // max(int(row["num_gpus"]), 1), names.index(row["row"])))
 
 
 def pair_table(rows: Sequence[Row]) -> str:

@@ -2,10 +2,12 @@
 
 What a step keeps grows with the events of a batch; weights, gradients and optimizer states do not. So the peak of a row
 at another batch size, or of the row that it builds on, gives the row's own: `fixed + (peak - fixed) * events ratio`.
+Padded rows keep `batch * max_length` events, whatever the law of lengths.
 """
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,20 +17,21 @@ from gemworks.gem.config import GemConfig
 from gemworks.gem.data import open_source
 from gemworks.gem.efficiency import LengthHistogram
 from gemworks.gem.ladder.settings import RUNGS
+from gemworks.gem.ladder.tables import NO_ROOM, preset_of, sets_of
 from gemworks.gem.model.gem import Gem
 
 DENSE_BYTES = 16  # of a parameter: float32 weight, gradient, and AdamW's two moments
 TABLE_BYTES = 4  # row-wise Adagrad has one number a row, and gradients are used as they come
-NO_ROOM = "NoRoom"
 Row = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A row's peak of allocated memory, and what it was taken from."""
+    """A row's peak of allocated memory, what it was taken from, and whether that is near enough to refuse the row."""
 
     gib: float
     source: str
+    decides: bool = True
 
 
 def fixed_gib(config: GemConfig) -> float:
@@ -44,17 +47,27 @@ def fixed_gib(config: GemConfig) -> float:
     return (DENSE_BYTES * dense + TABLE_BYTES * tables) / 2**30
 
 
+def of_model(rows: Iterable[Row], preset: str, sets: Sequence[str]) -> list[Row]:
+    """The rows of commands with that `--preset` and these `--set`."""
+    return [row for row in rows if (preset_of(row), sets_of(row)) == (preset, shlex.join(sets))]
+
+
 def expected(config: GemConfig, names: Iterable[str], measured: Sequence[Row], *, fixed_gib: float) -> Expected | None:
     """The peak of a row; None if neither it nor any row that it builds on has been measured.
 
     Args:
         config: of the row.
-        names: of the row, then of rows that take about as much: the first of them that was measured decides.
+        names: of the row, then of rows that take about as much: the first of them that was measured counts. Only the
+            row itself and the one that its rung names (`over`) decide: another may have a larger peak than the row
+            has, which would then be refused for ever.
         measured: rows of the CSVs; of the same name and batch the last.
         fixed_gib: what the model holds whatever its batch.
     """
-    data = config.data
+    data, names = config.data, list(names)
     own = LengthHistogram.of_law(data.length_law, data.max_length, data.batch_size).num_tokens
+    if config.kernels.layout == "padded":
+        own = data.batch_size * data.max_length
+    near = {*names[:1], *(rung.over for rung in RUNGS if rung.name in names[:1])}
     for name in names:
         found = [
             row for row in measured
@@ -63,10 +76,12 @@ def expected(config: GemConfig, names: Iterable[str], measured: Sequence[Row], *
         ]  # fmt: skip
         if found:
             row = min(reversed(found), key=lambda r: abs(int(r["batch"]) - data.batch_size))
-            peak, events = float(row["peak_gib"]), int(row["batch"]) * float(row["mean_len"])
+            is_padded = float(row.get("padding") or 0.0) > 0.0
+            length = float(row["max_len"] if is_padded else row["mean_len"])
+            peak, events = float(row["peak_gib"]), int(row["batch"]) * length
             fixed = min(fixed_gib, peak)
             gib = fixed + (peak - fixed) * own / events
-            return Expected(gib, f"{peak:.1f} GiB of {name} at {row['batch']} samples")
+            return Expected(gib, f"{peak:.1f} GiB of {name} at {row['batch']} samples", name in near)
     return None
 
 

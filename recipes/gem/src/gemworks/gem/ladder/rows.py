@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gemworks.gem.config import GemConfig
-from gemworks.gem.ladder.room import NO_ROOM
 from gemworks.gem.ladder.settings import OTHER_BATCHES
 from gemworks.gem.ladder.step import StepCost
-from gemworks.gem.ladder.tables import law_of, read
+from gemworks.gem.ladder.tables import NO_ROOM, law_of, read
 from gemworks.gem.layers.report import PROTOCOL_COLUMNS, Row, Total, append_csv
 
 COLUMNS = (

@@ -14,6 +14,7 @@ from gemworks.gem.presets import get_preset
 
 Row = dict[str, str]
 MAIN_LAW = "uniform"
+NO_ROOM = "NoRoom"  # how the note of a row begins that was not tried, as its GPU had no memory for it
 LAWS = {
     "uniform": "lengths uniform up to {} (mean/max 0.5)",
     "uniform_0.7": "lengths uniform from 0.4 of {} (mean/max 0.7)",
@@ -48,6 +49,19 @@ def sets_of(row: Mapping[str, str]) -> str:
     after = [value for option, value in pairwise(words) if option == "--set"]
     joined = [word.removeprefix("--set=") for word in words if word.startswith("--set=")]
     return shlex.join(after + joined)
+
+
+def preset_of(row: Mapping[str, str]) -> str:
+    """A row's model: a column of the ladder of several GPUs, else in the command.
+
+    >>> preset_of({"command": "python -m gemworks.gem.ladder --preset base --steps 6"}), preset_of({"command": ""})
+    ('base', 'large')
+    """
+    if row.get("preset"):
+        return row["preset"]
+    words = [part for word in shlex.split(row.get("command") or "") for part in word.split("=", 1)]
+    given = [value for option, value in pairwise(words) if option == "--preset"]
+    return given[-1] if given else "tiny" if "--smoke" in words else "large"
 
 
 def _made_with(row: Mapping[str, str]) -> str:
@@ -93,11 +107,20 @@ def is_side(name: str) -> bool:
     return any(rung.name == name and rung.side for rung in RUNGS)
 
 
+def latest(rows: Sequence[Row], key: Callable[[Row], tuple[str, ...]]) -> list[Row]:
+    """The last row of each key. One without room was not tried, so it hides none that was."""
+    last: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        if key(row) not in last or not row.get("note", "").startswith(NO_ROOM):
+            last[key(row)] = row
+    return list(last.values())
+
+
 def in_order(rows: Sequence[Row]) -> list[Row]:
     """The rows as the ladder has them, whatever the order in which they were measured; the last measurement counts."""
     names = [rung.name for rung in RUNGS]
-    latest = {(row["row"], row["batch"]): row for row in rows}
-    return sorted(latest.values(), key=lambda row: names.index(row["row"]) if row["row"] in names else -1)
+    last = latest(rows, lambda row: (row["row"], row["batch"]))
+    return sorted(last, key=lambda row: names.index(row["row"]) if row["row"] in names else -1)
 
 
 def compared(rows: Sequence[Row], *, chained: bool) -> Iterator[tuple[Row, Row | None]]:
