@@ -15,7 +15,12 @@ MADE_FOR_THE_SITE = {"docs/support.md"}
 
 
 def pages() -> list[Path]:
-    found = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    try:
+        found = subprocess.run(
+            ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout
+    except OSError:  # no git
+        found = ""
     return [ROOT / name for name in found.splitlines()] or [p for p in ROOT.rglob("*.md") if ".venv" not in p.parts]
 
 

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gemworks.parallel.balance_report import balance_rows, to_csv
@@ -213,3 +214,9 @@ def test_global_assignment_keeps_counts(R, B, seed) -> None:
     costs = torch.rand(R, B, generator=torch.Generator().manual_seed(seed))
     target = global_assignment(costs)
     assert torch.equal(torch.bincount(target.reshape(-1), minlength=R), torch.full((R,), B))
+
+
+@pytest.mark.parametrize("cost", [torch.tensor, np.float32, np.int64])
+def test_a_cost_may_be_a_number_of_numpy_or_a_tensor(cost) -> None:
+    bbs = BaseBatchShuffler([1, 9, 2, 8], cost, sub_batches_per_batch=np.int64(2), batches_per_window=2)
+    assert [sorted(batch) for batch in bbs] == [[1, 9], [2, 8]]

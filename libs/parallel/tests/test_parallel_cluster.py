@@ -126,3 +126,6 @@ def test_a_file_that_is_no_toml_is_named(tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text("[[")
     with pytest.raises(ValueError, match=r"cluster file '.*cluster.toml': not TOML: .*to_toml writes one"):
         ClusterSpec.from_toml(tmp_path / "cluster.toml")
+    (tmp_path / "cluster.toml").write_text('schema = "other/1"')
+    with pytest.raises(ValueError, match=r"cluster file '.*cluster.toml': the top level: missing keys"):
+        ClusterSpec.from_toml(tmp_path / "cluster.toml")

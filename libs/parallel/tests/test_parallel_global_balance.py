@@ -47,3 +47,24 @@ def test_m2_samples_stay_whole_and_loads_even_out(case: str) -> None:
     if case == "rank 1 empty":
         assert loads[1][1] == 0
         assert loads[1][0] > 0
+
+
+def _wrong(rank: int, world: int) -> list[str]:
+    lengths, costs = torch.tensor([1, 2]), torch.tensor([1.0, 2.0])
+    good, few = torch.ones(3), torch.ones(2)
+    found = []
+    for values, cost in ((few if rank == 1 else good, costs), (good, costs / 0 if rank == 0 else costs)):
+        with pytest.raises(ValueError, match="expected") as caught:
+            exchange_samples([values], lengths, cost)
+        found.append(str(caught.value))
+    exchange_samples([good], lengths, costs)  # nobody waits anywhere: ranks are still in step
+    return found
+
+
+@pytest.mark.dist
+def test_samples_that_do_not_fit_on_one_rank_end_the_call_on_all() -> None:
+    (first, own), (second, other) = spawn(_wrong, 2)
+    assert first.startswith("costs_B: got none from ranks [1]")
+    assert second.startswith("values: got shape (2,), expected 3 rows")
+    assert own == "costs_B: got a value that is not finite, expected the cost of each sample"
+    assert other.startswith("costs_B: got none from ranks [0]")

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gemworks.parallel import EnsembleExperts, FsdpPolicy, ParallelPlan, apply_fsdp, build_meshes, place, presets
+from gemworks.parallel import (
+    EnsembleExperts,
+    FsdpPolicy,
+    ParallelPlan,
+    apply_fsdp,
+    build_meshes,
+    embeddings,
+    place,
+    presets,
+)
 from gemworks.parallel.collective_log import CollectiveLog
 from gemworks.parallel.embeddings import FeatureSpec, FullyShardedEmbeddings
 from gemworks.parallel.global_balance import exchange_samples
@@ -258,6 +267,26 @@ def test_rows_move_by_the_stated_rule() -> None:
         assert s.tolist() == [1.0, 4.0 + scale * 5.0, 9.0]
         torch.testing.assert_close(w[1], -0.1 * g[0] / (s[1].sqrt() + 0.25))
         assert not w[[0, 2]].any()
+
+
+@pytest.mark.parametrize("wrong", ["a", "b"])
+def test_features_of_all_banks_are_looked_at_before_the_first_exchange(world, monkeypatch, wrong: str) -> None:
+    """A rank that stopped between two banks would leave the others in the second one's exchange."""
+    world(1)
+    meshes = build_meshes(ParallelPlan.for_world(1, shard=1, table_group=1), presets.h200_host(1))
+    specs = [TableSpec(name="a", num_rows=8, dim=4), TableSpec(name="b", num_rows=8, dim=6)]
+    features = [FeatureSpec(name=t.name, table=t.name) for t in specs]
+    emb = FullyShardedEmbeddings(specs, features, meshes, RowSGD(lr=0.1))
+    assert len(emb._banks) == 2
+    routes: list[object] = []
+    route = embeddings._Route
+    monkeypatch.setattr(embeddings, "_Route", lambda *args: routes.append(args) or route(*args))
+    batch = {t.name: (torch.tensor([1]), torch.tensor([0, 1])) for t in specs}
+    emb(batch)
+    assert len(routes) == 2
+    with pytest.raises(ValueError, match=rf"{wrong}: got ids 8..8"):
+        emb(batch | {wrong: (torch.tensor([8]), torch.tensor([0, 1]))})
+    assert len(routes) == 2
 
 
 def test_what_does_not_fit_together_is_named_before_anything_is_sent(world) -> None:

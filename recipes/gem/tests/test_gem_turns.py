@@ -38,3 +38,16 @@ def test_nobody_waits_longer_than_its_patience(tmp_path: Path):
     with turns.turn():
         pass
     assert 0.3 < time.monotonic() - began < 60  # unasked, two minutes each
+
+
+def test_a_process_that_ended_without_a_word_has_had_its_turn(tmp_path: Path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (tmp_path / f"ready.{ended.pid}").touch()
+    turns = Turns(tmp_path, 2, patience_s=30.0, order=1)
+    began = time.monotonic()
+    assert turns.wait() == 2
+    with turns.turn():
+        assert time.monotonic() - began < 15.0
+    turns.patience_s = 0.1
+    assert turns.after(3) == 2  # each once: the one that ended, and this one

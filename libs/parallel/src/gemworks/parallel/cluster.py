@@ -300,7 +300,10 @@ class ClusterSpec:
             raw = tomllib.loads(Path(path).read_text())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"cluster file {str(path)!r}: not TOML: {error}; ClusterSpec.to_toml writes one") from None
-        return cls.from_dict(raw)
+        try:
+            return cls.from_dict(raw)
+        except ValueError as error:
+            raise ValueError(f"cluster file {str(path)!r}: {error}") from None
 
 
 def _table(value: Any, path: str, keys: set[str], optional: frozenset[str] = frozenset()) -> Mapping[str, Any]:

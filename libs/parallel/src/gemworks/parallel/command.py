@@ -85,10 +85,10 @@ def answer(question: Question, request: Request) -> Answer:
     if question == "search":
         found = search(model, cluster, config, keep=request.keep)
         best = found.best
-        _write(request, best.plan, cluster, best.chrome_trace)
+        _write(request, best.plan, cluster, model, best.chrome_trace)
         return Answer(text=found.text(request.top), json=found.to_json(request.top))
     if question == "ladder":
-        _write(request, None, cluster, None)
+        _write(request, None, cluster, model, None)
         rungs = ladders(model, cluster, config)
         content = {kind: [{"rung": r.name, **r.simulation.to_dict()} for r in steps] for kind, steps in rungs.items()}
         return Answer(text=ladder_text(rungs), json=json.dumps(content, sort_keys=True))
@@ -103,13 +103,12 @@ def answer(question: Question, request: Request) -> Answer:
     )
     if question == "simulate":
         step = simulate(plan, model, cluster, config)
-        _write(request, plan, cluster, step.chrome_trace)
+        _write(request, plan, cluster, model, step.chrome_trace)
         return Answer(text=step.text(), json=step.to_json())
-    _write(request, plan, cluster, None)
+    _write(request, plan, cluster, model, None)
+    placement = place(plan, cluster, model_traffic(plan, model))
     if question == "place":
-        placement = place(plan, cluster, model_traffic(plan, model))
         return Answer(text=f"{placement.text()}\n{config.validation}", json=_placement_json(placement, config))
-    placement = place(plan, cluster)
     holdings = describe(
         placement.layout,
         cluster,
@@ -127,11 +126,19 @@ def _table_group(question: Question, request: Request, cluster: ClusterSpec, mod
     return max(1, cluster.num_gpus // max(1, request.replica_shard))
 
 
-def _write(request: Request, plan: ParallelPlan | None, cluster: ClusterSpec, trace: Callable[[], str] | None) -> None:
+def _write(
+    request: Request,
+    plan: ParallelPlan | None,
+    cluster: ClusterSpec,
+    model: ModelProfile,
+    trace: Callable[[], str] | None,
+) -> None:
     if request.picture is not None:
         if plan is None:
             raise ValueError("--picture: got a file, expected none: a ladder has many plans")
-        request.picture.write_text(draw_plan(place(plan, cluster).layout, cluster), encoding="utf-8")
+        request.picture.write_text(
+            draw_plan(place(plan, cluster, model_traffic(plan, model)).layout, cluster), encoding="utf-8"
+        )
     if request.trace is not None:
         if trace is None:
             raise ValueError("--trace: got a file, expected none: only search and simulate predict a step")

@@ -282,14 +282,15 @@ class FullyShardedEmbeddings(nn.Module):
         missing = [f.name for f in self.features if f.name not in inputs]
         if missing:
             raise ValueError(f"batch: lacks the features {missing}; it has {sorted(inputs)}")
+        for f in self.features:  # all of them before the first exchange: others would wait in the next one
+            _check_input(f.name, inputs[f.name])
+            self._check_ids(f, inputs[f.name][0])
         found: dict[str, Tensor] = {}
         for bank in self._banks:
             mine = [f for f in self.features if f.table in bank.first_owner]
             keys = []
             for f in mine:
-                _check_input(f.name, inputs[f.name])
                 ids_T = inputs[f.name][0].to(torch.int64)
-                self._check_ids(f, ids_T)
                 keys.append(bank.keys(f.table, ids_T))
             keys_T = torch.cat(keys) if keys else torch.empty(0, dtype=torch.int64, device=self._anchor.device)
             route = _Route(keys_T, bank.stride, bank.group, bank.group_size)

@@ -43,15 +43,24 @@ def exchange_samples(
         The values and lengths that this rank now has, ordered by source rank and then by place there.
 
     Raises:
-        ValueError: lengths, costs and values do not fit together; raised before anything is sent.
+        ValueError: lengths, costs and values do not fit together, on this rank or another. Every rank raises once costs
+            are known, before samples are sent. Values of lengths are looked at on the CPU only.
     """
-    _check_samples(values, lengths_B, costs_B)
+    wrong = _wrong_samples(values, lengths_B, costs_B)
     world = dist.get_world_size(group)
     B = lengths_B.numel()
     costs_RB = torch.empty(world, B, dtype=torch.float64, device=lengths_B.device)
-    dist.all_gather_into_tensor(costs_RB.view(-1), costs_B.double().contiguous(), group=group)
-    target_RB = global_assignment(costs_RB.cpu())
+    # a rank alone with its error would leave the others waiting: it says so by costs that are none
+    sent_B = costs_B.double().contiguous() if not wrong else torch.full_like(costs_RB[0], torch.nan)
+    dist.all_gather_into_tensor(costs_RB.view(-1), sent_B, group=group)
+    costs_RB = costs_RB.cpu()
     me = dist.get_rank(group)
+    bad = [r for r in range(world) if not bool(torch.isfinite(costs_RB[r]).all())]
+    if wrong or me in bad:
+        raise ValueError(wrong or "costs_B: got a value that is not finite, expected the cost of each sample")
+    if bad:
+        raise ValueError(f"costs_B: got none from ranks {bad}, expected all to call with samples that fit; see theirs")
+    target_RB = global_assignment(costs_RB)
     order_B = torch.argsort(target_RB[me], stable=True)
     sent = torch.bincount(target_RB[me], minlength=world).tolist()
     received = (target_RB == me).sum(dim=1).tolist()
@@ -73,16 +82,18 @@ def exchange_samples(
     return moved, new_B
 
 
-def _check_samples(values: Sequence[Tensor], lengths_B: Tensor, costs_B: Tensor) -> None:
+def _wrong_samples(values: Sequence[Tensor], lengths_B: Tensor, costs_B: Tensor) -> str:
+    """What is wrong with them, or ""; the host does not wait for a device to find out."""
     if lengths_B.ndim != 1 or lengths_B.is_floating_point():
-        raise ValueError(f"lengths_B: got {lengths_B.dtype} {tuple(lengths_B.shape)}, expected integers [B]")
+        return f"lengths_B: got {lengths_B.dtype} {tuple(lengths_B.shape)}, expected integers [B]"
     if costs_B.shape != lengths_B.shape:
-        raise ValueError(f"costs_B: got shape {tuple(costs_B.shape)}, expected {tuple(lengths_B.shape)} as lengths_B")
-    if not bool(torch.isfinite(costs_B).all()):
-        raise ValueError("costs_B: got a value that is not finite, expected the cost of each sample")
+        return f"costs_B: got shape {tuple(costs_B.shape)}, expected {tuple(lengths_B.shape)} as lengths_B"
+    if lengths_B.is_cuda:
+        return ""
     if bool((lengths_B < 0).any()):
-        raise ValueError(f"lengths_B: got {int(lengths_B.min())}, expected >= 0")
+        return f"lengths_B: got {int(lengths_B.min())}, expected >= 0"
     total = int(lengths_B.sum())
     for v in values:
         if v.shape[:1] != (total,):
-            raise ValueError(f"values: got shape {tuple(v.shape)}, expected {total} rows, the sum of lengths_B")
+            return f"values: got shape {tuple(v.shape)}, expected {total} rows, the sum of lengths_B"
+    return ""

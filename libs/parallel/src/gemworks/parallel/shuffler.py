@@ -162,7 +162,7 @@ class BaseBatchShuffler(Generic[T]):
         if num_batches == 0:
             return []
         items = items[: num_batches * self._per_batch]
-        found = [self._cost(x) for x in items]
+        found = [float(c) if isinstance(c, Tensor) and not c.ndim else c for c in map(self._cost, items)]
         for value in found:
             number("cost of a sub-batch", value)
         costs = torch.tensor(found, dtype=torch.float64)

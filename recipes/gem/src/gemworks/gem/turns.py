@@ -93,9 +93,15 @@ class Turns:
 
     def _wait_for(self, kind: str, number: int) -> int:
         deadline = time.monotonic() + self.patience_s
-        while (found := len(list(self.folder.glob(f"{kind}.*")))) < number and time.monotonic() < deadline:
+        while (found := self._count(kind)) < number and time.monotonic() < deadline:
             time.sleep(0.05)
         return found
+
+    def _count(self, kind: str) -> int:
+        pids = {path.suffix[1:] for path in self.folder.glob(f"{kind}.*")}
+        if kind == "done":  # so is who was ready and has ended since without a word, as a command that `--row-s` ends
+            pids |= {path.suffix[1:] for path in self.folder.glob("ready.*") if not _runs(int(path.suffix[1:]))}
+        return len(pids)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -108,3 +114,13 @@ class Turns:
             finally:
                 (self.folder / f"done.{os.getpid()}").touch()
                 fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # somebody else's, but there
+    return True
