@@ -15,11 +15,10 @@ MADE_FOR_THE_SITE = {"docs/support.md"}
 
 
 def pages() -> list[Path]:
+    command = ["git", "ls-files", "*.md"]
     try:
-        found = subprocess.run(
-            ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout
-    except OSError:  # no git
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    except OSError:  # no git here
         found = ""
     return [ROOT / name for name in found.splitlines()] or [p for p in ROOT.rglob("*.md") if ".venv" not in p.parts]
 

@@ -218,5 +218,6 @@ def test_global_assignment_keeps_counts(R, B, seed) -> None:
 
 @pytest.mark.parametrize("cost", [torch.tensor, np.float32, np.int64])
 def test_a_cost_may_be_a_number_of_numpy_or_a_tensor(cost) -> None:
-    bbs = BaseBatchShuffler([1, 9, 2, 8], cost, sub_batches_per_batch=np.int64(2), batches_per_window=2)
+    two: Any = np.int64(2)
+    bbs = BaseBatchShuffler([1, 9, 2, 8], cost, sub_batches_per_batch=two, batches_per_window=2)
     assert [sorted(batch) for batch in bbs] == [[1, 9], [2, 8]]

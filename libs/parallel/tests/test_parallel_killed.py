@@ -118,7 +118,7 @@ def test_who_left_by_itself_is_not_called_dead() -> None:
 
 
 def test_a_rank_that_goes_on_after_a_failure_can_be_named_dead_later() -> None:
-    store = dist.HashStore()
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     first, second, third = (Heartbeat(store, r, 3, interval_s=0.01) for r in range(3))  # nobody beats
 
     def failure(beat: Heartbeat) -> RankFailure:
@@ -138,7 +138,8 @@ def test_a_rank_that_goes_on_after_a_failure_can_be_named_dead_later() -> None:
 
 
 def test_a_store_that_is_gone_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    beat = Heartbeat(dist.HashStore(), 0, 1, interval_s=0.001)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    beat = Heartbeat(store, 0, 1, interval_s=0.001)
 
     def gone(rank: int) -> int:
         raise dist.DistNetworkError("connection reset")

@@ -17,7 +17,7 @@ def whole(name: str, value: Any, least: int = 1, unit: str = "") -> None:
 def number(name: str, value: Any, *, least: float | None = None, above: float | None = None) -> None:
     """A finite number, also NumPy's; bounds as given."""
     good = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if good and (least is None or value >= least) and (above is None or value > above):
+    if good and (least is None or float(value) >= least) and (above is None or float(value) > above):
         return
     bound = f" > {above:g}" if above is not None else "" if least is None else f" >= {least:g}"
     raise ValueError(f"{name}: got {value!r}, expected a finite number{bound}")
