@@ -88,7 +88,7 @@ class Turns:
         return self._wait_for("ready", self.number)
 
     def after(self, number: int) -> int:
-        """Waits until so many turns are over; returns how many are."""
+        """Waits until so many turns are over, of processes that have ended too; returns how many are."""
         return self._wait_for("done", number)
 
     def _wait_for(self, kind: str, number: int) -> int:

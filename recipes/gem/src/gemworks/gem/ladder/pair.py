@@ -123,7 +123,8 @@ RUNGS = (
 def _at_most(seconds: float) -> Iterator[None]:
     """Ends the process, with where each of its threads is, if what is inside takes longer; 0: never.
 
-    A collective that one rank never begins waits for minutes; a command that ends leaves the time to other rows.
+    A collective that one rank never begins waits for minutes; a command that ends leaves the time to other rows. The
+    next turns see that it has ended; only who waits for it to measure rows of one GPU waits for `--patience-s`.
     """
     if seconds <= 0:
         yield
