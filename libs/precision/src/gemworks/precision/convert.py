@@ -202,7 +202,7 @@ def set_step(model: nn.Module, step: int) -> None:
         ValueError: no module, or a step outside of [0, 2^32).
     """
     check_module(model)
-    check_step(step)
+    step = check_step(step)
     for module in model.modules():
         if isinstance(module, MXLinear):
             module.step = step

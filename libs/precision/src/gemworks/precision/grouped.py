@@ -154,7 +154,7 @@ def mx_grouped_linear(
     chosen = recipe(recipe_or_name)
     check_floating("x", x)
     check_floating("weight", weight)
-    check_step(step)
+    step = check_step(step)
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise ValueError(
             f"x and weight: got {tuple(x.shape)} and {tuple(weight.shape)}, expected [T, K] and [G, N, K] with one K"

@@ -143,7 +143,7 @@ def mx_linear(
     return y
 
 
-def _check_arguments(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Recipe, step: int) -> None:
+def _check_arguments(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Recipe) -> None:
     """Raise ValueError for what no way takes."""
     check_floating("x", x)
     check_floating("weight", weight)
@@ -162,7 +162,6 @@ def _check_arguments(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Rec
         if bias.shape != (n,):
             raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected {(n,)}, out_features of weight {(n, k)}")
         check_same_device("bias", bias, "x", x)
-    check_step(step)
     multiple = chosen.feature_multiple
     if k % multiple or n % multiple:
         raise ValueError(
@@ -175,7 +174,8 @@ def linear_with_counts(
     x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Recipe, step: int
 ) -> tuple[Tensor, Tensor]:
     """`mx_linear` and its int64 `[2]` count of inexact codes (input, weight), on the device."""
-    _check_arguments(x, weight, bias, chosen, step)
+    _check_arguments(x, weight, bias, chosen)
+    step = check_step(step)
     n, k = weight.shape
     out_dtype = x.dtype
     autocast = torch.is_autocast_enabled(x.device.type)
