@@ -6,7 +6,8 @@
 | short (`hopper`, `exact`) | eager layers of bf16 activations and plain recipes on a GPU that has such a plan | casts and products alone |
 | eager | the rest | `products` |
 
-All three give the same bits.
+All three give the same bits. A transform of `torch.func` that is active takes the op too. A recipe that names the backend
+`transformer_engine` takes none of them: that library computes the whole layer (`te_backend`), with its own casts and bits.
 """  # noqa: E501
 
 from __future__ import annotations

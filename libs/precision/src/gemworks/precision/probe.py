@@ -292,7 +292,7 @@ def _check_arguments(
 ) -> None:
     try:
         # Datasets that know __getitem__ alone are no Iterable, but are iterated all the same.
-        iterable = not isinstance(batches, Tensor) and iter(batches) is not None  # pyright: ignore[reportArgumentType]
+        iterable = not isinstance(batches, Tensor) and iter(batches) is not None  # pyright: ignore[reportCallIssue, reportArgumentType]
     except TypeError:
         iterable = False
     if not iterable:
