@@ -153,6 +153,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "padded lengths": (lambda: from_padded(torch.zeros(1, 2), torch.tensor([3])), r"lengths: got 3..3, expected 0..2"),
     "padded total": (lambda: from_padded(torch.zeros(1, 2), torch.tensor([2]), total=1), r"total: got 1"),
     "op": (lambda: explain("attention"), r"op: got 'attention'"),
+    "explain device": (lambda: explain("gdpa", device="tpu"), r"device: got 'tpu', expected one that torch has here"),
+    "explain no device": (lambda: explain("gdpa", device=None), r"device: got None"),
+    "explain a number": (lambda: explain("gdpa", device=99), r"device"),
     "explain dtype": (lambda: explain("gdpa", dtype=torch.int8), r"reference does not take torch.int8"),
     "explain width": (lambda: explain("gdpa", head_dim=512), r"takes head widths up to 256, not 512"),
 }
