@@ -155,7 +155,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "op": (lambda: explain("attention"), r"op: got 'attention'"),
     "explain device": (lambda: explain("gdpa", device="tpu"), r"device: got 'tpu', expected one that torch has here"),
     "explain no device": (lambda: explain("gdpa", device=None), r"device: got None"),
-    "explain a number": (lambda: explain("gdpa", device=99), r"device"),
+    "explain half a device": (lambda: explain("gdpa", device=0.5), r"device: got 0.5"),
     "explain dtype": (lambda: explain("gdpa", dtype=torch.int8), r"reference does not take torch.int8"),
     "explain width": (lambda: explain("gdpa", head_dim=512), r"takes head widths up to 256, not 512"),
 }
@@ -237,3 +237,9 @@ def test_importing_needs_no_gpu_and_no_triton() -> None:
     code = "import gemworks.jagged, sys; print('triton' in sys.modules, 'torchrec' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="0 is a device here")
+def test_a_devices_number_is_a_device_where_there_is_one() -> None:
+    with pytest.raises(ValueError, match="device: got 0"):
+        explain("gdpa", device=0)  # pyright: ignore[reportArgumentType]

@@ -269,7 +269,7 @@ def test_layers_that_no_cast_takes_are_reported():
     layers[1].double()
     report = convert(layers, "mxfp8")
     assert report.converted == ("0",)
-    assert report.decisions[1].reason == "its weight is torch.float64, not fp32, bf16 or fp16"
+    assert report.decisions[1].reason == "stays as it is: its weight is torch.float64, not fp32, bf16 or fp16"
 
 
 def test_probe_reports_what_it_could_not_measure_and_gives_gradients_back():

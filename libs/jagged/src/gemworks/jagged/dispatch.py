@@ -189,9 +189,7 @@ def architecture_of(device: torch.device | str) -> str:
         try:
             device = torch.device(device)
         except (RuntimeError, TypeError):
-            raise ValueError(
-                f"device: got {device!r}, expected one that torch has here, e.g. 'cpu' or 'cuda'"
-            ) from None
+            raise ValueError(f"device: got {device!r}, expected one that torch has here, e.g. 'cpu'") from None
     return device.type if device.type != "cuda" else _gpu_of(device).architecture
 
 
