@@ -296,7 +296,5 @@ def make_plan(
     """The plan of one attention call. Host offsets: groups by real length, cached. Device offsets: one group."""
     tensors = [s.offsets for s in (side_q, side_k) if s.offsets is not None]
     if device.type == "cpu" and all(is_host(t) for t in tensors):
-        # Dispatch modes make tensors of their own kind, which must not be kept for calls outside of them.
-        make = _cached_host_plan.__wrapped__ if torch._C._len_torch_dispatch_stack() else _cached_host_plan
-        return make(_side_key(side_q), _side_key(side_k), num_sequences, num_heads_q, num_heads_k)
+        return _cached_host_plan(_side_key(side_q), _side_key(side_k), num_sequences, num_heads_q, num_heads_k)
     return _device_plan(side_q, side_k, num_sequences, num_heads_q, num_heads_k, device)
