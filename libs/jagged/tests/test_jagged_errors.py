@@ -41,6 +41,11 @@ def flash(q: Any = X, k: Any = X, v: Any = X, offsets_q: Any = O, offsets_k: Any
     return flash_attention(q, k, v, offsets_q, offsets_k, **kw)
 
 
+def wrong(value: Any) -> Any:
+    """Of a type that the signature refuses."""
+    return value
+
+
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "not at 0": (lambda: flash(offsets_q=torch.tensor([1, 2, 5])), r"offsets_q: starts at 1, expected 0"),
     "decreasing": (lambda: flash(offsets_q=torch.tensor([0, 4, 2])), r"not monotone, offsets_q\[2\] = 2"),
@@ -154,8 +159,8 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "padded total": (lambda: from_padded(torch.zeros(1, 2), torch.tensor([2]), total=1), r"total: got 1"),
     "op": (lambda: explain("attention"), r"op: got 'attention'"),
     "explain device": (lambda: explain("gdpa", device="tpu"), r"device: got 'tpu', expected one that torch has here"),
-    "explain no device": (lambda: explain("gdpa", device=None), r"device: got None"),
-    "explain half a device": (lambda: explain("gdpa", device=0.5), r"device: got 0.5"),
+    "explain no device": (lambda: explain("gdpa", device=wrong(None)), r"device: got None"),
+    "explain half a device": (lambda: explain("gdpa", device=wrong(0.5)), r"device: got 0.5"),
     "explain dtype": (lambda: explain("gdpa", dtype=torch.int8), r"reference does not take torch.int8"),
     "explain width": (lambda: explain("gdpa", head_dim=512), r"takes head widths up to 256, not 512"),
 }

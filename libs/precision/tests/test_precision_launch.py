@@ -113,10 +113,11 @@ def test_no_module_starts_a_kernel_but_by_launch():
         kernels = {a.asname or a.name for a in _kernel_imports(tree)}
         names |= kernels
         for node in ast.walk(tree):
-            called = node.func if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) else None
-            if called is not None or (isinstance(node, ast.Subscript) and ast.unparse(node.value) in kernels):
-                name = ast.unparse(node.value if called is None else called.value)
-                if not name.isupper():  # tables
+            called = isinstance(node, ast.Call)
+            subscript = node.func if isinstance(node, ast.Call) else node
+            if isinstance(subscript, ast.Subscript):
+                name = ast.unparse(subscript.value)
+                if (called and not name.isupper()) or name in kernels:  # capitals: tables of functions
                     starts.append((path.name, name))
     assert starts == [("launch.py", "self.kernel")] * 2
     assert len(names) > 15, "the search finds kernels"
