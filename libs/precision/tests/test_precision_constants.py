@@ -64,9 +64,10 @@ def test_a_capture_keeps_nothing_and_what_is_kept_is_written_before_others_read_
     capturing, synchronised = [True], []
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: synchronised.append(1))
+    event = SimpleNamespace(
+        record=lambda: synchronised.append("recorded"), synchronize=lambda: synchronised.append("waited for")
     )
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     gpu = torch.device("cuda", 0)
 
     def make() -> Tensor:
@@ -78,7 +79,7 @@ def test_a_capture_keeps_nothing_and_what_is_kept_is_written_before_others_read_
     kept = made_once("a", gpu, make)
     capturing[0] = True
     assert made_once("a", gpu, make) is kept
-    assert synchronised == [1]
+    assert synchronised == ["recorded", "waited for"]
 
 
 def test_planes_made_under_a_fake_mode_and_then_for_real():

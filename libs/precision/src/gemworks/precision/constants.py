@@ -42,8 +42,11 @@ def made_once(name: Hashable, device: torch.device, make: Callable[[], Tensor]) 
         with torch.cuda.device(device):
             if torch.cuda.is_current_stream_capturing():
                 return made
-            # It will be read on other streams, which do not wait for this one.
-            torch.cuda.current_stream().synchronize()
+            # It will be read on other streams, which do not wait for this one. By an event: this once is no wait of the
+            # caller's, as which torch's mode that looks for waits would report a stream's.
+            written = torch.cuda.Event()
+            written.record()
+            written.synchronize()
     return _made.setdefault((name, device), made)
 
 
