@@ -216,6 +216,15 @@ def test_the_index_names_every_decision_and_what_replaced_it(monkeypatch: pytest
     assert "superseded by [0360]" in index
 
 
+def test_no_decision_says_in_another_form_that_it_was_replaced() -> None:
+    """A line below a title that the index's form does not fit would be shown as text, and its page as if it held."""
+    for path in (ROOT / "docs/decisions").glob("[0-9]*.md"):
+        third = path.read_text(encoding="utf-8").splitlines()[2]
+        assert not re.match(r"\W*(?:Replaced|Superseded|Changed)", third) or re.match(
+            r"\*(?:Superseded|Changed in part) by \[\d{4}\]\([\w.-]+\)", third
+        ), f"{path.name}: {third}"
+
+
 def test_a_long_file_shows_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours with the best peer of each, or whole steps; and the page says so. Short files are shown whole."""
     monkeypatch.syspath_prepend(ROOT / "docs/_site")

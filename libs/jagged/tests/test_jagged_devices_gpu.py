@@ -76,7 +76,7 @@ def run(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, offsets: Tensor) ->
     return y.detach(), dx
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["gluon", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("call", [norms, block, softmax, causal, biased, fp8, gelu, gelu_norm])
 def test_kernels_start_on_the_device_and_stream_of_their_tensors(
     call: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype

@@ -41,6 +41,11 @@ def flash(q: Any = X, k: Any = X, v: Any = X, offsets_q: Any = O, offsets_k: Any
     return flash_attention(q, k, v, offsets_q, offsets_k, **kw)
 
 
+def wrong(value: Any) -> Any:
+    """Of a type that the signature refuses."""
+    return value
+
+
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "not at 0": (lambda: flash(offsets_q=torch.tensor([1, 2, 5])), r"offsets_q: starts at 1, expected 0"),
     "decreasing": (lambda: flash(offsets_q=torch.tensor([0, 4, 2])), r"not monotone, offsets_q\[2\] = 2"),
@@ -153,6 +158,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "padded lengths": (lambda: from_padded(torch.zeros(1, 2), torch.tensor([3])), r"lengths: got 3..3, expected 0..2"),
     "padded total": (lambda: from_padded(torch.zeros(1, 2), torch.tensor([2]), total=1), r"total: got 1"),
     "op": (lambda: explain("attention"), r"op: got 'attention'"),
+    "explain device": (lambda: explain("gdpa", device="tpu"), r"device: got 'tpu', expected one that torch has here"),
+    "explain no device": (lambda: explain("gdpa", device=wrong(None)), r"device: got None"),
+    "explain half a device": (lambda: explain("gdpa", device=wrong(0.5)), r"device: got 0.5"),
     "explain dtype": (lambda: explain("gdpa", dtype=torch.int8), r"reference does not take torch.int8"),
     "explain width": (lambda: explain("gdpa", head_dim=512), r"takes head widths up to 256, not 512"),
 }
@@ -234,3 +242,9 @@ def test_importing_needs_no_gpu_and_no_triton() -> None:
     code = "import gemworks.jagged, sys; print('triton' in sys.modules, 'torchrec' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="0 is a device here")
+def test_a_devices_number_is_a_device_where_there_is_one() -> None:
+    with pytest.raises(ValueError, match="device: got 0"):
+        explain("gdpa", device=0)  # pyright: ignore[reportArgumentType]

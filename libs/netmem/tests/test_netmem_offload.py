@@ -8,13 +8,24 @@ import pytest
 import torch
 from gemworks.netmem.arena import Fence, PinnedArena
 from gemworks.netmem.errors import ModifiedAfterSaveError
-from gemworks.netmem.movers import DelayedMover, InlineMover
+from gemworks.netmem.movers import DelayedMover, InlineMover, nothing
 from gemworks.netmem.parcels import Parcel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from netmem_offload_model import X, assert_bit_equal, gradients, make_engine, make_model
+from torch._subclasses import FakeTensorMode
 
 pytestmark = pytest.mark.reference
+
+
+def test_nothing_made_under_a_fake_mode_does_not_stay_fake():
+    with FakeTensorMode():
+        assert type(nothing(torch.complex128, torch.device("cpu"))) is not torch.Tensor
+    with torch.inference_mode():
+        nothing(torch.complex128, torch.device("cpu"))
+    made = nothing(torch.complex128, torch.device("cpu"))
+    assert type(made) is torch.Tensor
+    assert not made.is_inference()
 
 
 @pytest.mark.parametrize("window_bytes", [0, 1, 3000, 1 << 20])

@@ -23,6 +23,14 @@ from gemworks.parallel.lengths import (
 from gemworks.parallel.shuffler import BaseBatchShuffler, deal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+
+
+def test_probabilities_asked_for_under_a_fake_mode_do_not_stay_fake() -> None:
+    law = LengthLaw(name="uniform", max_len=4321)
+    with FakeTensorMode():
+        assert law.probabilities().shape == (4321,)
+    assert law.probabilities().sum().item() == pytest.approx(1.0)
 
 
 class Source:

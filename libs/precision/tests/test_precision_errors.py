@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from gemworks.precision import (
@@ -77,6 +78,7 @@ WRONG = {
     "device type": (lambda: DeviceSpec("tpu"), "DeviceSpec: got type 'tpu'"),
     "device without capability": (lambda: DeviceSpec("cuda"), "capability 0, expected 'cpu' alone, or 'cuda' with"),
     "device capability": (lambda: DeviceSpec("cuda", "90"), "capability '90'"),
+    "capability is a flag": (lambda: DeviceSpec("cuda", True), "capability True"),
     "cpu capability": (lambda: DeviceSpec("cpu", -1), "capability -1"),
     "hadamard seed": (lambda: Hadamard(64, "a"), "Hadamard seed: got 'a', expected an integer in [0, 2^63)"),
     "seed": (lambda: Stochastic(1.5), "seed: got 1.5, expected an integer in [0, 2^63)"),
@@ -90,6 +92,9 @@ WRONG = {
     "seed of a recipe": (lambda: Recipe(seed=-1), "seed: got -1"),
     "features": (lambda: Recipe(min_features="a"), "min_features: got 'a', expected an integer"),
     "last layers": (lambda: Recipe(keep_last_layers_bf16=1.5), "keep_last_layers_bf16: got 1.5"),
+    "share is a flag": (lambda: Recipe(max_inexact=True), "max_inexact: got True"),
+    "transform is a flag": (lambda: Recipe(hadamard_size=False), "hadamard_size: got False, expected 0 or one of"),
+    "transform's size": (lambda: Hadamard(32.0), "Hadamard size: got 32.0, expected one of"),
     "share": (lambda: Recipe(max_inexact=float("nan")), "max_inexact: got nan, expected a share in [0, 1]"),
     "backend": (lambda: Recipe(backend="cudnn"), "backend: got 'cudnn', expected one of ('auto', 'reference'"),
     "layers": (lambda: Recipe(layers="abc"), "layers: got 'abc', expected preset names by layer name"),
@@ -124,6 +129,12 @@ WRONG = {
     "transform integers": (lambda: hadamard_transform(X.int(), Hadamard(32)), "x: got dtype torch.int32"),
     "inverse of a part": (lambda: hadamard_inverse(X[:, :33], Hadamard(32)), "33 entries, expected a multiple of 32"),
     # quantising
+    "dim is a flag": (lambda: quantize(X, True), "dim: got True for x of shape (8, 128)"),
+    "dim is half": (lambda: quantize(X, 1.0), "dim: got 1.0 for x of shape (8, 128)"),
+    "dim is a fact": (lambda: quantize(X, torch.tensor(True)), "dim: got tensor(True)"),
+    "dim is numpy's flag": (lambda: quantize(X, np.True_), "dim: got np.True_"),
+    "dims": (lambda: quantize(X, torch.tensor([1])), "dim: got tensor([1])"),
+    "dim is a real tensor": (lambda: quantize(X, torch.tensor(1.0)), "dim: got tensor(1.)"),
     "dim is a name": (lambda: quantize(X, "rows"), "dim: got 'rows' for x of shape (8, 128)"),
     "no dim": (lambda: quantize(X, None), "dim: got None, expected the dim of the contraction"),
     "noise is a seed": (lambda: quantize(X, stochastic=3), "stochastic: got 3, expected a Stochastic"),
@@ -191,6 +202,7 @@ WRONG = {
     "rows": (lambda: probe(model(), [X], max_rows=0), "max_rows: got 0"),
     # explanations
     "no shape": (lambda: explain(None), "shape: got None, expected (M, K, N)"),
+    "a row is a flag": (lambda: explain((True, 128, 128)), "shape: got (True, 128, 128)"),
     "half a row": (lambda: explain((4.5, 128, 128)), "shape: got (4.5, 128, 128)"),
     "grouped device": (lambda: explain_grouped("mxfp8", "tpu"), "device: got 'tpu'"),
     "devices": (lambda: support_table(3), "devices: got 3, expected a tuple of them"),
@@ -203,6 +215,34 @@ def test_mistakes_are_named(case):
     call, words = WRONG[case]
     with pytest.raises(ValueError, match=re.escape(words)):
         call()
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.uint8, torch.tensor], ids=["int64", "uint8", "tensor"])
+def test_integers_of_any_type_are_taken(integer):
+    """Steps come from tensors, sizes from numpy: what Python itself takes as an index."""
+    layers = model()
+    convert(layers, "mxfp8")
+    set_step(layers, integer(5))
+    assert [layer.step for layer in layers] == [5, 5]
+    assert type(layers[0].step) is int
+    assert torch.equal(quantize(X, integer(0)).codes, quantize(X, 0).codes)
+    noise = Stochastic(integer(3), integer(4))
+    assert noise == Stochastic(3, 4)
+    assert repr(noise) == repr(Stochastic(3, 4))
+    noisy = recipe("mxfp8", stochastic_gradients=True)
+    assert torch.equal(mx_linear(X, W, None, noisy, step=integer(2)), mx_linear(X, W, None, noisy, step=2))
+    given = recipe("mxfp8", seed=integer(3), min_features=integer(64), hadamard_size=integer(32))
+    assert Recipe.from_toml(given.text) == given == recipe("mxfp8", seed=3, min_features=64, hadamard_size=32)
+    assert repr(Hadamard(integer(32), integer(1))) == repr(Hadamard(32, 1))
+    assert explain((integer(8), integer(128), 128)) == explain((8, 128, 128))
+    assert probe(model(), [X], candidates=("mxfp8",), max_rows=integer(4)).layers[0].decision == "mxfp8"
+
+
+def test_shares_of_numpy_are_taken():
+    given = recipe("mxfp8", max_inexact=np.float32(0.5))
+    assert Recipe.from_toml(given.text) == given == recipe("mxfp8", max_inexact=0.5)
+    assert str(recipe("mxfp8", max_inexact=np.float64(0.5)).text) == given.text
+    assert probe(model(), [X], candidates=("mxfp8",), min_sqnr_db=np.float32(60)).layers[0].decision == "bf16"
 
 
 def test_a_failed_conversion_changes_nothing():
@@ -229,7 +269,7 @@ def test_layers_that_no_cast_takes_are_reported():
     layers[1].double()
     report = convert(layers, "mxfp8")
     assert report.converted == ("0",)
-    assert report.decisions[1].reason == "its weight is torch.float64, not fp32, bf16 or fp16"
+    assert report.decisions[1].reason == "stays as it is: its weight is torch.float64, not fp32, bf16 or fp16"
 
 
 def test_probe_reports_what_it_could_not_measure_and_gives_gradients_back():

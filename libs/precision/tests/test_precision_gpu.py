@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from gemworks.precision import bench_checks, bench_gemm_checks
+from gemworks.precision import bench_checks, bench_gemm_checks, constants
 
 pytestmark = pytest.mark.gpu
 
@@ -29,3 +29,17 @@ def test_check_of_the_benchmark(name, failures):
 def test_transformer_engine_agrees_with_ours():
     """P5: what the registry says of it, run: y, dx and dw of its block scaling against ours."""
     bench_gemm_checks.check_transformer_engine(torch.device("cuda"))
+
+
+def test_zeros_that_a_captured_graph_made_first_are_not_kept(monkeypatch):
+    """They lie in the graph's memory; those that are kept do not."""
+    monkeypatch.setattr(constants, "_made", {})
+    device, graph = torch.device("cuda", torch.cuda.current_device()), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        inside = constants.kept_zeros(device, torch.int64, 2)
+    graph.replay()
+    kept = constants.kept_zeros(device, torch.int64, 2)
+    assert kept is not inside
+    assert constants.kept_zeros(device, torch.int64, 2) is kept
+    inside.fill_(7)
+    assert kept.tolist() == [0, 0]

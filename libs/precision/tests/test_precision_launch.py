@@ -105,15 +105,29 @@ def test_kernels_start_on_the_device_of_their_tensors(on_device, monkeypatch):
 
 
 def test_no_module_starts_a_kernel_but_by_launch():
-    """A subscript of a kernel, `kernel[grid]`, stands in `launch.py` alone, which knows the device."""
-    starts = []
-    for path in Path(launch.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-                called = ast.unparse(node.func.value)
-                if called.endswith("kernel"):
-                    starts.append((path.name, called))
+    """A subscript of a kernel, `kernel[grid]`, and the call of a subscript by whatever name stand in `launch.py` alone,
+    which knows the device."""
+    starts, names = [], set()
+    for path in sorted(Path(launch.__file__).parent.glob("*.py")):
+        tree = ast.parse(path.read_text())
+        kernels = {a.asname or a.name for a in _kernel_imports(tree)}
+        names |= kernels
+        for node in ast.walk(tree):
+            called = isinstance(node, ast.Call)
+            subscript = node.func if isinstance(node, ast.Call) else node
+            if isinstance(subscript, ast.Subscript):
+                name = ast.unparse(subscript.value)
+                if (called and not name.isupper()) or name in kernels:  # capitals: tables of functions
+                    starts.append((path.name, name))
     assert starts == [("launch.py", "self.kernel")] * 2
+    assert len(names) > 15, "the search finds kernels"
+
+
+def _kernel_imports(tree: ast.AST) -> list[ast.alias]:
+    """Of `from ...kernel_x import y`; constants in capitals are not kernels."""
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    of_kernels = [n for n in imports if (n.module or "").rsplit(".", 1)[-1].startswith("kernel_")]
+    return [a for n in of_kernels for a in n.names if not a.name.isupper()]
 
 
 def test_the_first_launch_takes_words(on_device):

@@ -20,6 +20,7 @@ from gemworks.precision import (
 )
 from gemworks.precision.casts import CastSpec, cast
 from gemworks.precision.gemms import gemm
+from gemworks.precision.jagged import pad_rows
 from gemworks.precision.linear import linear_with_counts
 from gemworks.precision.products import linear_backward
 from gemworks.precision.recipe import GemmKind
@@ -163,9 +164,14 @@ def test_a_weight_gathered_along_k_is_quantised_again_in_the_format_of_dgrad():
 
 
 class Watching(TorchDispatchMode):
-    """A mode of any kind makes the layer take its op, as a compiler does."""
+    """A mode of any kind makes the layer take its op, as a compiler does; it knows the names of the ops that it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.name())
         return func(*args, **(kwargs or {}))
 
 
@@ -182,6 +188,42 @@ def test_of_the_input_of_a_frozen_weight_nothing_is_kept(save, as_op):
     with torch.no_grad():
         expected = quantize(dy, 1).dequantize() @ quantize(w, 0).dequantize()
     torch.testing.assert_close(x.grad, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_of_the_rows_of_frozen_groups_nothing_is_kept():
+    x, w, _, dy = data()
+    kept: list[torch.Tensor] = []
+    groups, offsets = w.detach().expand(2, *w.shape), torch.tensor([0, 20, 70])
+    for chosen in ("mxfp8", "bf16"):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+            y = mx_grouped_linear(x, groups, offsets, chosen)
+        assert {tuple(t.shape) for t in kept} == {(2, *w.shape), (3,)}
+        (dx,) = torch.autograd.grad(y, x, dy)
+        (same,) = torch.autograd.grad(mx_linear(x, w.detach(), None, chosen), x, dy)
+        torch.testing.assert_close(dx, same)
+
+
+def test_an_op_that_saved_nothing_says_that_a_gradient_of_the_weight_needs_it():
+    x, w, _, dy = data()
+    y, *_ = torch.ops.gemworks_precision.linear(x, w, None, recipe("mxfp8").text, 0, False, x.dtype)
+    with pytest.raises(ValueError, match="save: was False, but the weight wants a gradient"):
+        y.backward(dy)
+    y, *_ = torch.ops.gemworks_precision.linear(x, w.detach(), None, recipe("mxfp8").text, 0, False, x.dtype)
+    y.backward(dy)
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:.*input value tensor is non-contiguous")  # how vmap lays out positions
+def test_groups_are_padded_under_vmap():
+    """A transform reads no values of offsets."""
+    x = torch.arange(20.0).reshape(2, 5, 2)
+    offsets = torch.tensor([[0, 2, 5], [0, 4, 5]])
+    padded, starts = torch.func.vmap(lambda x, offsets: pad_rows(x, offsets, 4))(x, offsets)
+    for i in range(2):
+        alone = pad_rows(x[i], offsets[i], 4)
+        assert torch.equal(padded[i], alone[0])
+        assert torch.equal(starts[i], alone[1])
 
 
 @pytest.mark.parametrize("as_op", [False, True])

@@ -36,6 +36,20 @@ def test_planes_are_those_of_y(norm):
     assert torch.equal(out.columns.codes, cast(out.y, 0, spec)[0].codes)
 
 
+@pytest.mark.parametrize("save", ["high_precision", "row", "both"])
+def test_of_the_normed_rows_of_a_frozen_weight_nothing_is_kept(save):
+    x, g = torch.randn(70, 96, requires_grad=True), torch.randn(96, requires_grad=True)
+    w, dy, kept = torch.randn(64, 96), torch.randn(70, 64), []
+    chosen = recipe("mxfp8", save=save)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        out, _ = mx_norm_linear(x, g, w, chosen)
+    assert [tuple(t.shape) for t in kept if t.dim() == 2] == [(70, 96), (64, 96)], "x and the weight"
+    frozen = torch.autograd.grad(out, (x, g), dy)
+    trained, _ = mx_norm_linear(x, g, w.requires_grad_(), chosen)
+    for got, expected in zip(frozen, torch.autograd.grad(trained, (x, g), dy), strict=True):
+        assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("save", ["high_precision", "both"])
 @pytest.mark.parametrize("with_residual", [False, True])

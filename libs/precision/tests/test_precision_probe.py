@@ -15,6 +15,7 @@ from gemworks.precision.probe import CANDIDATES, Candidate, ProductReport, probe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.reference
 
@@ -40,6 +41,47 @@ def test_probe_measures_decides_and_writes_what_convert_reads(tmp_path):
     assert convert(model, tmp_path / "recipe.toml").converted == ("0", "2")
     assert {row["product"] for row in report.rows()} == {"forward", "dgrad", "wgrad"}
     assert "dB" in str(report)
+
+
+def test_probe_measures_a_layer_that_runs_twice():
+    layer = nn.Linear(128, 128)
+    report = probe(layer, [torch.randn(8, 128)], lambda m, x: m(m(x)).square().mean(), candidates=("mxfp8",))
+    assert [(row.shape, row.decision) for row in report.layers] == [((8, 128, 128), "mxfp8")]
+
+
+def test_probe_pairs_each_call_with_its_own_gradient():
+    """A call without a backward after the one that has it, as a metric's: its input belongs to no gradient."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        model(x[:3])
+        return loss
+
+    assert probe(nn.Linear(128, 128), [torch.randn(8, 128)], step, candidates=("mxfp8",)).layers[0].shape[0] == 8
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_probe_measures_layers_that_a_checkpoint_recomputes(use_reentrant):
+    model = net()
+
+    def step(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(model[:3], x.requires_grad_(), use_reentrant=use_reentrant)
+        return model[3](y).square().mean()
+
+    x = torch.randn(64, 128)
+    plain = probe(model, [x])
+    assert [row.decision for row in plain.layers] == ["mxfp8", "mxfp8", "bf16"]
+    assert probe(model, [x], step).rows() == plain.rows()
+
+
+def test_probe_takes_a_dataset_that_knows_items_alone():
+    class Items:
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index == 2:
+                raise IndexError
+            return torch.randn(4 + index, 128)
+
+    assert probe(net(), Items(), candidates=("mxfp8",)).layers[0].shape[0] == 5
 
 
 def test_probe_refuses_formats_that_are_not_good_enough():

@@ -185,8 +185,11 @@ class Explanation:
 
 def architecture_of(device: torch.device | str) -> str:
     """ "cpu", or "sm_90" and the like for a CUDA device (asks the driver once, reads no device memory)."""
-    if isinstance(device, str):
-        device = torch.device(device)
+    if not isinstance(device, torch.device):
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ValueError(f"device: got {device!r}, expected one that torch has here, e.g. 'cpu'") from None
     return device.type if device.type != "cuda" else _gpu_of(device).architecture
 
 

@@ -29,10 +29,17 @@ CHUNK_BYTES = 32 << 20
 POISON = 0xFF
 
 
-@functools.cache
 def nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An empty tensor, for `new_empty`: half the host time of `torch.empty`. Not to be changed."""
-    return torch.empty(0, dtype=dtype, device=device)
+    # Dispatch modes make tensors of their own kind, which must not be kept for calls outside of them.
+    make = _nothing.__wrapped__ if torch._C._len_torch_dispatch_stack() else _nothing
+    return make(dtype, device)
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

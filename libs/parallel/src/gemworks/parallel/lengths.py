@@ -43,7 +43,9 @@ class LengthLaw:
 
     def probabilities(self) -> Tensor:
         """float64 [max_len - low + 1]: the probability of each length from `low` on."""
-        return _probabilities(self)
+        # Dispatch modes make tensors of their own kind, which must not be kept for calls outside of them.
+        make = _probabilities.__wrapped__ if torch._C._len_torch_dispatch_stack() else _probabilities
+        return make(self)
 
     def lengths(self) -> Tensor:
         """float64 [max_len - low + 1]: the lengths themselves."""

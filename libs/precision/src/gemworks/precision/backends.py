@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import torch
 from gemworks.precision import te_backend
+from gemworks.precision.checks import as_integer, set_integer
 from gemworks.precision.recipe import GemmKind, Recipe, recipe
 
 Shape = tuple[int, int, int]
@@ -34,13 +35,14 @@ class DeviceSpec:
     capability: int = 0
 
     def __post_init__(self) -> None:
-        number = self.capability
-        known = number == 0 if self.type == "cpu" else isinstance(number, int) and number > 0
-        if self.type not in ("cpu", "cuda") or not known:
+        number = as_integer(self.capability)
+        known = number is not None and (number == 0 if self.type == "cpu" else number > 0)
+        if self.type not in ("cpu", "cuda") or number is None or not known:
             raise ValueError(
                 f"DeviceSpec: got type {self.type!r} and capability {self.capability!r}, expected 'cpu' alone, or "
                 "'cuda' with a compute capability such as 90; device_spec('sm_90') makes one"
             )
+        set_integer(self, "capability", number)
 
     def __str__(self) -> str:
         return self.type if self.type == "cpu" else f"sm_{self.capability}"
@@ -284,9 +286,11 @@ def explain(
       forward  gemm fp8_block128     scaled_mm: cuBLAS FP8 1x128 x 128x128 (forward, dgrad), 1x128 x 1x128 (wgrad)
     ...
     """
-    sizes = tuple(shape) if isinstance(shape, list | tuple) else ()
-    if len(sizes) != 3 or not all(isinstance(size, int) and size >= 1 for size in sizes):
+    found = [as_integer(size) for size in shape] if isinstance(shape, list | tuple) else []
+    sizes = [size for size in found if size is not None and size >= 1]
+    if len(found) != 3 or len(sizes) != 3:
         raise ValueError(f"shape: got {shape!r}, expected (M, K, N): rows, in_features and out_features, each >= 1")
+    shape = (sizes[0], sizes[1], sizes[2])
     chosen, spec = recipe(recipe_or_name), device_spec(device)
     reason = shape_rule(shape[1], shape[2], chosen)
     notes = []

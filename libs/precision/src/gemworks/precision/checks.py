@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from enum import StrEnum
 from typing import Any
 
@@ -44,24 +45,50 @@ def check_same_device(name: str, value: Tensor, other_name: str, other: Tensor) 
         )
 
 
+def as_integer(value: object) -> int | None:
+    """What is used as an integer anywhere in Python, as a plain one: numpy's, a tensor of one integer. None for the
+    rest, truth values among them.
+
+    >>> as_integer(torch.tensor(3)), as_integer(3.0), as_integer(True)
+    (3, None, None)
+    """
+    if isinstance(value, int):
+        return None if isinstance(value, bool) else value
+    if isinstance(value, Tensor) and (value.dtype is torch.bool or value.dim()):
+        return None
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return None
+
+
 def check_dim(x: Tensor, dim: object) -> int:
     """`dim` of x counted from the front; raises ValueError for what is none."""
-    if not isinstance(dim, int) or isinstance(dim, bool) or not -x.dim() <= dim < x.dim():
+    index = as_integer(dim)
+    if index is None or not -x.dim() <= index < x.dim():
         raise ValueError(f"dim: got {dim!r} for x of shape {tuple(x.shape)}, expected a dim in [{-x.dim()}, {x.dim()})")
-    return dim % x.dim()
+    return index % x.dim()
 
 
-def check_integer(name: str, value: object, end: int, fix: str = "") -> None:
-    """Raise ValueError for what is no integer in [0, end), a power of two."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < end:
+def set_integer(owner: object, field: str, value: int) -> None:
+    """Make the field of a frozen dataclass a plain integer, where it is another."""
+    if type(getattr(owner, field)) is not int:
+        object.__setattr__(owner, field, value)
+
+
+def check_integer(name: str, value: object, end: int, fix: str = "") -> int:
+    """`value` as a plain integer; raises ValueError for what is none in [0, end), a power of two."""
+    integer = as_integer(value)
+    if integer is None or not 0 <= integer < end:
         raise ValueError(
             f"{name}: got {value!r}, expected an integer in [0, 2^{end.bit_length() - 1})" + (f"; {fix}" if fix else "")
         )
+    return integer
 
 
-def check_step(step: object) -> None:
-    """Raise ValueError for what is no training step."""
-    check_integer("step", step, 2**32, "use the step modulo 2^32")
+def check_step(step: object) -> int:
+    """`step` as a plain integer; raises ValueError for what is no training step."""
+    return check_integer("step", step, 2**32, "use the step modulo 2^32")
 
 
 def check_module(model: object) -> None:

@@ -171,7 +171,7 @@ def convert(
         elif own.is_bf16:
             reason = "the recipe says bf16"
         elif layer.weight.dtype not in SUPPORTED_DTYPES:
-            reason = f"its weight is {layer.weight.dtype}, not fp32, bf16 or fp16"
+            reason = f"stays as it is: its weight is {layer.weight.dtype}, not fp32, bf16 or fp16"
         else:
             reason = shape_rule(layer.in_features, layer.out_features, own)
         if reason is None:
@@ -202,7 +202,7 @@ def set_step(model: nn.Module, step: int) -> None:
         ValueError: no module, or a step outside of [0, 2^32).
     """
     check_module(model)
-    check_step(step)
+    step = check_step(step)
     for module in model.modules():
         if isinstance(module, MXLinear):
             module.step = step

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from gemworks.precision.checks import NamedEnum, check_floating, check_tensor
+from gemworks.precision.constants import made_once
 from torch import Tensor
 
 FP32_EXPONENT_BIAS = 127
@@ -175,17 +176,11 @@ def decode(codes: Tensor, format: str | Format) -> Tensor:
     return _decode_table(spec.format, codes.device)[codes.to(torch.int64)]
 
 
-_tables: dict[tuple[Format, str], Tensor] = {}
-
-
 def _decode_table(format: Format, device: torch.device) -> Tensor:
-    key = (format, str(device))
-    table = _tables.get(key)
-    if table is None:
-        table = torch.tensor([_decode_one(code, SPECS[format]) for code in range(256)], device=device)
-        if not torch.compiler.is_compiling():
-            _tables[key] = table
-    return table
+    def make() -> Tensor:
+        return torch.tensor([_decode_one(code, SPECS[format]) for code in range(256)], device=device)
+
+    return made_once(format, device, make)
 
 
 def _decode_one(code: int, spec: ElementSpec) -> float:

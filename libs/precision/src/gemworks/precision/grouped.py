@@ -10,7 +10,7 @@ import torch
 from gemworks.precision.backends import DeviceSpec, device_spec, warn_once
 from gemworks.precision.casts import CastSpec, cast, cast_backend
 from gemworks.precision.checks import check_floating, check_same_device, check_step
-from gemworks.precision.jagged import check_offsets, pad_rows
+from gemworks.precision.jagged import check_offsets, pad_rows_unchecked
 from gemworks.precision.products import weight_is_square
 from gemworks.precision.recipe import GemmKind, Recipe, recipe
 from gemworks.precision.rng import Stochastic
@@ -42,7 +42,7 @@ def _jagged_values(x: Tensor, offsets: Tensor, spec: CastSpec, backend: str) -> 
     """Like `_values`, along the rows of every group, in the padded buffer; and the padded offsets."""
     # Padding to 128 serves every block, so that left and right operand have the same offsets whatever their formats.
     align = max(128, spec.hadamard.size if spec.hadamard else 1)
-    padded, starts = pad_rows(x, offsets, align)
+    padded, starts = pad_rows_unchecked(x, offsets, align)
     return _values(padded, 0, spec, backend), starts
 
 
@@ -81,8 +81,8 @@ def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype)
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, offsets, chosen: Recipe, step: int):  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(x, weight, offsets)
-        ctx.chosen, ctx.step = chosen, step
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, offsets)
+        ctx.chosen, ctx.step, ctx.x_dtype = chosen, step, x.dtype
         x = _zero_past_end(x, offsets)
         gemm = chosen.forward
         if gemm.kind is GemmKind.BF16:
@@ -100,12 +100,12 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             gemm = chosen.dgrad
             if gemm.kind is GemmKind.BF16:
-                dx = grouped_product(dy, weight.to(dy.dtype).transpose(1, 2).contiguous(), offsets, x.dtype)
+                dx = grouped_product(dy, weight.to(dy.dtype).transpose(1, 2).contiguous(), offsets, ctx.x_dtype)
             else:
                 spec = CastSpec(gemm.kind, gemm.left, chosen.scale_mode, noise)
                 values_dy = _values(dy, 1, spec, cast_backend(chosen))
                 values_w = _weight_values(weight, chosen, "dgrad").transpose(1, 2).contiguous()
-                dx = grouped_product(values_dy, values_w, offsets, x.dtype)
+                dx = grouped_product(values_dy, values_w, offsets, ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             gemm = chosen.wgrad
             x = _zero_past_end(x, offsets)
@@ -154,7 +154,7 @@ def mx_grouped_linear(
     chosen = recipe(recipe_or_name)
     check_floating("x", x)
     check_floating("weight", weight)
-    check_step(step)
+    step = check_step(step)
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise ValueError(
             f"x and weight: got {tuple(x.shape)} and {tuple(weight.shape)}, expected [T, K] and [G, N, K] with one K"

@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from gemworks.precision.checks import check_dim, check_floating, check_integer
+from gemworks.precision.checks import as_integer, check_dim, check_floating, check_integer, set_integer
 from gemworks.precision.rng import STREAM_SIGNS, philox
 from torch import Tensor
 
@@ -33,9 +33,11 @@ class Hadamard:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.size not in HADAMARD_SIZES:
+        size = as_integer(self.size)
+        if size not in HADAMARD_SIZES:
             raise ValueError(f"Hadamard size: got {self.size!r}, expected one of {HADAMARD_SIZES}")
-        check_integer("Hadamard seed", self.seed, 2**63)
+        set_integer(self, "size", size)
+        set_integer(self, "seed", check_integer("Hadamard seed", self.seed, 2**63))
 
 
 def hadamard_signs(hadamard: Hadamard, device: torch.device | str = "cpu") -> Tensor:

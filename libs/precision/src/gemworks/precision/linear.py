@@ -6,7 +6,8 @@
 | short (`hopper`, `exact`) | eager layers of bf16 activations and plain recipes on a GPU that has such a plan | casts and products alone |
 | eager | the rest | `products` |
 
-All three give the same bits.
+All three give the same bits. A transform of `torch.func` that is active takes the op too. A recipe that names the backend
+`transformer_engine` takes none of them: that library computes the whole layer (`te_backend`), with its own casts and bits.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def mx_linear(
     return y
 
 
-def _check_arguments(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Recipe, step: int) -> None:
+def _check_arguments(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Recipe) -> None:
     """Raise ValueError for what no way takes."""
     check_floating("x", x)
     check_floating("weight", weight)
@@ -162,7 +163,6 @@ def _check_arguments(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Rec
         if bias.shape != (n,):
             raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected {(n,)}, out_features of weight {(n, k)}")
         check_same_device("bias", bias, "x", x)
-    check_step(step)
     multiple = chosen.feature_multiple
     if k % multiple or n % multiple:
         raise ValueError(
@@ -175,7 +175,8 @@ def linear_with_counts(
     x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Recipe, step: int
 ) -> tuple[Tensor, Tensor]:
     """`mx_linear` and its int64 `[2]` count of inexact codes (input, weight), on the device."""
-    _check_arguments(x, weight, bias, chosen, step)
+    _check_arguments(x, weight, bias, chosen)
+    step = check_step(step)
     n, k = weight.shape
     out_dtype = x.dtype
     autocast = torch.is_autocast_enabled(x.device.type)

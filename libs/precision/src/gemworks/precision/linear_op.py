@@ -120,7 +120,7 @@ def _setup_context(ctx, inputs, output) -> None:
     # The input itself is kept only for a gradient of the weight, and where no plane replaces it.
     keep_input = save and codes.dim() != 2
     ctx.save_for_backward(x if keep_input else codes.new_empty(0), weight, codes, scales)
-    ctx.recipe_text, ctx.step, ctx.x_dtype, ctx.num_features = recipe_text, step, x.dtype, x.shape[1]
+    ctx.recipe_text, ctx.step, ctx.x_dtype, ctx.num_features, ctx.save = recipe_text, step, x.dtype, x.shape[1], save
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(codes, scales, counts)
     # Otherwise a zero gradient as large as the kept plane is written in each backward.
@@ -132,6 +132,8 @@ def _backward(ctx, dy, *_unused):
         return None, None, None, None, None, None, None
     x, weight, codes, scales = ctx.saved_tensors
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+    if need_dw and not ctx.save:
+        raise ValueError("save: was False, but the weight wants a gradient; pass True, or detach the weight")
     dx, dw = torch.ops.gemworks_precision.linear_backward(
         dy, x, weight, codes, scales, ctx.recipe_text, ctx.step, need_dx, need_dw, ctx.x_dtype, ctx.num_features
     )

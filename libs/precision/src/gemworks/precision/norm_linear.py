@@ -34,7 +34,8 @@ class _NormLinear(torch.autograd.Function):
         assert result.rows is not None
         plane_w, _ = weight_plane(weight, chosen.forward, chosen, transposed=False)
         out = gemm(result.rows, plane_w, chosen.forward.kind, x.dtype, chosen.backend)
-        kept, ctx.plane = (result.y,), None
+        # y is read by the weight gradient alone.
+        kept, ctx.plane = (result.y if weight.requires_grad else None,), None
         if result.columns is not None:
             kept, ctx.plane = result.columns.tensors, result.columns.meta
         ctx.save_for_backward(result.hidden, norm_weight, weight, result.mean, result.rstd, *kept)

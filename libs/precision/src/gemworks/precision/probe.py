@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 from gemworks.precision.backends import shape_rule
-from gemworks.precision.checks import check_module
+from gemworks.precision.checks import as_integer, check_module
 from gemworks.precision.convert import linear_layers
 from gemworks.precision.formats import element_spec
 from gemworks.precision.mxtensor import MXTensor
@@ -137,20 +138,20 @@ class ProbeReport:
 
 
 @contextlib.contextmanager
-def _captured(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Collect (input, output gradient) of every linear layer while the block runs; the last batch stays."""
-    seen: dict[str, list[Tensor]] = {}
+def _captured(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Collect (input, output gradient) of every linear layer while the block runs, of one call of it: the last whose
+    backward ran."""
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
     handles = []
     for name, layer in linear_layers(model):
 
-        def before(_module: nn.Module, inputs: tuple, name: str = name) -> None:
-            seen[name] = [_rows(inputs[0])]
-
-        def after(_module: nn.Module, _inputs: tuple, output: Tensor, name: str = name) -> None:
+        def after(_module: nn.Module, inputs: tuple, output: Tensor, name: str = name) -> None:
             if output.requires_grad:
-                output.register_hook(lambda grad: seen[name].append(_rows(grad)))
+                # Each call keeps its own input: a layer may run twice, or again when a checkpoint recomputes it.
+                x = _rows(inputs[0])
+                output.register_hook(lambda grad: seen.__setitem__(name, (x, _rows(grad))))
 
-        handles += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
+        handles.append(layer.register_forward_hook(after))
     try:
         yield seen
     finally:
@@ -248,6 +249,7 @@ def probe(
     try:
         with _captured(model) as seen:
             for batch in batches:
+                seen.clear()
                 for parameter in model.parameters():
                     parameter.grad = None
                 loss = step(model, batch) if step is not None else model(batch).float().square().mean()
@@ -266,7 +268,7 @@ def probe(
         raise ValueError("batches: empty; pass at least one batch")
     layers, ran = [], 0
     for name, layer in linear_layers(model):
-        if len(seen.get(name, [])) != 2 or not seen[name][0].shape[0]:
+        if name not in seen or not seen[name][0].shape[0]:
             why = "the last batch did not run it forward and backward"
             layers.append(LayerReport(name, (0, layer.in_features, layer.out_features), None, (), "bf16", why))
             continue
@@ -288,7 +290,12 @@ def _check_arguments(
     min_speedup: float,
     max_rows: int,
 ) -> None:
-    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
+    try:
+        # Datasets that know __getitem__ alone are no Iterable, but are iterated all the same.
+        iterable = not isinstance(batches, Tensor) and iter(batches) is not None  # pyright: ignore[reportCallIssue, reportArgumentType]
+    except TypeError:
+        iterable = False
+    if not iterable:
         raise ValueError(f"batches: got a {type(batches).__name__}, expected an iterable of batches, e.g. [batch]")
     if step is not None and not callable(step):
         raise ValueError(f"step: got {step!r}, expected a function of (model, batch) that returns the loss")
@@ -301,9 +308,10 @@ def _check_arguments(
             f"writes calls layers: {sorted(PRESETS)}"
         )
     for name, value in (("min_sqnr_db", min_sqnr_db), ("min_speedup", min_speedup)):
-        if not isinstance(value, int | float):
+        if not isinstance(value, Real) or isinstance(value, bool):
             raise ValueError(f"{name}: got {value!r}, expected a number")
-    if not isinstance(max_rows, int) or max_rows < 1:
+    rows = as_integer(max_rows)
+    if rows is None or rows < 1:
         raise ValueError(f"max_rows: got {max_rows!r}, expected an integer >= 1")
 
 

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import torch
 from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
+from gemworks.precision.constants import kept_zeros
 from gemworks.precision.gemms import gemm
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.recipe import GemmKind, GemmRecipe, Recipe, Save
@@ -86,10 +87,9 @@ def forward_planes(x_MK: Tensor, chosen: Recipe, keep_columns: bool) -> tuple[MX
     return rows, None, inexact
 
 
-@lru_cache(maxsize=64)
 def no_counts(device: torch.device) -> Tensor:
     """int64 `[2]` of zeros, never written: the counts of arithmetic that loses no codes."""
-    return torch.zeros(2, dtype=torch.int64, device=device)
+    return kept_zeros(device, torch.int64, 2)
 
 
 def linear_forward(

@@ -17,10 +17,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from gemworks.precision.checks import NamedEnum, check_integer
+from gemworks.precision.checks import NamedEnum, as_integer, check_integer, set_integer
 from gemworks.precision.formats import Format, element_spec
 from gemworks.precision.hadamard import HADAMARD_SIZES, Hadamard
 from gemworks.precision.scales import ScaleMode, scale_mode_of
@@ -136,8 +137,10 @@ class Recipe:
             object.__setattr__(self, "save", Save(self.save))
         except ValueError:
             raise ValueError(f"save: got {self.save!r}, expected one of {[s.value for s in Save]}") from None
-        if self.hadamard_size and self.hadamard_size not in HADAMARD_SIZES:
-            raise ValueError(f"hadamard_size: got {self.hadamard_size}, expected 0 or one of {HADAMARD_SIZES}")
+        size = as_integer(self.hadamard_size)
+        if size is None or (size and size not in HADAMARD_SIZES):
+            raise ValueError(f"hadamard_size: got {self.hadamard_size!r}, expected 0 or one of {HADAMARD_SIZES}")
+        set_integer(self, "hadamard_size", size)
         if self.hadamard_size and self.save is Save.BOTH:
             raise ValueError(
                 "save: 'both' keeps an untransformed plane; with hadamard_size use 'high_precision' or 'row'"
@@ -175,12 +178,13 @@ class Recipe:
                 raise ValueError(f"{item.name}: got {value!r}, expected True or False")
         if not isinstance(self.name, str):
             raise ValueError(f"name: got {self.name!r}, expected a string")
-        check_integer("seed", self.seed, 2**63)
-        for name in ("keep_last_layers_bf16", "min_features"):
-            check_integer(name, getattr(self, name), 2**31)
+        for name, end in (("seed", 2**63), ("keep_last_layers_bf16", 2**31), ("min_features", 2**31)):
+            set_integer(self, name, check_integer(name, getattr(self, name), end))
         share = self.max_inexact
-        if not isinstance(share, int | float) or not 0 <= share <= 1:
+        if not isinstance(share, Real) or isinstance(share, bool) or not 0 <= share <= 1:
             raise ValueError(f"max_inexact: got {share!r}, expected a share in [0, 1]")
+        if type(share) not in (int, float):
+            object.__setattr__(self, "max_inexact", float(share))
         if self.backend not in BACKENDS:
             raise ValueError(f"backend: got {self.backend!r}, expected one of {BACKENDS}")
         named = isinstance(self.layers, Mapping) and all(isinstance(preset, str) for preset in self.layers.values())

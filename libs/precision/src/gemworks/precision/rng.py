@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from gemworks.precision.checks import check_integer, check_step
+from gemworks.precision.checks import check_integer, check_step, set_integer
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
@@ -33,8 +33,8 @@ class Stochastic:
     step: int = 0
 
     def __post_init__(self) -> None:
-        check_integer("seed", self.seed, 2**63)
-        check_step(self.step)
+        set_integer(self, "seed", check_integer("seed", self.seed, 2**63))
+        set_integer(self, "step", check_step(self.step))
 
 
 def _mul_hi_lo(a: Tensor, b: int) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from gemworks.precision.casts import CastSpec
+from gemworks.precision.constants import made_once
 from gemworks.precision.formats import Format
 from gemworks.precision.launch import Launcher, Setup, integers, launcher_of
 from gemworks.precision.mxtensor import padded_rows
@@ -45,10 +46,9 @@ def fits(x: Tensor) -> bool:
     return one == 1 and stride % 8 == 0 and 0 < stride < 2**22 and 0 < x.shape[0] < 2**26 and (x.data_ptr() % 16 == 0)
 
 
-@lru_cache(maxsize=64)
 def unread_count(device: torch.device) -> Tensor:
     """int64 that kernels add to and nobody reads: the counts of casts whose counts are not asked for."""
-    return torch.zeros((), dtype=torch.int64, device=device)
+    return made_once("unread count", device, lambda: torch.zeros((), dtype=torch.int64, device=device))
 
 
 @lru_cache(maxsize=1)

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from gemworks.precision import triton_squares
 from gemworks.precision.casts import CastSpec, cast_squares
+from gemworks.precision.constants import kept_zeros
 from gemworks.precision.kernel_norm import norm_cast_kernel as general_kernel
 from gemworks.precision.kernel_norm_backward import norm_backward_kernel
 from gemworks.precision.kernel_norm_tile import norm_cast_kernel as tile_kernel
@@ -53,12 +54,6 @@ class Operands:
     rstd: Tensor
 
 
-@lru_cache(maxsize=64)
-def _zero(device: torch.device) -> Tensor:
-    """fp32 `[1]`, never written: every row's mean where a norm has none."""
-    return torch.zeros(1, dtype=torch.float32, device=device)
-
-
 def triton_norm_cast(
     x: Tensor,
     weight: Tensor,
@@ -79,7 +74,8 @@ def triton_norm_cast(
     fused = not square or (triton_squares.IN_EPILOGUES and tiles and triton_squares.fits_squares(x, spec))
     y = torch.empty_like(x) if return_y or not fused else None
     rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    mean = torch.empty_like(rstd) if norm == "layer" else _zero(x.device).expand(x.shape[0])
+    # The norm that has no mean writes none: one zero stands for every row's.
+    mean = torch.empty_like(rstd) if norm == "layer" else kept_zeros(x.device, torch.float32, 1).expand(x.shape[0])
     tensors = Operands(x, weight, bias, residual, hidden, y, mean, rstd)
     # Where squares are made of y, the norm's own planes are not read: of its variants with y, the one with both planes
     # is what a GPU has checked.

@@ -4,11 +4,11 @@ write."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from gemworks.precision.backends import interpreting
 from gemworks.precision.casts import CastSpec
+from gemworks.precision.constants import kept_zeros
 from gemworks.precision.formats import Format
 from gemworks.precision.kernel_common import FORMATS, MODES
 from gemworks.precision.mxtensor import MXTensor, padded_rows, scale_shape
@@ -122,10 +122,9 @@ def new_count(x: Tensor, spec: CastSpec) -> Tensor:
     return no_count(x.device)
 
 
-@lru_cache(maxsize=64)
 def no_count(device: torch.device) -> Tensor:
     """An int64 zero, never written."""
-    return torch.zeros((), dtype=torch.int64, device=device)
+    return kept_zeros(device, torch.int64)
 
 
 def plane_of(codes: Tensor, scales: Tensor, dim: int, shape: tuple[int, int], width: int, spec: CastSpec) -> MXTensor:
