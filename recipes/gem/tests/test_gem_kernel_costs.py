@@ -22,7 +22,7 @@ def test_the_committed_fit_is_that_of_the_committed_rows(tmp_path: Path, capsys:
         for name, value in a.items():
             if name in ("op", "direction", "gpu", "commit"):
                 assert value == b[name]
-            else:  # least squares may round differently elsewhere
+            elif name != "command":  # its folder is another; least squares may round differently elsewhere
                 assert float(value) == pytest.approx(float(b[name]), rel=2e-3)
     assert "us a token squared" in capsys.readouterr().out
 

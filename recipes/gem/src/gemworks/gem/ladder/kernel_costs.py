@@ -108,12 +108,13 @@ def errors_pct(model: CostModel, measured: Sequence[tuple[Tensor, float]]) -> li
 
 
 def write(path: Path, rows: Sequence[KernelCost]) -> None:
-    """As CSV, four significant figures."""
+    """As CSV, four significant figures; the last column is the command."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])), lineterminator="\n")
+        writer = csv.DictWriter(file, fieldnames=[*asdict(rows[0]), "command"], lineterminator="\n")
         writer.writeheader()
         for row in rows:
-            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in asdict(row).items()})
+            figures = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in asdict(row).items()}
+            writer.writerow({**figures, "command": f"python -m gemworks.gem.ladder.kernel_costs {path.parent}"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
