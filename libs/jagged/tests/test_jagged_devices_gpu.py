@@ -22,8 +22,6 @@ from torch import Tensor
 
 pytestmark = [
     pytest.mark.gpu,
-    # torch's compiler imports a module of torch that uses what torch deprecates.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 LENGTHS = torch.tensor([5, 0, 200, 64, 1])

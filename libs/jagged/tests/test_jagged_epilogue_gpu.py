@@ -12,8 +12,6 @@ from torch import Tensor
 
 pytestmark = [
     pytest.mark.gpu,
-    # torch's compiler imports a module of torch that uses what torch deprecates.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 LENGTHS = [0, 1, 63, 64, 65, 128, 300, 0, 1000, 127]

@@ -26,8 +26,6 @@ from torch.utils.checkpoint import checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
-    # torch's compiler imports a module of torch that uses what torch deprecates.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]

@@ -10,10 +10,7 @@ from gemworks.jagged.ops.block_attention import schedule as blocks
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-pytestmark = [
-    pytest.mark.reference,
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.reference
 
 
 @pytest.mark.parametrize("kind", ["self", "fixed", "shared"])

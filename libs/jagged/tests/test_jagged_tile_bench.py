@@ -12,11 +12,7 @@ from gemworks.jagged.bench import __main__ as bench
 from gemworks.jagged.bench import bandwidth, blocks, norms, report
 from gemworks.jagged.bench.timing import Ceilings, Clock
 
-pytestmark = [
-    pytest.mark.reference,
-    # torch's own CPU compiler imports a module of torch that uses what torch deprecates.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.reference
 
 CPU = torch.device("cpu")
 CLOCK = Clock(CPU)
