@@ -23,12 +23,15 @@ from gemworks.jagged import (
     apply_rope,
     block_attention_qkv,
     flash_attention,
+    flash_attention_fp8,
     flash_attention_qkv,
     gdpa,
+    gdpa_fp8,
     layer_norm,
     offsets_from_lengths,
     rms_norm,
 )
+from gemworks.jagged.ops.attention_fp8.tiles import TILE, num_tiles
 from torch import Tensor
 
 LENGTHS = [0, 1, 63, 64, 65, 130, 0, 200]
@@ -124,6 +127,27 @@ def blocks() -> Iterator[tuple[str, Call]]:
         )
 
 
+def fp8() -> Iterator[tuple[str, Call]]:
+    """Attention of codes: in tiles, which the FP8 units multiply, and in rows, which are multiplied out."""
+    offsets = offsets_from_lengths(torch.tensor(LENGTHS)).cuda()
+    total, count = sum(LENGTHS), num_tiles(sum(LENGTHS), len(LENGTHS))
+
+    def codes(*shape: int) -> Tensor:
+        return torch.randint(0, 0x70, shape, dtype=torch.uint8, device="cuda")
+
+    def ones(*shape: int) -> Tensor:
+        return torch.full(shape, 127, dtype=torch.uint8, device="cuda")
+
+    for width, tiled in itertools.product((64, 128), (True, False)):
+        rows, blocks = (total, 2, width), (count, 2) if tiled else (total, 2)
+        args = (codes(*rows), codes(*rows), codes(count, 2, width, TILE) if tiled else codes(*rows))
+        args += (ones(*blocks), ones(*blocks), ones(*blocks), offsets)
+        origins = (leaf(*rows), leaf(*rows), leaf(*rows))
+        name, options = f"{width} {'tiles' if tiled else 'rows'}", {"max_length_q": 256, "origins": origins}
+        yield f"flash_attention_fp8 {name}", lambda a=args, o=options: flash_attention_fp8(*a, **o)
+        yield f"gdpa_fp8 {name}", lambda a=args, o=options: gdpa_fp8(*a, scale=0.1, activation="fast_gelu", **o)
+
+
 def norms() -> Iterator[tuple[str, Call]]:
     for width in (7, 96, 128, 1000, 8192):
         x, r, w, b = leaf(33, width), leaf(33, width), leaf(width), leaf(width)
@@ -132,7 +156,7 @@ def norms() -> Iterator[tuple[str, Call]]:
 
 
 def main() -> None:
-    suites = {"attention": attention, "fronts": fronts, "blocks": blocks, "norms": norms}
+    suites = {"attention": attention, "fronts": fronts, "blocks": blocks, "fp8": fp8, "norms": norms}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", nargs="*", default=list(suites), help=f"of {', '.join(suites)}; all by default")
     parser.add_argument("--only", default="", help="calls whose name contains this")
