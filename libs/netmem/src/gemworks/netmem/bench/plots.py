@@ -41,12 +41,16 @@ def _save(figure: Any, axes: Any, rows: Sequence[Mapping[str, str]], path: Path)
 
 
 def plot_budgets(rows: Iterable[Mapping[str, str]], path: Path) -> bool:
-    """Peak memory against step time, measured and predicted; False if there is nothing to draw."""
+    """Peak memory against step time, measured and predicted, of the stack that has the most rows; False if there is
+    nothing to draw."""
+    rows = [r for r in rows if r["op"] == "budget" and r["ms"]]
+    shapes = [r["shape"] for r in rows]
+    rows = [r for r in rows if r["shape"] == max(shapes, key=shapes.count)]
     found: dict[str, list[tuple[float, float, float, float]]] = {}
     drawn = []
     for row in rows:
         predicted = _PREDICTED.search(row["setting"])
-        if row["op"] != "budget" or not row["ms"] or predicted is None:
+        if predicted is None:
             continue
         ms, gib = (float(g) for g in predicted.groups())
         impl = _CODED if row["impl"] == "gemworks" and "quantise" in row["setting"] else row["impl"]

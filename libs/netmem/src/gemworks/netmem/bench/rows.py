@@ -2,7 +2,8 @@
 
 `exposed_ms`, in milliseconds, is what copies cost a step, and there are three ways to know it:
 
-- op `stash`: how much longer the step is than without a stash (rows with `parked=False`: with the way out alone).
+- op `stash`: how much longer a step is than without a stash, by medians (rows with `parked=False`: with the way out
+  alone).
 - op `budget`: how long compute stood still for copies, by events around every wait, in a step of its own.
 - op `budget` of commits before 7f10bf2 (in `docs/measured/netmem_h200.csv` all but 6a08a5d): the waiting that the plan
   predicted, nothing measured.
@@ -52,11 +53,12 @@ def timed_ms(run: Callable[[], Any], device: torch.device, repeats: int) -> tupl
 
 
 def timed_on_device_ms(
-    run: Callable[[], Any], device: torch.device, repeats: int, inner: int = 1
+    run: Callable[[], Any], device: torch.device, repeats: int, inner: int = 1, ahead_cycles: int = 2_000_000
 ) -> tuple[float, float, float]:
     """As `timed_ms`, by events around `inner` calls, divided by it: host time stays out as long as the host keeps up.
 
-    The device first sleeps about a millisecond per call, so that the calls are queued when the clock starts.
+    The device first sleeps `ahead_cycles` per call, a millisecond by default, so that the calls are queued when the
+    clock starts.
     """
     if device.type != "cuda":
         return timed_ms(run, device, repeats)
@@ -65,7 +67,7 @@ def timed_on_device_ms(
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         synchronize(device)
-        torch.cuda._sleep(2_000_000 * inner)
+        torch.cuda._sleep(ahead_cycles * inner)
         begin.record()
         for _ in range(inner):
             run()

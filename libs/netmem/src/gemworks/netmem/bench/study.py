@@ -31,12 +31,16 @@ def log(text: str) -> None:
 
 @dataclass(frozen=True)
 class Point:
-    """One measured plan, with the time of keeping everything in the same minutes."""
+    """One measured plan, with the time of keeping everything in the same minutes.
+
+    `slowdowns` has one number a round: how much longer a step was than one that kept everything just before.
+    """
 
     plan: Plan
     ms: float
     peak_gib: float
     keep_ms: float = float("nan")
+    slowdowns: tuple[float, ...] = ()
 
 
 class Study:
@@ -101,17 +105,28 @@ class Study:
             self.step()
             return self.mover.measure_ms(self.step)
 
-    def row(self, setting: str, impl: str, plan: Plan, against: Point | None = None, peer: str = "") -> Point:
+    def row(
+        self,
+        setting: str,
+        impl: str,
+        plan: Plan,
+        against: Point | None = None,
+        peer: str = "",
+        rounds: int = ROUNDS,
+    ) -> Point:
         """Measure a plan, in turns with keeping everything, and report it."""
         if plan.moved_bytes > self.arena_bytes:
             self.s.rows.add("budget", shape=self.size.label, impl=impl, setting=f"{setting}: more than the host arena")
             return Point(plan, float("nan"), float("nan"))
         times: list[float] = []
         keep_times: list[float] = []
-        for _ in range(1 if self.s.smoke else ROUNDS):
+        slowdowns = []
+        for _ in range(1 if self.s.smoke else rounds):
             if self.keep_point is not None:
                 keep_times += self.times(self.keep_point.plan, 2)
             times += self.times(plan, 2)
+            if keep_times:
+                slowdowns.append(sum(times[-2:]) / sum(keep_times[-2:]) - 1)
         times.sort()
         last = len(times) - 1
         ms, p20, p80 = statistics.median(times), times[round(0.2 * last)], times[round(0.8 * last)]
@@ -120,7 +135,7 @@ class Study:
         text = f"{setting}; predicted {plan.step_s * 1e3:.2f} ms"
         text += f" with {plan.stall_s * 1e3:.2f} of waiting" if plan.moved_bytes else ""
         text += f", {plan.peak_bytes / GIB:.3f} GiB"
-        point = Point(plan, ms, peak if isinstance(peak, float) else plan.peak_bytes / GIB, keep_ms)
+        point = Point(plan, ms, peak if isinstance(peak, float) else plan.peak_bytes / GIB, keep_ms, tuple(slowdowns))
         if self.keep_point is not None:
             keep, base = self.keep_point, self.base_bytes / GIB
             less = 1 - (point.peak_gib - base) / (keep.peak_gib - base)
