@@ -1,4 +1,4 @@
-"""Norm, token map and BlockAttention kernels compiled for the GPUs that they support: no spills, wide loads and stores."""
+"""Norm, token map and BlockAttention kernels compiled for the GPUs of their rules: no spills, wide loads and stores."""
 
 from __future__ import annotations
 
