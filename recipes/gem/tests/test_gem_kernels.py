@@ -33,6 +33,7 @@ KERNELS = {
     "jagged, PFFN by products": KernelConfig(pffn="matmul", norm="torch", fused_qk=False),
     "unfused": KernelConfig(norm="torch", fused_qk=False),
     "norm in GDPA's kernel": KernelConfig(fused_pffn_norm=True),
+    "PFFN's keys and values by one kernel": KernelConfig(pffn_weights="gemworks"),
     "residual with the next norms": KernelConfig(late_residual=True),
     "batched experts": KernelConfig(experts="batched"),
     "own schedules": KernelConfig(share_schedule=False),

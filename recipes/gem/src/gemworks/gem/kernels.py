@@ -16,6 +16,7 @@ Layout = Literal["jagged", "padded"]
 SelfAttentionKernel = Literal["gemworks", "varlen", "sdpa"]
 PoolKernel = Literal["gemworks", "varlen", "sdpa"]
 PffnKernel = Literal["gemworks", "matmul"]
+PffnWeightsKernel = Literal["torch", "gemworks"]
 NormKernel = Literal["gemworks", "torch"]
 ActivationPolicy = Literal[
     "keep", "recompute", "recompute_cheap", "recompute@0.5", "quantise", "offload", "quantise_offload"
@@ -39,6 +40,8 @@ class KernelConfig:
             one tensor and return its gradient as one; otherwise op by op before them.
         late_residual: self-attention's residual is added by whatever reads the sum next, which in a compiled layer is
             the kernel of its norms; otherwise where it arises, by the product before it, which first copies it.
+        pffn_weights: the map over tokens that makes the PFFN's keys and values, plus what all samples share: batched
+            products and sums, or gemworks.jagged's `token_map`, a kernel each for forward and backward.
         fused_pffn_norm: the norm after GDPA, its residual and what is added after it inside GDPA's kernel.
         experts: Wukong experts one after another, or each of their products for all of them at once.
         stream: dtype of the tokens between the layers: autocast's own, or float32, as norms under autocast leave it.
@@ -64,6 +67,7 @@ class KernelConfig:
     norm: NormKernel = "gemworks"
     fused_qk: bool = True
     late_residual: bool = False
+    pffn_weights: PffnWeightsKernel = "torch"
     fused_pffn_norm: bool = False
     experts: Literal["separate", "batched"] = "separate"
     stream: Literal["autocast", "float32"] = "autocast"
