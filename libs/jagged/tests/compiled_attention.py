@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEADS = 4
 INTEGERS = ("left", "right", "total", "tiles_per_unit", "num_sequences", "radius", "unit")
+FLOATS = ("lse", "delta", "scratch", "position", "time", "d_position", "d_time", "cos", "sin", "norms", "norm")
 BUCKETS = 32
 IN_TURN = {
     "softmax": table.GluonConfig(128, 2, resident_stages=2, one_release=True, in_turn=True),
@@ -44,7 +45,7 @@ def arguments(
             continue
         assert not kernel.params[i].is_constexpr, f"{name} has no value, here or in the launch"
         base = name.removesuffix("_ptr")
-        if base in ("lse", "delta", "scratch", "position", "time", "d_position", "d_time", "cos", "sin", "norms", "norm"):
+        if base in FLOATS:
             kind = "*fp32"
         elif base in ("times_q", "times_k"):
             kind = "*i64"

@@ -32,6 +32,7 @@ KERNELS = {
     "padded": PADDED,
     "jagged, PFFN by products": KernelConfig(pffn="matmul", norm="torch", fused_qk=False),
     "unfused": KernelConfig(norm="torch", fused_qk=False),
+    "attention goes back through its keys' norm": KernelConfig(fused_qk_backward=True),
     "norm in GDPA's kernel": KernelConfig(fused_pffn_norm=True),
     "residual with the next norms": KernelConfig(late_residual=True),
     "batched experts": KernelConfig(experts="batched"),
@@ -110,6 +111,7 @@ def test_columns_padded_for_tensor_cores_change_nothing():
             "kernels.pffn: got 'gemworks', expected 'matmul'",
         ),
         ({"pffn": "matmul", "fused_pffn_norm": True}, "kernels.fused_pffn_norm: got True"),
+        ({"fused_qk": False, "fused_qk_backward": True}, "kernels.fused_qk_backward: got True"),
         ({"linears_min_features": 0}, "kernels.linears_min_features: got 0"),
     ],
 )

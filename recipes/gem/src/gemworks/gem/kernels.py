@@ -37,6 +37,8 @@ class KernelConfig:
         norm: gemworks.jagged's norms with their residuals, or torch's with the additions beside them.
         fused_qk: QK-norm and RoPE inside the ops of self-attention and softmax pooling, which take their projection as
             one tensor and return its gradient as one; otherwise op by op before them.
+        fused_qk_backward: with fused_qk, the backward of the keys' norm and rotation at the end of attention's own, in
+            full and windowed self-attention and in softmax pooling; block attention always does so.
         late_residual: self-attention's residual is added by whatever reads the sum next, which in a compiled layer is
             the kernel of its norms; otherwise where it arises, by the product before it, which first copies it.
         fused_pffn_norm: the norm after GDPA, its residual and what is added after it inside GDPA's kernel.
@@ -63,6 +65,7 @@ class KernelConfig:
     pffn: PffnKernel = "gemworks"
     norm: NormKernel = "gemworks"
     fused_qk: bool = True
+    fused_qk_backward: bool = False
     late_residual: bool = False
     fused_pffn_norm: bool = False
     experts: Literal["separate", "batched"] = "separate"
@@ -95,6 +98,11 @@ class KernelConfig:
             raise ConfigError(
                 f"kernels.fused_pffn_norm: got True with kernels.pffn {self.pffn!r}, expected 'gemworks'; it is GDPA's "
                 f"kernel that does it"
+            )
+        if self.fused_qk_backward and not self.fused_qk:
+            raise ConfigError(
+                "kernels.fused_qk_backward: got True with kernels.fused_qk false, expected true; it is the backward of "
+                "what fused_qk puts into the ops"
             )
         if self.attention_format == "fp8" and self.attention != "gemworks":
             raise ConfigError(

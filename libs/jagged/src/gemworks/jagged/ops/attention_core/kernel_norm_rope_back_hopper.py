@@ -1,4 +1,4 @@
-"""The backward of k's norm and rotation, for the end of the fused backward for Hopper; kernel_norm_rope_back.py in Gluon.
+"""The backward of k's norm and rotation, for the end of the fused backward for Hopper: kernel_norm_rope_back.py's twin.
 
 A thread of wgmma's layout has both columns of every pair (j, j + J), so turning back moves nothing between threads.
 

@@ -275,7 +275,8 @@ def backward(
     """Fills `into`: dq, dk, dv, shaped and typed as q, k, v; a row's heads and columns lie side by side.
 
     Args:
-        keys: what made k; dk is then the gradient of what it was made of. Only where `table.goes_back_through_norm_rope`.
+        keys: what made k; dk is then the gradient of what it was made of. Only where the table's
+            `goes_back_through_norm_rope`.
 
     Returns:
         With a bias the gradients of its tables, as `triton_backward_bias`.

@@ -286,8 +286,10 @@ def goes_back_through_norm_rope(shape: Shape, architecture: str) -> bool:
     """Whether the kernel of dK can end in the backward of the norm and the rotation that made k.
 
     >>> shapes = [Shape(SOFTMAX, torch.bfloat16, h, h, False, False, False, 1024) for h in (64, 96, 128)]
-    >>> [goes_back_through_norm_rope(shape, "sm_90") for shape in shapes], goes_back_through_norm_rope(shapes[0], "sm_80")
-    ([False, False, True], True)
+    >>> [goes_back_through_norm_rope(shape, "sm_90") for shape in shapes]
+    [False, False, True]
+    >>> goes_back_through_norm_rope(shapes[0], "sm_80")
+    True
     """
     if choose_fused(shape, architecture) is not None:
         return True

@@ -159,7 +159,9 @@ def _backward(
     return dq, d_kv
 
 
-_SETTINGS = "Tensor offsets, Tensor[] tiles, str heights, int max_length, float scale, float? eps, bool backward_epilogue"
+_SETTINGS = (
+    "Tensor offsets, Tensor[] tiles, str heights, int max_length, float scale, float? eps, bool backward_epilogue"
+)
 attention_pool = custom_op(
     "attention_pool",
     _forward,
