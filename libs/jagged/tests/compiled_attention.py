@@ -58,7 +58,7 @@ def arguments(
         else:
             kind = f"*{dtype}"
         signature[name] = kind
-        if kind[0] == "*" or base.endswith(("_st", "_sn", "stride_t", "stride_n")):
+        if kind[0] == "*" or (base.endswith(("_st", "_sn", "stride_t", "stride_n")) and not base.startswith("norm")):
             attributes[(i,)] = [["tt.divisibility", 16]]
     return signature, {(kernel.arg_names.index(n),): value for n, value in constants.items()}, attributes
 

@@ -111,7 +111,6 @@ def test_columns_padded_for_tensor_cores_change_nothing():
             "kernels.pffn: got 'gemworks', expected 'matmul'",
         ),
         ({"pffn": "matmul", "fused_pffn_norm": True}, "kernels.fused_pffn_norm: got True"),
-        ({"fused_qk": False, "fused_qk_backward": True}, "kernels.fused_qk_backward: got True"),
         ({"linears_min_features": 0}, "kernels.linears_min_features: got 0"),
     ],
 )

@@ -99,11 +99,6 @@ class KernelConfig:
                 f"kernels.fused_pffn_norm: got True with kernels.pffn {self.pffn!r}, expected 'gemworks'; it is GDPA's "
                 f"kernel that does it"
             )
-        if self.fused_qk_backward and not self.fused_qk:
-            raise ConfigError(
-                "kernels.fused_qk_backward: got True with kernels.fused_qk false, expected true; it is the backward of "
-                "what fused_qk puts into the ops"
-            )
         if self.attention_format == "fp8" and self.attention != "gemworks":
             raise ConfigError(
                 f"kernels.attention_format: got 'fp8' with kernels.attention {self.attention!r}, expected 'gemworks'; "

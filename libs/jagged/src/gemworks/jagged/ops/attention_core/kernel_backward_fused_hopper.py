@@ -350,7 +350,8 @@ def _consumer(
         t, row = read_ticket(ticket_smem, ks)
 
 
-@gluon.jit(do_not_specialize=["lse_stride_n", "num_sequences", "left", "right"])  # other in every batch
+# other in every batch, and the stride of one head's factors is 1, which a tuple does not take as a constant
+@gluon.jit(do_not_specialize=["lse_stride_n", "num_sequences", "left", "right", "norm_stride_t"])
 def backward_fused_hopper_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_ptr, dk_ptr, dv_ptr,
     scratch_ptr, turn_ptr, counter_ptr, lse_ptr, delta_ptr,
