@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from gemworks.jagged import Rope, TileSchedule, flash_attention_pool, flash_attention_qkv, offsets_from_lengths
@@ -55,16 +56,17 @@ def backwards(
         q = torch.randn(SEEDS, HEADS, WIDTH, device=device, dtype=torch.bfloat16).requires_grad_()
         schedule = TileSchedule.build(None, offsets, total_q=SEEDS, total_k=total)
         leaves, call = [x, q], partial(flash_attention_pool, q, x, offsets, max_length=longest, schedule=schedule)
-        norm = {"k_norm": True}
+        norm = "k_norm"
     else:
         schedule = TileSchedule.build(offsets, total_q=total)
         leaves = [x]
         call = partial(flash_attention_qkv, x, offsets, num_heads=HEADS, max_length=longest, schedule=schedule)
-        norm = {"qk_norm": True}
+        norm = "qk_norm"
     d_out: Tensor | None = None
     runs: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
     for name in (*WAYS, CORE):
-        out = call() if name == CORE else call(rope=rope, backward_epilogue=WAYS[name], **norm)
+        front: dict[str, Any] = {} if name == CORE else {norm: True, "rope": rope, "backward_epilogue": WAYS[name]}
+        out = call(**front)
         d_out = torch.randn_like(out) if d_out is None else d_out
         runs[name] = partial(gradient, out, leaves, d_out)
     return runs, lengths

@@ -68,8 +68,8 @@ def parts_apart(kind: str, x: Tensor, q: Tensor, offsets: Tensor, norm: bool, ro
         k = k if rope is None else apply_rope(k, rope)
         return flash_attention(q, k, v, None, offsets, max_length_k=1024, shared_query=True)
     keys = (x.shape[1] - q.shape[1]) // 2
-    parts = x.split([q.shape[1], keys, keys], dim=1)
-    return flash_attention(*parts, offsets, max_length_q=1024, qk_norm=norm, rope=rope, window=window)
+    q, k, v = x.split([q.shape[1], keys, keys], dim=1)
+    return flash_attention(q, k, v, offsets, max_length_q=1024, qk_norm=norm, rope=rope, window=window)
 
 
 # kind, head width, dtype, norm, dtype of the rotation's tables, window

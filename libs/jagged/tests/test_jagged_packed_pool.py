@@ -67,7 +67,7 @@ def test_an_epilogue_that_no_kernel_has_changes_nothing(norm: bool):
     for backward_epilogue in (False, True):
         leaves = [x.clone().requires_grad_() for x in (q, kv)]
         out = flash_attention_pool(
-            *leaves, offsets, max_length=64, k_norm=norm, rope=rope, backward_epilogue=backward_epilogue
+            leaves[0], leaves[1], offsets, max_length=64, k_norm=norm, rope=rope, backward_epilogue=backward_epilogue
         )
         results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
