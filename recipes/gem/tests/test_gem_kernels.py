@@ -32,6 +32,7 @@ KERNELS = {
     "padded": PADDED,
     "jagged, PFFN by products": KernelConfig(pffn="matmul", norm="torch", fused_qk=False),
     "unfused": KernelConfig(norm="torch", fused_qk=False),
+    "attention goes back through its keys' norm": KernelConfig(fused_qk_backward=True),
     "norm in GDPA's kernel": KernelConfig(fused_pffn_norm=True),
     "PFFN's keys and values by one kernel": KernelConfig(pffn_weights="gemworks"),
     "residual with the next norms": KernelConfig(late_residual=True),

@@ -38,6 +38,8 @@ class KernelConfig:
         norm: gemworks.jagged's norms with their residuals, or torch's with the additions beside them.
         fused_qk: QK-norm and RoPE inside the ops of self-attention and softmax pooling, which take their projection as
             one tensor and return its gradient as one; otherwise op by op before them.
+        fused_qk_backward: with fused_qk, the backward of the keys' norm and rotation at the end of attention's own, in
+            full and windowed self-attention and in softmax pooling; block attention always does so.
         late_residual: self-attention's residual is added by whatever reads the sum next, which in a compiled layer is
             the kernel of its norms; otherwise where it arises, by the product before it, which first copies it.
         pffn_weights: the map over tokens that makes the PFFN's keys and values, plus what all samples share: batched
@@ -66,6 +68,7 @@ class KernelConfig:
     pffn: PffnKernel = "gemworks"
     norm: NormKernel = "gemworks"
     fused_qk: bool = True
+    fused_qk_backward: bool = False
     late_residual: bool = False
     pffn_weights: PffnWeightsKernel = "torch"
     fused_pffn_norm: bool = False

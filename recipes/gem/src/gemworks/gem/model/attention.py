@@ -68,6 +68,7 @@ class SelfAttention(nn.Module):
         return flash_attention_qkv(
             qkv_TXH, sequence.offsets_S, num_heads=self.num_heads, max_length=bound, scale=scale, window=self._window,
             qk_norm=True, rope=sequence.rope, schedule=sequence.plan.attention,
+            backward_epilogue=self.kernels.fused_qk_backward,
         )  # fmt: skip
 
     def _separate(self, qkv_TXH: Tensor, sequence: Sequence) -> Tensor:

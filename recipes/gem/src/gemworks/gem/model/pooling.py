@@ -57,6 +57,7 @@ class SeedPooling(nn.Module):
             return flash_attention_pool(
                 seeds_PNH, kv_TXH, sequence.offsets_S, max_length=sequence.max_length,
                 scale=1.0 / math.sqrt(self.head_dim), k_norm=True, rope=sequence.rope, schedule=sequence.plan.pooling,
+                backward_epilogue=kernels.fused_qk_backward,
             )  # fmt: skip
         k_TNH, v_TNH = kv_TXH.chunk(2, dim=1)
         k_TNH = rms_norm(k_TNH, kernels.norm)
