@@ -34,6 +34,7 @@ KERNELS = {
     "unfused": KernelConfig(norm="torch", fused_qk=False),
     "norm in GDPA's kernel": KernelConfig(fused_pffn_norm=True),
     "residual with the next norms": KernelConfig(late_residual=True),
+    "both": KernelConfig(fused_pffn_norm=True, late_residual=True),
     "batched experts": KernelConfig(experts="batched"),
     "own schedules": KernelConfig(share_schedule=False),
     "float32 stream": KernelConfig(stream="float32"),
