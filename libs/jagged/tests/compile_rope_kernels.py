@@ -17,17 +17,20 @@ def main(architecture: str) -> None:
     from compile_tile_kernels import compile_kernel
 
     for width in (32, 64, 128, 256):
-        for backward in (False, True):
+        for backward, scales in ((False, False), (True, False), (False, True)):
             constants = {
                 "N": 8, "J": width // 2, "BLOCK_J": width // 2, "ROWS": rows_of_tile(width // 2), "HEADS": MAX_HEADS,
                 "NORM": True, "TURN": True, "HAS_END": True, "BACKWARD": backward,
             }  # fmt: skip
-            types = {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "end_ptr": "*i64"}
+            if not scales:
+                constants["scale_ptr"] = None
+            types = {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "end_ptr": "*i64", "scale_ptr": "*fp32"}
             facts = compile_kernel(
                 kernel_rope.norm_rope_kernel, lambda name, types=types: types.get(name, "*bf16"), constants,
                 int(architecture.removeprefix("sm_")), num_warps=NUM_WARPS,
             )  # fmt: skip
-            print(json.dumps({"kernel": f"{'backward' if backward else 'forward'} {width}", **facts}))
+            direction = "backward" if backward else "forward"
+            print(json.dumps({"kernel": f"{direction} {width}{' with scales' if scales else ''}", **facts}))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from gemworks.jagged.ops.block_attention import kernel_block
 from gemworks.jagged.ops.block_attention.launch import block_config
 from gemworks.jagged.ops.norms import kernel_norm
 from gemworks.jagged.ops.norms.configs import norm_config
+from gemworks.jagged.ops.token_map import kernel_token_map
+from gemworks.jagged.ops.token_map import launch as token_map_launch
 from gemworks.jagged.schedule_op import KERNEL_CONFIG
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -189,6 +191,23 @@ def epilogue_cases(gluon: bool) -> dict[str, tuple[Any, Callable[[str], str], di
     return cases
 
 
+def token_map_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], dict[str, Any]]]:
+    def pointer(name: str) -> str:
+        return "*fp32" if name in ("weight_ptr", "base_ptr", "dweight_ptr", "dbase_ptr") else "*bf16"
+
+    forward, backward = token_map_launch.FORWARD, token_map_launch.BACKWARD
+    sizes = {"K": 256, "N": 32, "D": 512, "BLOCK_N": 32, "BLOCK_D": token_map_launch.BLOCK_D}
+    return {
+        f"token_map {name}": (
+            kernel, pointer, sizes | {"BLOCK_K": block_k, "STAGES": config.stages}, {"num_warps": config.num_warps}
+        )
+        for name, kernel, block_k, config in (
+            ("forward", kernel_token_map.token_map_fwd_kernel, token_map_launch.FORWARD_BLOCK_K, forward),
+            ("backward", kernel_token_map.token_map_bwd_kernel, 256, backward),
+        )
+    }  # fmt: skip
+
+
 def gluon_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], dict[str, Any]]]:
     from gemworks.jagged.ops.block_attention import kernel_block_hopper, launch
 
@@ -214,7 +233,8 @@ def gluon_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], 
 def main() -> None:
     architecture, pattern = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
     line: dict[str, Any] = {"architecture": architecture}
-    cases = norm_cases() | block_cases() | schedule_cases() | epilogue_cases(architecture == "sm_90")
+    cases = norm_cases() | block_cases() | schedule_cases() | token_map_cases()
+    cases |= epilogue_cases(architecture == "sm_90")
     cases |= gluon_cases() if architecture == "sm_90" else {}
     for name, (kernel, pointer, constants, options) in cases.items():
         if re.search(pattern, name):

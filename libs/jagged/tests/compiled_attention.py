@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEADS = 4
 INTEGERS = ("left", "right", "total", "tiles_per_unit", "num_sequences", "radius", "unit")
+FLOATS = ("lse", "delta", "scratch", "position", "time", "d_position", "d_time", "cos", "sin", "norms", "norm")
 BUCKETS = 32
 IN_TURN = {
     "softmax": table.GluonConfig(128, 2, resident_stages=2, one_release=True, in_turn=True),
@@ -44,7 +45,7 @@ def arguments(
             continue
         assert not kernel.params[i].is_constexpr, f"{name} has no value, here or in the launch"
         base = name.removesuffix("_ptr")
-        if base in ("lse", "delta", "scratch", "position", "time", "d_position", "d_time"):
+        if base in FLOATS:
             kind = "*fp32"
         elif base in ("times_q", "times_k"):
             kind = "*i64"
@@ -57,7 +58,7 @@ def arguments(
         else:
             kind = f"*{dtype}"
         signature[name] = kind
-        if kind[0] == "*" or base.endswith(("_st", "_sn", "stride_t", "stride_n")):
+        if kind[0] == "*" or (base.endswith(("_st", "_sn", "stride_t", "stride_n")) and not base.startswith("norm")):
             attributes[(i,)] = [["tt.divisibility", 16]]
     return signature, {(kernel.arg_names.index(n),): value for n, value in constants.items()}, attributes
 
@@ -97,8 +98,10 @@ def report(label: str, compiled: Any) -> None:
 
 
 def compile_triton(
-    step: str, activation: str, architecture: str, dtype: str, width: int, masked: bool, biased: bool = False
-) -> None:
+    step: str, activation: str, architecture: str, dtype: str, width: int, masked: bool, biased: bool = False,
+    back: bool = False,
+) -> None:  # fmt: skip
+    """`back`: dK ends in the backward of k's norm and rotation."""
     from gemworks.jagged.ops.attention_core import kernel_backward, kernel_forward
     from triton.compiler import ASTSource
 
@@ -120,10 +123,13 @@ def compile_triton(
     if sums:
         del constants["ACT"]
         constants |= {"BB": BUCKETS, "W": triton.next_power_of_2(config.block_m + config.block_n), "WORKERS": 256}
+    if step == "backward_kv":
+        constants |= norm_rope_back(back, ("cos", "sin", "norms", "norm_st"))
     source = ASTSource(kernel, *arguments(kernel, constants, dtype))
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-    report(f"{step} {activation} {config}", triton.compile(source, target=target, options=options))
+    label = f"{step} {activation} {config}{' norm rope' if back else ''}"
+    report(label, triton.compile(source, target=target, options=options))
 
 
 def compile_gluon(
@@ -175,7 +181,10 @@ def compile_gluon(
     report(f"{step} {activation} {config}", compiled)
 
 
-def compile_fused(activation: str, config: table.FusedConfig, dtype: str, shared: bool, masked: bool = False) -> None:
+def compile_fused(
+    activation: str, config: table.FusedConfig, dtype: str, shared: bool, masked: bool = False, back: bool = False
+) -> None:
+    """`back`: dK ends in the backward of k's norm and rotation."""
     from gemworks.jagged.ops.attention_core.kernel_backward_fused_hopper import backward_fused_hopper_kernel as kernel
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -183,13 +192,20 @@ def compile_fused(activation: str, config: table.FusedConfig, dtype: str, shared
         "ACT": activation, "HEADS": HEADS, "H": table.FUSED_HEAD_DIM, "STAGES": config.stages,
         "KSTAGES": config.key_stages, "SHARED": shared, "EARLY": config.early, "AHEAD": config.ahead,
         "CONSUMER_REGS": config.registers, "MASKED": masked, "BOTTOM_RIGHT": True,
+        **norm_rope_back(back, ("cos_ptr", "sin_ptr", "norm_ptr", "norm_stride_t")),
     }  # fmt: skip
     signature, constexprs, attributes = arguments(kernel, constants, dtype)
     for name in ("q_desc", "k_desc", "v_desc", "do_desc"):
         describe(kernel, name, (1, 1, 64, 1, table.FUSED_HEAD_DIM), dtype, signature, attributes)
     source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    report(f"backward {activation} {config}", compiled)
+    label = f"backward {activation} {config}{' masked' if masked else ''}{' norm rope' if back else ''}"
+    report(label, compiled)
+
+
+def norm_rope_back(on: bool, names: tuple[str, ...]) -> dict[str, Any]:
+    """Constants of dK's end; without it the arguments that it would read are None."""
+    return {"NORM": on, "ROPE": on, **({} if on else dict.fromkeys(names))}
 
 
 def activations_of(backend: str, kind: str) -> list[str]:
@@ -208,6 +224,14 @@ def main(backend: str, architecture: str, dtype: str, width: str, masked: str) -
     if backend == "triton-bias":
         for step in (*table.STEPS, "backward_bias"):
             compile_triton(step, "softmax", architecture, dtype, int(width), masked == "1", biased=True)
+        return
+    if backend == "norm-rope-back":  # the kernels of dK that end in the backward of k's norm and rotation
+        if architecture == "sm_90" and int(width) == table.FUSED_HEAD_DIM:
+            shared = masked == "1"
+            compile_fused("softmax", table.FUSED["softmax", "long"], dtype, shared, back=True)
+            if not shared:
+                compile_fused("softmax", table.FUSED["softmax", "long"], dtype, shared, masked=True, back=True)
+        compile_triton("backward_kv", "softmax", architecture, dtype, int(width), False, back=True)
         return
     if backend == "gluon-masked":
         for kind, config in table.GLUON_MASKED.items():

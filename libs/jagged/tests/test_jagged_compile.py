@@ -69,7 +69,28 @@ def test_gluon_kernels_for_hopper(backend: str, shared_query: str, steps: set[st
         assert row["shared"] <= SHARED_LIMIT["sm_90"], label
 
 
+@pytest.mark.parametrize("shared_query", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_backwards_that_end_in_that_of_norm_and_rotation(shared_query: str) -> None:
+    """No product waits more than without; what spills are addresses before and after the walk over queries."""
+    rows = compiled("norm-rope-back", "sm_90", "bf16", "128", shared_query)
+    assert len(rows) == (2 if shared_query == "1" else 3)
+    for label, row in rows.items():
+        assert row["HGMMA"] > 0, label
+        assert row["shared"] <= SHARED_LIMIT["sm_90"], label
+        if label.startswith("backward_kv"):
+            assert row["stack"] <= 192, label
+            continue
+        assert row["stack"] <= (56 if "masked" in label else 32), label
+        assert row["waits"] <= 24, label
+        assert row["barriers"] > 0, label
+        assert not any(row[name] for name in SIGNALS), (label, row)
+
+
 OTHERS = [
+    ("norm-rope-back", "sm_90", "fp16", "128", "0"),
+    ("norm-rope-back", "sm_90", "bf16", "64", "0"),
+    ("norm-rope-back", "sm_80", "fp32", "128", "0"),
+    ("norm-rope-back", "sm_100", "bf16", "128", "0"),
     *(("triton", "sm_90", dtype, width, "1") for dtype in ("bf16", "fp32") for width in ("32", "64", "256")),
     ("triton", "sm_90", "fp32", "128", "1"),
     *(("triton", place, dtype, width, "0") for place in ("sm_80", "sm_100") for dtype, width in (("bf16", "128"),)),

@@ -27,6 +27,7 @@ from gemworks.jagged import (
     rms_norm,
     seed_pool,
     support,
+    token_map,
 )
 from gemworks.jagged.dispatch import OPS
 
@@ -152,6 +153,14 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "kronecker": (
         lambda: kronecker_compress(torch.zeros(1, 2, 3), torch.zeros(1, 3, 2), torch.zeros(1, 3, 3)),
         r"h, z, w: got",
+    ),
+    "token map": (
+        lambda: token_map(torch.zeros(1, 2, 3), torch.zeros(4, 2), torch.zeros(2, 3)),
+        r"x, weight, base: got .*, expected \[B, N, D\], \[K, N\], \[K, D\]",
+    ),
+    "token map dtype": (
+        lambda: token_map(torch.zeros(1, 2, 3), torch.zeros(4, 2).double(), torch.zeros(4, 3)),
+        r"weight: got dtype torch.float64",
     ),
     "jagged": (lambda: Jagged(torch.zeros(5), torch.tensor([0, 5]), 4), r"max_length of offsets: got 4"),
     "padded both": (lambda: from_padded(torch.zeros(1, 2)), r"neither given"),

@@ -75,6 +75,15 @@ LAYERS: dict[str, Layer] = {
     "flash qkv": lambda x, o: flash_attention_qkv(
         x, o, num_heads=HEADS, max_length=MAX, qk_norm=True, rope=Rope().tables(o, WIDTH, total=x.shape[0])
     ),
+    "flash qkv to the end": lambda x, o: flash_attention_qkv(
+        x,
+        o,
+        num_heads=HEADS,
+        max_length=MAX,
+        qk_norm=True,
+        rope=Rope().tables(o, WIDTH, total=x.shape[0]),
+        backward_epilogue=True,
+    ),
     "gdpa": lambda x, o: gdpa(*parts(x), o, max_length_q=MAX, scale=0.1, activation="fast_gelu"),
     "two layers": with_tiles,
     "pffn": pffn,

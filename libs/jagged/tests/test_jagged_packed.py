@@ -53,8 +53,24 @@ def test_the_op_is_registered_as_torch_wants_it(norm: bool):
     rope = Rope().tables(offsets, 8, total=qkv.shape[0])
     tables = (rope.cos_TJ, rope.sin_TJ) if norm else (None, None)
     op = torch.ops.gemworks_jagged.attention_qkv.default
-    rest = (offsets, [], "", 2, 64, 0.3, 1e-6 if norm else None, 3, 3)
-    torch.library.opcheck(op, (qkv.requires_grad_(), *tables, *rest))
+    for backward_epilogue in (False, True):
+        rest = (offsets, [], "", 2, 64, 0.3, 1e-6 if norm else None, 3, 3, backward_epilogue)
+        torch.library.opcheck(op, (qkv.requires_grad_(), *tables, *rest))
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_an_epilogue_that_no_kernel_has_changes_nothing(norm: bool):
+    """On a CPU the backward of norm and rotation stays a pass of its own: bit-equal values and gradient."""
+    qkv, offsets = packed(4, 2, torch.float32)
+    rope = Rope().tables(offsets, 8, total=qkv.shape[0])
+    results = []
+    for backward_epilogue in (False, True):
+        leaf = qkv.clone().requires_grad_()
+        out = flash_attention_qkv(
+            leaf, offsets, num_heads=4, max_length=64, qk_norm=norm, rope=rope, backward_epilogue=backward_epilogue
+        )
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaf)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_one_graph_for_all_totals_j7():

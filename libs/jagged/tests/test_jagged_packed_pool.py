@@ -53,8 +53,24 @@ def test_the_op_is_registered_as_torch_wants_it(norm: bool):
     rope = Rope().tables(offsets, 8, total=kv.shape[0])
     tables = (rope.cos_TJ, rope.sin_TJ) if norm else (None, None)
     op = torch.ops.gemworks_jagged.attention_pool.default
-    args = (q.requires_grad_(), kv.requires_grad_(), *tables, offsets, [], "", 64, 0.3, 1e-6 if norm else None)
-    torch.library.opcheck(op, args)
+    for backward_epilogue in (False, True):
+        rest = (offsets, [], "", 64, 0.3, 1e-6 if norm else None, backward_epilogue)
+        torch.library.opcheck(op, (q.requires_grad_(), kv.requires_grad_(), *tables, *rest))
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_an_epilogue_that_no_kernel_has_changes_nothing(norm: bool):
+    """On a CPU the backward of norm and rotation stays a pass of its own: bit-equal values and gradients."""
+    q, kv, offsets = inputs(2, 2, torch.float32)
+    rope = Rope().tables(offsets, 8, total=kv.shape[0])
+    results = []
+    for backward_epilogue in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (q, kv)]
+        out = flash_attention_pool(
+            leaves[0], leaves[1], offsets, max_length=64, k_norm=norm, rope=rope, backward_epilogue=backward_epilogue
+        )
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_one_graph_for_all_totals_j7():

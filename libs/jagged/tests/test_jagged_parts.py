@@ -17,9 +17,11 @@ from gemworks.jagged import (
     mean_pool,
     rms_norm,
     sum_pool,
+    token_map,
 )
 from gemworks.jagged.ops.flash_attention.bias import time_bucket
 from gemworks.jagged.ops.gdpa import activations
+from gemworks.jagged.ops.token_map.reference import token_map_backward_reference
 
 pytestmark = pytest.mark.reference
 
@@ -122,6 +124,19 @@ def test_kronecker_compression_and_its_gradients() -> None:
     h, z, w = leaf(2, 4, 3), leaf(5, 4, 2), leaf(5, 3, 6)
     torch.testing.assert_close(kronecker_compress(h, z, w), torch.einsum("krc,brd,kde->bce", z, h, w))
     assert torch.autograd.gradcheck(kronecker_compress, (h, z, w))
+
+
+def test_a_token_map_and_its_gradients() -> None:
+    x, w, base = leaf(2, 4, 3), leaf(5, 4), leaf(5, 3)
+    torch.testing.assert_close(token_map(x, w, base), torch.einsum("kn,bnd->bkd", w, x) + base)
+    assert torch.autograd.gradcheck(token_map, (x, w, base))
+    dy = torch.randn(2, 5, 3, dtype=torch.float64)
+    wanted = torch.autograd.grad(token_map(x, w, base), (x, w, base), dy)
+    for grad, other in zip(token_map_backward_reference(dy, x, w), wanted, strict=True):
+        torch.testing.assert_close(grad, other, check_dtype=False, rtol=1e-6, atol=1e-6)
+    half = token_map(x.bfloat16(), w.float(), base.float())
+    assert half.dtype == torch.bfloat16
+    assert token_map(x[:0], w, base).shape == (0, 5, 3)
 
 
 def test_time_buckets_are_bit_lengths() -> None:

@@ -75,10 +75,11 @@ def test_kernels_compile_without_spills_and_with_wide_accesses(architecture: str
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 8
+    assert len(kernels) == 12
     for kernel in kernels:
         assert kernel["stack_bytes"] == 0, kernel
-        assert kernel["wide_stores"] == kernel["stores"], kernel
+        # one number a row and head is a narrow store
+        assert (kernel["wide_stores"] == kernel["stores"]) == ("with scales" not in kernel["kernel"]), kernel
         assert kernel["wide_loads"] > 0, kernel
 
 

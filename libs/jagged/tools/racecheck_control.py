@@ -23,10 +23,11 @@ ROUNDS = 4
 
 
 @gluon.jit
-def _give(x_ptr, smem, full, free, rounds):
+def _give(x_ptr, smem, full, free, rounds, WAIT: gl.constexpr):
     at = gl.arange(0, 128, layout=gl.BlockedLayout([4], [32], [1], [0]))
     for i in range(rounds):
-        mbarrier.wait(free, (i & 1) ^ 1)
+        if WAIT:  # readers that do not wait arrive twice before this looks, and it would wait for good
+            mbarrier.wait(free, (i & 1) ^ 1)
         smem.index(0).store(gl.load(x_ptr + i * 128 + at))
         async_copy.async_copy_global_to_shared(smem.index(1), x_ptr + i * 128 + at)
         async_copy.mbarrier_arrive(full)  # counts itself in
@@ -54,7 +55,7 @@ def handover_kernel(x_ptr, y_ptr, rounds, WAIT: gl.constexpr):
     mbarrier.init(free, count=1)
     fence_async_shared()
     gl.warp_specialize(
-        [(_take, (y_ptr, smem, full, free, rounds, WAIT)), (_give, (x_ptr, smem, full, free, rounds))], [1], [24]
+        [(_take, (y_ptr, smem, full, free, rounds, WAIT)), (_give, (x_ptr, smem, full, free, rounds, WAIT))], [1], [24]
     )
 
 

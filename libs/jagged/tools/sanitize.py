@@ -85,11 +85,11 @@ def fronts() -> Iterator[tuple[str, Call]]:
     total, b = sum(LENGTHS), len(LENGTHS)
     rope = Rope().tables(offsets, 128, total=total)
     yield "apply_rope", lambda: apply_rope(leaf(total, 2, 128), rope)
-    for norm, tables in ((True, None), (True, rope), (False, rope)):
+    for norm, tables, end in ((True, None, False), (True, rope, False), (False, rope, False), (True, rope, True)):
         yield (
-            f"flash_attention_qkv norm {norm} rope {tables is not None}",
-            lambda n=norm, t=tables: flash_attention_qkv(
-                leaf(total, 6, 128), offsets, num_heads=2, max_length=256, qk_norm=n, rope=t
+            f"flash_attention_qkv norm {norm} rope {tables is not None} epilogue {end}",
+            lambda n=norm, t=tables, e=end: flash_attention_qkv(
+                leaf(total, 6, 128), offsets, num_heads=2, max_length=256, qk_norm=n, rope=t, backward_epilogue=e
             ),
         )
     times = torch.randint(0, 5000, (total,), device="cuda")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import subprocess
 import sys
 
@@ -37,6 +38,12 @@ def test_smoke_run_of_every_suite(tmp_path):
     assert any("gradient SQNR" in r["setting"] for r in budgets)
     BandwidthLedger.from_toml(tmp_path / "netmem.cluster.toml")
     assert (tmp_path / "netmem.budgets.png").exists()
+    (stash,) = (r for r in rows if r["op"] == "stash")
+    assert re.fullmatch(
+        r"parked=True, 2 steps in a row, in turns: ([+-][\d.]+, ){2}[+-][\d.]+ % time of the step", stash["setting"]
+    )
+    (free,) = (r for r in rows if r["op"] == "free_share")
+    assert re.search(r"measured ([\d.]+), by round \1$", free["setting"])  # one round, so its share is the median
     # what `Study.row` writes is read again, of plans that move bytes too
     moving = [r for r in budgets if r["impl"] == "gemworks offload"]
     assert all("of waiting" in r["setting"] for r in moving)
@@ -49,6 +56,19 @@ def test_rows_are_on_disk_as_soon_as_they_are_there(tmp_path):
     assert len(read(tmp_path / "rows.csv")) == 1
     rows.add("link", setting="b")
     assert [r["setting"] for r in read(tmp_path / "rows.csv")] == ["a", "b"]
+
+
+def test_budgets_of_the_stack_with_the_most_rows_are_drawn_alone(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("gemworks.netmem.bench.plots._save", lambda figure, axes, rows, path: drawn.extend(rows))
+    setting = "keep; predicted 70.00 ms, 20.000 GiB"
+    rows = [
+        {"op": "budget", "shape": shape, "setting": setting, "impl": "keep everything", "ms": ms, "memory_gib": "20"}
+        for shape, ms in (("8 layers", "70"), ("16 layers", "90"), ("8 layers", "71"), ("16 layers", ""))
+    ]
+    assert plot_budgets(rows, tmp_path / "budgets.png")
+    assert [r["ms"] for r in drawn] == ["70", "71"]
+    assert not plot_budgets([{"op": "link", "shape": "", "setting": "", "ms": ""}], tmp_path / "nothing.png")
 
 
 def test_gathers_are_drawn_from_a_csv(tmp_path):

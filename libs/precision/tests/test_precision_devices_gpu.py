@@ -13,7 +13,11 @@ from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
 from gemworks.precision.norm import norm_cast
 from gemworks.precision.projection import project_heads
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # mxfp8 says once what its exact products cost.
+    pytest.mark.filterwarnings("ignore:mxfp8 on:gemworks.precision.backends.PrecisionCostWarning"),
+]
 MX, WIDE = CastSpec(GemmKind.MXFP8), CastSpec(GemmKind.FP8_BLOCK128)
 NOISE = CastSpec(GemmKind.MXFP8, stochastic=Stochastic(1, 2))
 

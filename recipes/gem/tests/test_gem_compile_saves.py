@@ -87,11 +87,12 @@ def test_a_late_residual_is_added_inside_the_next_layer(monkeypatch: pytest.Monk
     assert sum(sums) == 0
     late_loss, late_grads, _ = losses(config.with_kernels(late_residual=True), batch)
     assert sum(sums) == 1
-    assert torch.equal(late_loss, loss)
+    # a late residual is added to a product that was rounded; an early one by the product itself
+    torch.testing.assert_close(late_loss, loss, rtol=1e-2, atol=0)
     for found, wanted in zip(late_grads, grads, strict=True):
         assert (found is None) == (wanted is None)
         if found is not None and wanted is not None:
-            assert torch.equal(found, wanted)
+            torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2 * float(wanted.abs().max()) + 1e-9)
 
 
 def test_each_setting_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch):

@@ -34,6 +34,7 @@ from gemworks.jagged.ops.norms.op import layer_norm, rms_norm
 from gemworks.jagged.ops.pooling.op import seed_pool
 from gemworks.jagged.ops.pooling.reference import kronecker_compress, last_pool, mean_pool, sum_pool
 from gemworks.jagged.ops.rope.reference import Rope, RopeTables, apply_rope
+from gemworks.jagged.ops.token_map.op import token_map
 from gemworks.jagged.products import (
     concat,
     concat_batch,
@@ -99,4 +100,5 @@ __all__ = [
     "to_nested",
     "to_padded",
     "to_torchrec",
+    "token_map",
 ]

@@ -28,6 +28,7 @@ OPS = (
     "mean_pool",
     "last_pool",
     "apply_rope",
+    "token_map",
 )
 ATTENTION_OPS = ("flash_attention", "gdpa", "block_attention", "seed_pool")
 
@@ -69,6 +70,7 @@ class Rule:
 
 BOTH: tuple[Direction, ...] = ("forward", "backward")
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 NORM_OPS = ("layer_norm", "rms_norm")
 TILE_ARCHITECTURES = ("sm_90", "sm_100")  # of norms and block_attention: where their kernels are compiled in tests
 BLOCK_HEAD_DIMS = tuple(range(16, 129, 16))  # half a head is whole 16-byte vectors
@@ -94,6 +96,7 @@ RULES: tuple[Rule, ...] = (
         "attention_core/table.py",
     ),
     Rule("triton", ("apply_rope",), KERNEL_DTYPES, TILE_ARCHITECTURES, BOTH, None, "rope/launch.py"),
+    Rule("triton", ("token_map",), HALF_DTYPES, TILE_ARCHITECTURES, BOTH, None, "token_map/launch.py"),
     Rule("triton", NORM_OPS, KERNEL_DTYPES, TILE_ARCHITECTURES, BOTH, None, "norms/launch.py"),
     Rule(  # one query head per key head, blocks of 64 (of 128 at head width 128); else the next rule's kernel
         "gluon",

@@ -16,6 +16,7 @@ Layout = Literal["jagged", "padded"]
 SelfAttentionKernel = Literal["gemworks", "varlen", "sdpa"]
 PoolKernel = Literal["gemworks", "varlen", "sdpa"]
 PffnKernel = Literal["gemworks", "matmul"]
+PffnWeightsKernel = Literal["torch", "gemworks"]
 NormKernel = Literal["gemworks", "torch"]
 ActivationPolicy = Literal[
     "keep", "recompute", "recompute_cheap", "recompute@0.5", "quantise", "offload", "quantise_offload"
@@ -37,8 +38,12 @@ class KernelConfig:
         norm: gemworks.jagged's norms with their residuals, or torch's with the additions beside them.
         fused_qk: QK-norm and RoPE inside the ops of self-attention and softmax pooling, which take their projection as
             one tensor and return its gradient as one; otherwise op by op before them.
+        fused_qk_backward: with fused_qk, the backward of the keys' norm and rotation at the end of attention's own, in
+            full and windowed self-attention and in softmax pooling; block attention always does so.
         late_residual: self-attention's residual is added by whatever reads the sum next, which in a compiled layer is
             the kernel of its norms; otherwise where it arises, by the product before it, which first copies it.
+        pffn_weights: the map over tokens that makes the PFFN's keys and values, plus what all samples share: batched
+            products and sums, or gemworks.jagged's `token_map`, a kernel each for forward and backward.
         fused_pffn_norm: the norm after GDPA, its residual and what is added after it inside GDPA's kernel.
         experts: Wukong experts one after another, or each of their products for all of them at once.
         stream: dtype of the tokens between the layers: autocast's own, or float32, as norms under autocast leave it.
@@ -63,7 +68,9 @@ class KernelConfig:
     pffn: PffnKernel = "gemworks"
     norm: NormKernel = "gemworks"
     fused_qk: bool = True
+    fused_qk_backward: bool = False
     late_residual: bool = False
+    pffn_weights: PffnWeightsKernel = "torch"
     fused_pffn_norm: bool = False
     experts: Literal["separate", "batched"] = "separate"
     stream: Literal["autocast", "float32"] = "autocast"

@@ -96,6 +96,7 @@ CASES: tuple[Case, ...] = (
     Case("gdpa", "pool", 128, 2048, rows=64, priority=0),
     Case("flash_attention", "self", 128, 2048, window=100, priority=0),
     *(Case("gdpa", "self", b, n, causal=True, activation="silu") for b, n in ((256, 1024), (128, 2048))),
+    *(Case("flash_attention", "self", b, n, causal=True) for b, n in ((256, 1024), (128, 2048))),
     *(Case(op, "self", 16, 16384) for op in BOTH),
     Case("gdpa", "pffn", 256, 1024, rows=256),
     Case("gdpa", "pffn", 256, 1024, rows=128),

@@ -2,11 +2,10 @@
 
 `exposed_ms`, in milliseconds, is what copies cost a step, and there are three ways to know it:
 
-- op `stash`: how much longer a step is than without a stash, by medians (rows with `parked=False`: with the way out
-  alone).
+- op `stash`: how much longer a step is than without a stash, by medians.
 - op `budget`: how long compute stood still for copies, by events around every wait, in a step of its own.
-- op `budget` of commits before 7f10bf2 (in `docs/measured/netmem_h200.csv` all but 6a08a5d): the waiting that the plan
-  predicted, nothing measured.
+- op `budget` of commits before 7f10bf2 (in `docs/measured/netmem_h200.csv` all but 6a08a5d and 4999828): the waiting
+  that the plan predicted, nothing measured.
 """
 
 from __future__ import annotations

@@ -247,9 +247,9 @@ def stash(s: Setup) -> None:
     """A table parked and brought back under compute, in turns with the same compute without it, two steps in a row.
 
     Each way takes less than half of the compute, so the device memory is given up in the middle by a wait on the device
-    that is over by then. Asking the host instead (`poll`) finds the copy under way, since the host is far ahead: the
-    rows with `parked=False` are of that, and nothing came back in them. The device sleeps before each measurement until
-    the copies of the first step are issued: training has the host ahead too (decision 0456).
+    that is over by then. Asking the host instead (`poll`) finds the copy under way, since the host is far ahead, and
+    nothing comes back. The device sleeps before each measurement until the copies of the first step are issued:
+    training has the host ahead too (decision 0456).
     """
     num_bytes = s.gib(16)
     arena = PinnedArena(num_bytes + (1 << 20), pin=s.device.type == "cuda")

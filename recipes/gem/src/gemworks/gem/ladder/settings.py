@@ -124,6 +124,15 @@ RUNGS: tuple[Rung, ...] = (
         side=True, over="graphs_less_kept",
     ),
     Rung(
+        "graphs_pffn_weights", "CUDA graphs, and a kernel that makes the PFFN's keys or values from their summary",
+        chain(train(cuda_graphs=True), kernels(pffn_weights="gemworks")), side=True, over="cuda_graphs",
+    ),
+    Rung(
+        "graphs_qk_backward", "CUDA graphs, no float32 copies, keys' norm and RoPE undone in attention's kernel",
+        chain(train(cuda_graphs=True), kernels(compile_saves="least", fused_qk_backward=True)),
+        side=True, over="graphs_less_kept",
+    ),
+    Rung(
         "graphs_epilogue", "CUDA graphs, no float32 copies, and GDPA's norm in its kernel",
         chain(train(cuda_graphs=True), kernels(compile_saves="least", fused_pffn_norm=True)),
         side=True, over="graphs_less_kept",

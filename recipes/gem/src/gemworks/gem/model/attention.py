@@ -15,6 +15,7 @@ from gemworks.gem.model.events import Sequence
 from gemworks.gem.model.layers import linear
 from gemworks.gem.model.norms import rms_norm
 from gemworks.gem.model.plain import padded_attention, varlen_attention
+from gemworks.gem.model.residual import add_linear
 from gemworks.jagged import (
     BlockSchedule,
     TileSchedule,
@@ -48,8 +49,8 @@ class SelfAttention(nn.Module):
     def forward(self, sequence: Sequence, *, without_residual: bool = False) -> Tensor:
         s_TE = sequence.s_TD
         qkv_TXH = self.qkv(rms_norm(s_TE, self.kernels.norm)).unflatten(-1, (3 * self.num_heads, self.head_dim))
-        out_TE = self.out(self.attend(qkv_TXH, sequence).flatten(-2))
-        return out_TE if without_residual else s_TE + out_TE
+        heads_TE = self.attend(qkv_TXH, sequence).flatten(-2)
+        return self.out(heads_TE) if without_residual else add_linear(s_TE, heads_TE, self.out)
 
     def attend(self, qkv_TXH: Tensor, sequence: Sequence) -> Tensor:
         """Attention of a projection [T, 3 N, H], QK-norm and rotation included: [T, N, H]."""
@@ -67,6 +68,7 @@ class SelfAttention(nn.Module):
         return flash_attention_qkv(
             qkv_TXH, sequence.offsets_S, num_heads=self.num_heads, max_length=bound, scale=scale, window=self._window,
             qk_norm=True, rope=sequence.rope, schedule=sequence.plan.attention,
+            backward_epilogue=self.kernels.fused_qk_backward,
         )  # fmt: skip
 
     def _separate(self, qkv_TXH: Tensor, sequence: Sequence) -> Tensor:

@@ -61,10 +61,18 @@ class TokenMap(nn.Module):
         self.weight = normal(num_out, num_in, std=gain / math.sqrt(num_in), device=device)
 
     def forward(self, x_BnD: Tensor) -> Tensor:
-        # A batched product with a stride-0 weight: matmul would transpose x in memory to make one product of it.
-        return torch.bmm(self.weight.expand(x_BnD.shape[0], -1, -1), x_BnD)
+        # A batched product with a stride-0 weight: matmul would transpose x in memory to make one product of it. Cast
+        # before it is expanded: autocast would write a weight per sample.
+        weight = self.weight.to(product_dtype(x_BnD))
+        return torch.bmm(weight.expand(x_BnD.shape[0], -1, -1), x_BnD)
 
 
 def unit_rms(x_D: Tensor) -> Tensor:
     """Dense (not jagged) RMS norm over the last dim without affine, in the dtype of x."""
     return functional.rms_norm(x_D, x_D.shape[-1:], eps=1e-6)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """In which autocast computes products of x; x's own without autocast."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

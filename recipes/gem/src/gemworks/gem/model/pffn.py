@@ -10,12 +10,12 @@ import math
 
 import torch
 from gemworks.gem.config import Activation, EventSizes, ModelConfig
-from gemworks.gem.kernels import KernelConfig
+from gemworks.gem.kernels import KernelConfig, PffnWeightsKernel
 from gemworks.gem.model.events import Sequence
 from gemworks.gem.model.layers import TokenMap, linear, normal
 from gemworks.gem.model.norms import RMS_EPS, layer_norm, sum_rms_norm
 from gemworks.gem.model.plain import matmul_pffn
-from gemworks.jagged import NormEpilogue, gdpa
+from gemworks.jagged import NormEpilogue, gdpa, token_map
 from torch import Tensor, nn
 
 
@@ -35,9 +35,11 @@ class WeightGenerator(nn.Module):
         sizes: EventSizes,
         *,
         gain: float,
+        kernel: PffnWeightsKernel = "torch",
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        self.kernel = kernel
         self.num_heads, self.head_dim = sizes.num_heads, sizes.head_dim
         self.linear = linear(dim, sizes.dim, bias=False, device=device)
         self.map = TokenMap(num_summary, rows, gain=gain, device=device)
@@ -46,6 +48,8 @@ class WeightGenerator(nn.Module):
     def forward(self, x_sum_BnD: Tensor) -> Tensor:
         if self.map.weight.shape[0] < self.map.weight.shape[1]:
             w_BKE = self.linear(self.map(x_sum_BnD)) + self.base_KE
+        elif self.kernel == "gemworks":
+            w_BKE = token_map(self.linear(x_sum_BnD), self.map.weight, self.base_KE)
         else:
             w_BKE = self.map(self.linear(x_sum_BnD)) + self.base_KE
         return w_BKE.unflatten(-1, (self.num_heads, self.head_dim))
@@ -76,10 +80,11 @@ class Pffn(nn.Module):
         self.activation: Activation = config.pffn_activation
         rows, num_summary = config.pffn_rows, config.num_summary_tokens
         self.num_rows = rows
-        self.keys = WeightGenerator(rows, num_summary, config.dim, sizes, gain=1.0, device=device)
+        kernel = kernels.pffn_weights
+        self.keys = WeightGenerator(rows, num_summary, config.dim, sizes, gain=1.0, kernel=kernel, device=device)
         # About a third of a sum of K activations is uncorrelated: V starts at the size that keeps o near LN(s).
         self.values = WeightGenerator(
-            rows, num_summary, config.dim, sizes, gain=0.5 / math.sqrt(config.pffn_rows), device=device
+            rows, num_summary, config.dim, sizes, gain=0.5 / math.sqrt(rows), kernel=kernel, device=device
         )
 
     def forward(self, sequence: Sequence, x_sum_BnD: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from gemworks.gem.config import Activation, EventSizes, ModelConfig
 from gemworks.gem.kernels import KernelConfig
 from gemworks.gem.model.events import Sequence
-from gemworks.gem.model.layers import linear, normal, unit_rms
+from gemworks.gem.model.layers import linear, normal, product_dtype, unit_rms
 from gemworks.gem.model.norms import rms_norm
 from gemworks.gem.model.plain import padded_gdpa_pool, padded_pool, varlen_attention
 from gemworks.jagged import apply_rope, flash_attention, flash_attention_pool, gdpa, kronecker_compress
@@ -47,7 +47,8 @@ class SeedPooling(nn.Module):
         kv_TXH = self.kv(rms_norm(sequence.s_TD, norm)).unflatten(-1, (2 * self.num_heads, self.head_dim))
         seeds_PNH = rms_norm(self.seeds_PNH, norm).to(kv_TXH.dtype)
         h_BPNH = self.attend(seeds_PNH, kv_TXH, sequence)
-        return kronecker_compress(unit_rms(h_BPNH.flatten(2)), self.z_kPn, self.w_kED)
+        # Z is expanded over the samples: cast before that, or autocast writes a copy for each.
+        return kronecker_compress(unit_rms(h_BPNH.flatten(2)), self.z_kPn.to(product_dtype(h_BPNH)), self.w_kED)
 
     def attend(self, seeds_PNH: Tensor, kv_TXH: Tensor, sequence: Sequence) -> Tensor:
         """[B, P, N, H] of a projection [T, 2 N, H], its keys' norm and rotation included."""
@@ -56,6 +57,7 @@ class SeedPooling(nn.Module):
             return flash_attention_pool(
                 seeds_PNH, kv_TXH, sequence.offsets_S, max_length=sequence.max_length,
                 scale=1.0 / math.sqrt(self.head_dim), k_norm=True, rope=sequence.rope, schedule=sequence.plan.pooling,
+                backward_epilogue=kernels.fused_qk_backward,
             )  # fmt: skip
         k_TNH, v_TNH = kv_TXH.chunk(2, dim=1)
         k_TNH = rms_norm(k_TNH, kernels.norm)

@@ -10,7 +10,7 @@ import math
 
 import torch
 from gemworks.gem.config import GemConfig
-from gemworks.gem.model.layers import Mlp, TokenMap, normal
+from gemworks.gem.model.layers import Mlp, TokenMap, normal, product_dtype
 from gemworks.gem.plan import fmb_tokens
 from torch import Tensor, nn
 from torch.nn import functional
@@ -113,9 +113,3 @@ def per_token(gate: Tensor, *shape: int) -> Tensor:
     """A gate for each token, [*shape, 1]: its gradient is summed per token first, in the kernel that has the token's
     row, and over tokens afterwards; all at once it is one long sum over everything."""
     return gate.expand(*shape, 1)
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """In which autocast computes products of x; x's own without autocast."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

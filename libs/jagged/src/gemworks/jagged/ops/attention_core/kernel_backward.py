@@ -17,6 +17,7 @@ from gemworks.jagged.ops.attention_core.kernel_bias import (
     time_bucket,
 )
 from gemworks.jagged.ops.attention_core.kernel_forward import find_tile, key_range, load_rows, store_rows
+from gemworks.jagged.ops.attention_core.kernel_norm_rope_back import norm_rope_back
 
 
 @triton.jit(do_not_specialize=["total", "delta_sn"])
@@ -36,10 +37,16 @@ def backward_kv_kernel(
     q, k, v, do, lse, delta, dk, dv, bounds_q, bounds_k, tile_sample, tile_row, num_tiles, scale, left, right,
     position, time, times_q, times_k, radius, unit,
     q_st, q_sn, k_st, k_sn, v_st, v_sn, do_st, do_sn, dk_st, dk_sn, dv_st, dv_sn, lse_sn,
+    cos, sin, norms, norm_st,
     ACT: tl.constexpr, MASKED: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, SHARED: tl.constexpr, HEADS_K: tl.constexpr,
     GROUP: tl.constexpr, H: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, PRECISION: tl.constexpr, BY_POSITION: tl.constexpr, BUCKETS: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
+    """dK and dV of each key row; with NORM or ROPE, dK before the norm and the turn that made these keys.
+
+    cos, sin [T, H / 2] and the norm's scales, norms [T, N], are those of the key rows; None where they are not read.
+    """
     head_k = (tl.program_id(0) % HEADS_K).to(tl.int64)
     tile = tl.program_id(0) // HEADS_K
     if tile >= tl.load(num_tiles):
@@ -92,7 +99,13 @@ def backward_kv_kernel(
                 ds_nM = tl.where(admitted, ds_nM, 0.0)
             dv_nV = tl.dot(p_nM.to(do_MV.dtype), do_MV, dv_nV, input_precision=PRECISION)
             dk_nH = tl.dot(ds_nM.to(q_MH.dtype), q_MH, dk_nH, input_precision=PRECISION)
-    store_rows(dk + head_k * dk_sn, k0 + c, own, dk_st, dk_nH * scale, H, BH)
+    if NORM or ROPE:  # rows of no sequence meet no query
+        dk_nH = norm_rope_back(
+            dk_nH * scale, k_nH, cos, sin, norms + head_k, k0 + c, own & (lq > 0), norm_st, NORM, ROPE
+        )  # fmt: skip
+        store_rows(dk + head_k * dk_sn, k0 + c, own, dk_st, dk_nH, H, BH)
+    else:
+        store_rows(dk + head_k * dk_sn, k0 + c, own, dk_st, dk_nH * scale, H, BH)
     store_rows(dv + head_k * dv_sn, k0 + c, own, dv_st, dv_nV, V, BV)
 
 

@@ -18,6 +18,10 @@ A mask leaves out query tiles at both ends of a key tile's walk, and so key tile
 
 A shared query has few rows: the key tiles of a sequence would mostly wait for each other. So one program takes them
 all, and the order is that of its own loop.
+
+With NORM or ROPE keys came normed or turned, and dK leaves as the gradient of what they were before: a consumer has
+whole rows of it, and its keys are still in shared memory. A consumer has half of the columns of dQ only, one of each
+pair that turns, so dQ leaves as it is.
 """
 
 # ruff: noqa: SIM102 (branches on constexpr stay apart from branches on data: only the former vanish)
@@ -25,6 +29,7 @@ all, and the order is that of its own loop.
 from gemworks.jagged._triton.activations import LOG2_E
 from gemworks.jagged._triton.activations_hopper import activate_with_grad
 from gemworks.jagged._triton.hopper_common import load_rows, sync_threads
+from gemworks.jagged.ops.attention_core.kernel_norm_rope_back_hopper import load_turn, norm_rope_back
 from gemworks.jagged.ops.attention_core.kernel_turns_hopper import (
     ends,
     gatekeeper,
@@ -238,10 +243,10 @@ def _tile_without_keys(
 
 @gluon.jit
 def _consumer(
-    GROUP: gl.constexpr, scratch_ptr, results, units, scale, left, right, smem, barriers,
+    GROUP: gl.constexpr, scratch_ptr, results, tables, units, scale, left, right, smem, barriers,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
     DTYPE: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr,
-    MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    MASKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, NORM: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
     dq_ptr, dk_ptr, dv_ptr, dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n = results
     bounds_k, bounds_q, tile_sample, total, tiles_per_unit, num_sequences = units
@@ -318,10 +323,23 @@ def _consumer(
         cols = gl.arange(0, H, layout=gl.SliceLayout(0, STORE))
         mask = (rows < k_begin + k_len)[:, None]
         v = v_smem.index(2 * ks + GROUP)
+        if NORM or ROPE:  # on their way while dV is stored; rows of no sequence meet no query
+            turn = load_turn(
+                tables, k_begin + row + own, (row + own < k_len) & (q_len > 0), head, H // 2, NORM, ROPE, S_LAYOUT
+            )
         v.store(dv.to(DTYPE))
         dv_at = dv_ptr + (rows.to(gl.int64) * dv_stride_t)[:, None] + head64 * dv_stride_n + cols[None, :]
         gl.store(dv_at, v.load(STORE), mask=mask)
-        v.store((dk * scale).to(DTYPE))
+        if NORM or ROPE:
+            half = 4 * ks + 2 * GROUP
+            v_halves = v_smem._reinterpret(DTYPE, [KSTAGES * 4, 64, H // 2], v_smem.layout)
+            a, b = norm_rope_back(
+                dk * scale, k_halves.index(half), k_halves.index(half + 1), turn, NORM, ROPE, S_LAYOUT
+            )
+            v_halves.index(half).store(a.to(DTYPE))
+            v_halves.index(half + 1).store(b.to(DTYPE))
+        else:
+            v.store((dk * scale).to(DTYPE))
         dk_at = dk_ptr + (rows.to(gl.int64) * dk_stride_t)[:, None] + head64 * dk_stride_n + cols[None, :]
         gl.store(dk_at, v.load(STORE), mask=mask)
         fence_async_shared()
@@ -332,17 +350,20 @@ def _consumer(
         t, row = read_ticket(ticket_smem, ks)
 
 
-@gluon.jit(do_not_specialize=["lse_stride_n", "num_sequences", "left", "right"])  # other in every batch
+# other in every batch, and the stride of one head's factors is 1, which a tuple does not take as a constant
+@gluon.jit(do_not_specialize=["lse_stride_n", "num_sequences", "left", "right", "norm_stride_t"])
 def backward_fused_hopper_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_ptr, dk_ptr, dv_ptr,
     scratch_ptr, turn_ptr, counter_ptr, lse_ptr, delta_ptr,
     bounds_k, bounds_q, tile_sample, tile_row, num_tiles, tiles_per_unit, num_sequences,
     scale, left, right,
     dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n, lse_stride_n,
+    cos_ptr, sin_ptr, norm_ptr, norm_stride_t,
     ACT: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, KSTAGES: gl.constexpr,
     SHARED: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr,
-    BOTTOM_RIGHT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr, NORM: gl.constexpr, ROPE: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
+    """cos_ptr, sin_ptr [T, H / 2] and the norm's scales [T, any]: of the rows of k; None without NORM and ROPE."""
     DTYPE: gl.constexpr = q_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, H], DTYPE)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
@@ -379,15 +400,20 @@ def backward_fused_hopper_kernel(
     total = (num_sequences + 1) * HEADS if SHARED else gl.load(num_tiles) * HEADS
     statistics = (lse_ptr, delta_ptr, lse_stride_n)
     results = (dq_ptr, dk_ptr, dv_ptr, dq_stride_t, dq_stride_n, dk_stride_t, dk_stride_n, dv_stride_t, dv_stride_n)
+    tables = results  # not read
+    if NORM or ROPE:
+        tables = (cos_ptr, sin_ptr, norm_ptr, norm_stride_t)
     units = (bounds_k, bounds_q, tile_sample, total, tiles_per_unit, num_sequences)
     smem = (q_smem, do_smem, k_smem, v_smem, row_smem, ds_smem, ticket_smem)
     barriers = (q_full, q_free, k_full, k_free, ds_full, gate, done)
     gl.warp_specialize(
         [
-            (_consumer, (G(0), scratch_ptr, results, units, scale, left, right, smem, barriers,
-                         ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED, MASKED, BOTTOM_RIGHT)),
-            (_consumer, (G(1), scratch_ptr, results, units, scale, left, right, smem, barriers,
-                         ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED, MASKED, BOTTOM_RIGHT)),
+            (_consumer, (G(0), scratch_ptr, results, tables, units, scale, left, right, smem, barriers,
+                         ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED, MASKED, BOTTOM_RIGHT,
+                         NORM, ROPE)),
+            (_consumer, (G(1), scratch_ptr, results, tables, units, scale, left, right, smem, barriers,
+                         ACT, HEADS, H, STAGES, KSTAGES, DTYPE, EARLY, AHEAD, SHARED, MASKED, BOTTOM_RIGHT,
+                         NORM, ROPE)),
             (_producer, (q_desc, k_desc, v_desc, do_desc, statistics, units, tile_row, counter_ptr, left, right, smem,
                          barriers, ACT, HEADS, H, STAGES, KSTAGES, SHARED, MASKED, BOTTOM_RIGHT)),
             (gatekeeper, (turn_ptr, units, left, right, ticket_smem, barriers,

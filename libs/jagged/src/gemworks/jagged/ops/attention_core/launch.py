@@ -59,6 +59,34 @@ class Bias:
 
 
 @dataclass(frozen=True)
+class NormRope:
+    """What made the keys of a call, if their gradient is to leave as that of the rows before: a norm, then a turn.
+
+    Attributes:
+        cos, sin: [T, H / 2] of the rows of k, or None if they were not turned.
+        scales: float32 [T, M], the norm's factors, a row's side by side; None if they were not normed.
+    """
+
+    cos: Tensor | None
+    sin: Tensor | None
+    scales: Tensor | None
+
+    def arguments(self) -> list[Any]:
+        """Of the kernels: both tables, the factors, their stride of rows. What is not read is any of these."""
+        there = self.cos if self.scales is None else self.scales
+        assert there is not None, "a norm, or a turn, or both"
+        cos, sin = (there, there) if self.cos is None or self.sin is None else (self.cos, self.sin)
+        return [cos.contiguous(), sin.contiguous(), there, there.stride(0)]
+
+    def constants(self) -> dict[str, bool]:
+        return {"NORM": self.scales is not None, "ROPE": self.cos is not None}
+
+
+NO_ARGUMENTS = [None] * 4  # of `NormRope`, where there is none
+NO_CONSTANTS = {"NORM": False, "ROPE": False}
+
+
+@dataclass(frozen=True)
 class Problem:
     """One call: tensors whose last dim is contiguous, the rule, the schedule, and where it runs."""
 
@@ -164,14 +192,17 @@ def triton_forward(p: Problem, out: Tensor, lse: Tensor, config: table.TritonCon
 
 
 def triton_backward_kv(
-    p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, config: table.TritonConfig
-) -> None:
+    p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, config: table.TritonConfig,
+    keys: NormRope | None = None,
+) -> None:  # fmt: skip
     sample, row, count = p.tiles(config.height("backward_kv"))
     heads, bounds = p.k.shape[1], p.schedule.bounds
     backward_kv_kernel[(sample.shape[0] * heads,)](
         p.q, p.k, p.v, d_out, lse, delta, dk, dv, bounds[1], bounds[2], sample, row, count, *limits(p.rule),
         *_bias_arguments(p),
-        *strides_of(p.q, p.k, p.v, d_out, dk, dv), lse.stride(0), HEADS_K=heads, **constants_of(p, config),
+        *strides_of(p.q, p.k, p.v, d_out, dk, dv), lse.stride(0),
+        *(NO_ARGUMENTS if keys is None else keys.arguments()),
+        HEADS_K=heads, **constants_of(p, config), **(NO_CONSTANTS if keys is None else keys.constants()),
     )  # fmt: skip
 
 
@@ -238,9 +269,14 @@ def forward(p: Problem) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    p: Problem, d_out: Tensor, out: Tensor | None, lse: Tensor | None, into: list[Tensor]
-) -> tuple[Tensor, Tensor] | None:
+    p: Problem, d_out: Tensor, out: Tensor | None, lse: Tensor | None, into: list[Tensor],
+    keys: NormRope | None = None,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     """Fills `into`: dq, dk, dv, shaped and typed as q, k, v; a row's heads and columns lie side by side.
+
+    Args:
+        keys: what made k; dk is then the gradient of what it was made of. Only where the table's
+            `goes_back_through_norm_rope`.
 
     Returns:
         With a bias the gradients of its tables, as `triton_backward_bias`.
@@ -269,9 +305,9 @@ def backward(
     if fused is not None:
         from gemworks.jagged.ops.attention_core import launch_hopper
 
-        launch_hopper.backward_fused(p, d_out, lse, delta, shares, dk, dv, fused)
+        launch_hopper.backward_fused(p, d_out, lse, delta, shares, dk, dv, fused, keys)
     else:
-        _backward_in_two(p, d_out, lse, delta, shares, dk, dv)
+        _backward_in_two(p, d_out, lse, delta, shares, dk, dv, keys)
     if p.rule.shared_query:
         dq.copy_(shares.view(-1, *p.q.shape).sum(0))
     if p.bias is None:
@@ -280,15 +316,17 @@ def backward(
 
 
 def _backward_in_two(
-    p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, shares: Tensor, dk: Tensor, dv: Tensor
-) -> None:
+    p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, shares: Tensor, dk: Tensor, dv: Tensor,
+    keys: NormRope | None = None,
+) -> None:  # fmt: skip
     config = p.config("backward_kv")
     if isinstance(config, table.GluonConfig):
+        assert keys is None, "the pair of Gluon kernels does not go back through k's norm and rotation"
         from gemworks.jagged.ops.attention_core import launch_hopper
 
         launch_hopper.backward_kv(p, d_out, lse, delta, dk, dv, config)
     else:
-        triton_backward_kv(p, d_out, lse, delta, dk, dv, config)
+        triton_backward_kv(p, d_out, lse, delta, dk, dv, config, keys)
     config = p.config("backward_q")
     if isinstance(config, table.GluonConfig):
         from gemworks.jagged.ops.attention_core import launch_hopper

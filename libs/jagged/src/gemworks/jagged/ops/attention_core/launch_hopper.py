@@ -13,7 +13,7 @@ from gemworks.jagged.ops.attention_core.kernel_backward import zero_queries_with
 from gemworks.jagged.ops.attention_core.kernel_backward_fused_hopper import backward_fused_hopper_kernel as _fused
 from gemworks.jagged.ops.attention_core.kernel_backward_pair_hopper import backward_hopper_kernel as _pair
 from gemworks.jagged.ops.attention_core.kernel_forward_hopper import forward_hopper_kernel as _forward
-from gemworks.jagged.ops.attention_core.launch import Problem, limits
+from gemworks.jagged.ops.attention_core.launch import NO_ARGUMENTS, NO_CONSTANTS, NormRope, Problem, limits
 from gemworks.jagged.ops.attention_core.table import FusedConfig, GluonConfig, Step
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -115,9 +115,13 @@ def _backward(
 
 
 def backward_fused(
-    p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, config: FusedConfig
-) -> None:
-    """Fills dq (contiguous), dk and dv. Scratch: 512 bytes per query row and head, 4 bytes per 64 of them."""
+    p: Problem, d_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, config: FusedConfig,
+    keys: NormRope | None = None,
+) -> None:  # fmt: skip
+    """Fills dq (contiguous), dk and dv. Scratch: 512 bytes per query row and head, 4 bytes per 64 of them.
+
+    keys: what made k; dk is then the gradient of what it was made of.
+    """
     shared = p.rule.shared_query
     sample, row, count = p.tiles("q128" if shared else config.height)
     num_sequences, tiles_per_unit = (p.rows_q // p.q.shape[0], -(-p.q.shape[0] // 128)) if shared else (0, 0)
@@ -133,8 +137,10 @@ def backward_fused(
         *(ragged(x, 64) for x in (q, k, v, d_out)), dq, dk, dv, scratch, turn[4:], turn, lse, delta,
         bounds[2], bounds[1], sample, row, count, tiles_per_unit, num_sequences, *limits(p.rule),
         *(s for x in (dq, dk, dv) for s in (x.stride(0), x.stride(1))), lse.stride(0),
+        *(NO_ARGUMENTS if keys is None else keys.arguments()),
         ACT=p.rule.activation, HEADS=heads, H=width, STAGES=config.stages, KSTAGES=config.key_stages,
         SHARED=shared, EARLY=config.early, AHEAD=config.ahead, **mask,
+        **(NO_CONSTANTS if keys is None else keys.constants()),
         CONSUMER_REGS=config.registers, num_warps=4,
     )  # fmt: skip
     q_sample, q_row, q_count = p.tiles("q128")

@@ -64,9 +64,8 @@ def make_problem(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str,
     return launch.Problem(q, k, v, call.rule, schedule, call.bound_k, architecture, call.side_q.total, rows_k, bias)
 
 
-def kernels_take(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str) -> bool:
-    """Whether some kernel covers the call; warns once where the reference has to run on a device."""
-    shape = table.Shape(
+def _shape(q: Tensor, k: Tensor, v: Tensor, call: Call) -> table.Shape:
+    return table.Shape(
         call.rule.activation,
         q.dtype,
         q.shape[2],
@@ -76,6 +75,18 @@ def kernels_take(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str)
         q.shape[1] != k.shape[1],
         call.bound_k,
     )
+
+
+def goes_back_through_norm_rope(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> bool:
+    """Whether `backward_into` takes `keys`."""
+    if q.device.type != "cuda":
+        return False
+    return table.goes_back_through_norm_rope(_shape(q, k, v, Call(q, k, settings)), architecture_of(q.device))
+
+
+def kernels_take(q: Tensor, k: Tensor, v: Tensor, call: Call, architecture: str) -> bool:
+    """Whether some kernel covers the call; warns once where the reference has to run on a device."""
+    shape = _shape(q, k, v, call)
     if table.choose("forward", shape, architecture) is not None:
         return True
     warn_once(
@@ -112,15 +123,23 @@ def backward_into(
     out: Tensor | None,
     lse: Tensor | None,
     *rest: Any,
+    keys: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> None:
-    """Fills dq, dk and dv: rows may be strided, a row's heads and columns lie side by side. Not differentiable."""
+    """Fills dq, dk and dv: rows may be strided, a row's heads and columns lie side by side. Not differentiable.
+
+    Args:
+        keys: cosines, sines and the norm's factors (or None) that made k; dk is then the gradient of what k was before.
+            Only where `goes_back_through_norm_rope`.
+    """
     if q.device.type == "cuda":
         call, architecture = Call(q, k, Settings(*rest)), architecture_of(q.device)
         if kernels_take(q, k, v, call, architecture):
             from gemworks.jagged.ops.attention_core import launch
 
-            launch.backward(make_problem(q, k, v, call, architecture), d_out, out, lse, into)
+            made_of = None if keys is None else launch.NormRope(*keys)
+            launch.backward(make_problem(q, k, v, call, architecture), d_out, out, lse, into, made_of)
             return
+    assert keys is None, "the caller asks first"
     for x, grad in zip(into, _backward_on_host(d_out, q, k, v, out, lse, *rest), strict=True):
         x.copy_(grad)
 

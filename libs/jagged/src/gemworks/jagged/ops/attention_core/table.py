@@ -282,6 +282,21 @@ def backward_products(shape: Shape, architecture: str) -> int | None:
     return None if choose("backward_kv", shape, architecture) is None else 7
 
 
+def goes_back_through_norm_rope(shape: Shape, architecture: str) -> bool:
+    """Whether the kernel of dK can end in the backward of the norm and the rotation that made k.
+
+    >>> shapes = [Shape(SOFTMAX, torch.bfloat16, h, h, False, False, False, 1024) for h in (64, 96, 128)]
+    >>> [goes_back_through_norm_rope(shape, "sm_90") for shape in shapes]
+    [False, False, True]
+    >>> goes_back_through_norm_rope(shapes[0], "sm_80")
+    True
+    """
+    if choose_fused(shape, architecture) is not None:
+        return True
+    power_of_two = shape.head_dim >= 16 and shape.head_dim & (shape.head_dim - 1) == 0
+    return power_of_two and isinstance(choose("backward_kv", shape, architecture), TritonConfig)
+
+
 def triton_refusal(shape: Shape, architecture: str) -> str | None:
     """Why plain Triton does not take this call, or None."""
     if architecture not in TRITON_ARCHITECTURES:

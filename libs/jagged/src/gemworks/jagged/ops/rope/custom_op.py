@@ -49,6 +49,23 @@ def _forward(x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | No
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(y)
 
 
+def norm_rope_with_scales(
+    x: Tensor, cos: Tensor | None, sin: Tensor | None, end: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """What `norm_rope_op` makes of x, and the norm's factors of its heads [T, N] ([0] without a norm).
+
+    The factors are float32, or float64 for float64. Not differentiable.
+    """
+    scales = torch.empty(x.shape[:2] if eps is not None else 0, dtype=compute_dtype(x.dtype), device=x.device)
+    if _uses_triton(x):
+        from gemworks.jagged.ops.rope.launch import norm_rope
+
+        return norm_rope(x, cos, sin, end, eps, scales=scales if eps is not None else None), scales
+    if eps is not None:
+        scales.copy_(_scale(_inside(x, end), eps).squeeze(-1))
+    return _forward(x, cos, sin, end, eps), scales
+
+
 def norm_rope_backward_into(
     dx: Tensor,
     dy: Tensor,

@@ -1,6 +1,7 @@
 """RMS norm per head and rotation in one pass over packed rows, forward and backward, in Triton; bound by memory.
 
-Nothing is kept for backward but the rows that came in: norm and rotation are made again in registers.
+Nothing is kept for backward but the rows that came in: norm and rotation are made again in registers. Attention whose
+own backward goes back through both wants the norm's scales instead.
 
 Letters: R rows of a tile, N heads of a tile, J rotated pairs of a head: pair j is (x[j], x[j + J]).
 """
@@ -33,7 +34,7 @@ def _turn(a_RJ, b_RJ, cos_RJ, sin_RJ):
 
 @triton.jit(do_not_specialize=["num_rows"])  # or every other batch would be compiled anew
 def norm_rope_kernel(
-    x_ptr, dy_ptr, cos_ptr, sin_ptr, end_ptr, out_ptr, num_rows, eps,
+    x_ptr, dy_ptr, cos_ptr, sin_ptr, end_ptr, out_ptr, scale_ptr, num_rows, eps,
     x_st, x_sn, dy_st, dy_sn, out_st, out_sn,
     N: tl.constexpr, J: tl.constexpr, BLOCK_J: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
     NORM: tl.constexpr, TURN: tl.constexpr, HAS_END: tl.constexpr, BACKWARD: tl.constexpr,
@@ -41,7 +42,8 @@ def norm_rope_kernel(
     """One tile of rows and HEADS of their heads; 0 past the end of the last sequence.
 
     Forward: out = turn(n), with the normalised row n = scale x. BACKWARD: g = dy turned back, and
-    out = dx = scale (g - n mean(g n)). Without TURN or NORM that step is left out.
+    out = dx = scale (g - n mean(g n)). Without TURN or NORM that step is left out. scale_ptr [num_rows, N] gets the
+    scales, float32; None where nobody wants them.
     """
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col_J = tl.arange(0, BLOCK_J)[None, :]
@@ -60,6 +62,8 @@ def norm_rope_kernel(
             if NORM:
                 scale_R = tl.rsqrt(_mean_product(a_RJ, b_RJ, a_RJ, b_RJ, J) + eps)
                 a_RJ, b_RJ = a_RJ * scale_R[:, None], b_RJ * scale_R[:, None]
+                if scale_ptr is not None:
+                    tl.store(scale_ptr + row_R * N + head, scale_R, mask=row_R < num_rows)
             if BACKWARD:
                 ga_RJ, gb_RJ = _load_pair(dy_ptr, (row_R * dy_st + head * dy_sn)[:, None] + col_J, inside_RJ, J)
                 if TURN:

@@ -36,11 +36,13 @@ def norm_rope(
     *,
     dy: Tensor | None = None,
     out: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """`turn(norm(x))` [T, N, H], or with `dy` the gradient of x; in x's dtype.
 
     Args:
         out: where to write it, with neighbouring columns; None makes a contiguous tensor.
+        scales: float32 [T, N], contiguous: filled with the norm's factors of the heads.
     """
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -53,7 +55,7 @@ def norm_rope(
     tile, some = rows_of_tile(width // 2), min(heads, MAX_HEADS)
     strides = [s for t in (x, given, out) for s in (t.stride(0), t.stride(1))]
     _norm_rope_kernel[-(-rows // tile), -(-heads // some)](
-        x, given, *tables, x if end is None else end, out, rows, eps or 0.0, *strides,
+        x, given, *tables, x if end is None else end, out, scales, rows, eps or 0.0, *strides,
         N=heads, J=width // 2, BLOCK_J=next_power_of_two(width // 2), ROWS=tile, HEADS=some, NORM=eps is not None,
         TURN=cos is not None, HAS_END=end is not None, BACKWARD=dy is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
