@@ -182,7 +182,7 @@ def test_what_shares_binaries_is_prepared_once(tmp_path: Path) -> None:
     assert [unit.rank for unit in whole] == sorted(unit.rank for unit in whole)
     flash = [label for label in labels if label.endswith("gemworks flash_attention")]
     assert [label.split(":")[0] for label in flash if "max1024" in label] == [
-        f"flash_attention B256 max1024 uniform H{width}" for width in (128, 64)
+        f"flash_attention B256 max1024 {case}" for case in ("uniform H128", "causal uniform H128", "uniform H64")
     ]
     assert not any("B1152 max1024" in label for label in labels)
     flex = [label for label in labels if label.endswith("FlexAttention")]

@@ -78,6 +78,7 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.filterwarnings("ignore:gemworks.jagged. a time_table of more than 64 buckets:UserWarning")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.usefixtures("deterministic")

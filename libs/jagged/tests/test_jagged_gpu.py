@@ -210,7 +210,7 @@ def test_bias(kind: str, mask: dict[str, Any], dtype: torch.dtype) -> None:
     ours, again = call(leaves, DEVICE), call(leaves, DEVICE)
     for name, x, y, t in zip(("out", "dq", "dk", "dv", "position", "time"), ours, again, truth, strict=True):
         assert torch.equal(x, y), name
-        error = float((x.double().cpu() - t).norm() / t.norm().clamp(min=1e-30))
+        error = float((x.detach().double().cpu() - t.detach()).norm() / t.detach().norm().clamp(min=1e-30))
         assert error <= 2 * TOLERANCE[dtype], f"{name}: {error:.2e}"
 
 

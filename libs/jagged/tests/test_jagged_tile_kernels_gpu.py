@@ -22,6 +22,8 @@ from torch import Tensor
 
 pytestmark = [
     pytest.mark.gpu,
+    # float64, the truth of these tests, has no kernel, and an op says so once.
+    pytest.mark.filterwarnings("ignore:gemworks.jagged. .* runs on the reference backend:UserWarning"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

@@ -86,7 +86,7 @@ def test_one_graph_for_every_batch_and_no_waiting() -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(token_map, backend=counting, fullgraph=True, dynamic=True)
-    for num_samples in (4, 9):
+    for num_samples in (5, 9):  # 4 is the number of tokens too, and torch takes equal sizes for one
         x, weight, base, dy = leaves((num_samples, 4, 16, 64), torch.bfloat16)
         torch.autograd.grad(compiled(x, weight, base), (x, weight, base), dy)  # compiles
         torch.cuda.synchronize()

@@ -19,7 +19,12 @@ from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.policy import apply_policy
 from gemworks.netmem.stash import StateStash
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    # torch's compiler (2.11) looks at the gradient of whatever it traces.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 SIZE = StackSize(batch=8, length=256, width=128, heads=2, keys=32, depth=2)
 
 
