@@ -282,7 +282,13 @@ def test_what_the_readme_calls_missed_is_what_the_pages_say():
     assert re.findall(r"([\d.]+) % with \w+ attention, where (\d+) %", missed) == local
     met, targets = re.findall(r"(\d+) of (\d+) met", (ROOT / "docs/jagged.md").read_text(encoding="utf-8"))[0]
     assert f"{int(targets) - int(met)} of {targets} [targets" in missed
-    assert re.search(r"^- Loses: `batch_x2`", ladder, re.MULTILINE)
+    (share,) = re.findall(r"row `fp8_linears` has ([\d.]+) of the samples/s of `fast_gelu`", missed)
+    (ratio,) = re.findall(r"^- Loses:.*?`fp8_linears` x([\d.]+) \(", ladder, re.MULTILINE)
+    assert f"{float(ratio):.2f}" == share
+    (share,) = re.findall(r"`batch_x2` has ([\d.]+) of those of `bf16_batch_x2`", missed)
+    block = ladder[ladder.index("### block attention") : ladder.index("### full attention")]
+    rows = {cells[0].removeprefix("+ "): cells[2] for cells in map(_cells, block.splitlines()) if len(cells) == 8}
+    assert f"{float(rows['batch_x2']) / float(rows['bf16_batch_x2']):.2f}" == share
     apart = re.findall(r"samples/s \(commit\), x([\d.]+) apart", ladder)
     assert f"up to {max(apart, key=float)} times" in readme
 

@@ -214,7 +214,9 @@ def test_no_room_for_a_graph_says_what_to_change():
     assert "data.balance_window=8" in text
     assert text.endswith("full")
     step._shares = True
-    assert "graph_memory" not in step._no_room((64, 64), torch.OutOfMemoryError("full"))
+    text = step._no_room((64, 64), torch.OutOfMemoryError("full"))
+    assert "graph_memory" not in text
+    assert "others, which share inputs and gradients" in text
     num_dense = sum(p.numel() for p in step.model.dense_parameters())
     assert bytes_per_graph(config, step.model, 128) == 4 * (num_dense + 2 * 128 * 2 * config.model.embedding_dim)
 

@@ -241,12 +241,13 @@ class GraphedStep:
         return self._buckets[key]
 
     def _no_room(self, key: Key, error: torch.OutOfMemoryError) -> str:
-        each = 0.0 if self._shares else bytes_per_graph(self.config, self.model, sum(key)) / 2**30
+        each = bytes_per_graph(self.config, self.model, sum(key)) / 2**30
+        keep = "which share" if self._shares else f"of which each keeps {each:.1f} GiB of"
         remedy = "" if self._shares else "train.graph_memory=shared (then they keep one for all), "
         return (
-            f"train.cuda_graphs: no memory for a graph of {sum(key)} rows beside {self.num_graphs} others, of which "
-            f"each keeps {each:.1f} GiB of inputs and gradients. Set {remedy}data.balance_window=8 (batches of one "
-            f"size need one graph), or a smaller data.batch_size. {error}"
+            f"train.cuda_graphs: no memory for a graph of {sum(key)} rows beside {self.num_graphs} others, {keep} "
+            f"inputs and gradients. Set {remedy}data.balance_window=8 (batches of one size need one graph), or a "
+            f"smaller data.batch_size. {error}"
         )
 
     def _drop(self) -> None:

@@ -35,12 +35,16 @@ NOTE_LENGTH = 240
 
 
 def note_of(error: BaseException) -> str:
-    """Why there is no number, for a CSV's `note`: one line, though a compiler's error has its reason in the second.
+    """Why there is no number, for a CSV's `note`: one line, though a compiler's error has its reason in the second; of
+    a long one the first sentences, whole ones if one fits.
 
     >>> note_of(RuntimeError("backend='inductor' raised:\\nValueError: no"))
     "RuntimeError: backend='inductor' raised: ValueError: no"
+    >>> note_of(RuntimeError("no room. Set less. " + 99 * "more "))
+    'RuntimeError: no room. Set less.'
     """
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:NOTE_LENGTH]
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return text if len(text) <= NOTE_LENGTH else text[: text.rfind(". ", 0, NOTE_LENGTH) + 1 or NOTE_LENGTH]
 
 
 @dataclass(frozen=True)
