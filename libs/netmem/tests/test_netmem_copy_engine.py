@@ -4,6 +4,8 @@ check.
 
 from __future__ import annotations
 
+import threading
+import time
 import warnings
 from typing import Any
 
@@ -20,8 +22,10 @@ from gemworks.netmem.copy_engine import (
     few_ctas_options,
     verify_copy_engines,
 )
+from gemworks.netmem.symmetric import wait_for_all
 from netmem_simulated_memory import CPU, Rank, Shared, run_ranks
 from torch import nn
+from torch.distributed.distributed_c10d import HashStore
 
 pytestmark = pytest.mark.reference
 
@@ -170,3 +174,22 @@ def test_importing_everything_touches_no_gpu():
         for name in gemworks.netmem.__all__:
             assert getattr(gemworks.netmem, name) is not None
     assert not torch.cuda.is_initialized()
+
+
+def test_nobody_goes_on_before_all_have_come():
+    store, order = HashStore(), []
+
+    def come(rank: int, late_s: float) -> None:
+        time.sleep(late_s)
+        order.append("came")
+        wait_for_all(store, "first", 3)
+        order.append("went")
+
+    ranks = [threading.Thread(target=come, args=(rank, 0.05 * rank)) for rank in range(3)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    assert order == ["came"] * 3 + ["went"] * 3
+    with pytest.raises(RuntimeError, match="second: 1 of 2 ranks came"):
+        wait_for_all(store, "second", 2, timeout_s=0.02)

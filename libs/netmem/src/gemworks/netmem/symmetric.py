@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from gemworks.netmem.checks import check_kind, check_number
+from torch.distributed.distributed_c10d import Store
 
 # Each size gets a ring of this many buffers: one being filled, one being copied out, one that FSDP2 still holds, one
 # to spare.
@@ -33,7 +36,24 @@ class SymmetricMemory(Protocol):
     def rendezvous(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> SymmetricHandle: ...
 
 
+def wait_for_all(store: Store, key: str, num_ranks: int, timeout_s: float = 300.0) -> None:
+    """On the host, until every rank has come here with this key.
+
+    Raises:
+        RuntimeError: not all came in time.
+    """
+    here, end = store.add(key, 1), time.monotonic() + timeout_s
+    while here < num_ranks:
+        if time.monotonic() > end:
+            raise RuntimeError(f"{key}: {here} of {num_ranks} ranks came within {timeout_s} s")
+        time.sleep(1e-3)
+        here = store.add(key, 0)
+
+
 class _TorchSymmetricMemory:
+    # Rendezvous so far by name of the group, whoever asked for them: all its ranks count alike.
+    _count: ClassVar[Counter[str]] = Counter()
+
     def empty(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         import torch.distributed._symmetric_memory as symm_mem
 
@@ -47,7 +67,13 @@ class _TorchSymmetricMemory:
     def rendezvous(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> SymmetricHandle:
         import torch.distributed._symmetric_memory as symm_mem
 
-        return symm_mem.rendezvous(buffer, group.group_name)  # type: ignore[return-value]
+        handle = symm_mem.rendezvous(buffer, group.group_name)
+        # A rank that is through starts a barrier, which spins until its peers start theirs, and may then load a kernel,
+        # for which its device has to be idle. No peer may still be mapping memory by then (decision 0510).
+        self._count[group.group_name] += 1
+        key = f"gemworks.netmem.symmetric/{self._count[group.group_name]}"
+        wait_for_all(group.get_group_store(), key, group.size())
+        return handle  # type: ignore[return-value]
 
 
 def copy_engine_problem(group: dist.ProcessGroup, device: torch.device) -> str | None:
