@@ -25,7 +25,7 @@ from gemworks.netmem.copy_engine import (
 from gemworks.netmem.symmetric import wait_for_all
 from netmem_simulated_memory import CPU, Rank, Shared, run_ranks
 from torch import nn
-from torch.distributed.distributed_c10d import HashStore
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  # its stub does not export it
 
 pytestmark = pytest.mark.reference
 
