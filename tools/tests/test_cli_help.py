@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,6 +62,8 @@ def test_every_command_has_an_example_and_json(path: tuple[str, ...]) -> None:
     help_text = LEAVES[path].help
     assert f"Example: gemworks {' '.join(path)}" in " ".join(help_text.split())
     assert "--json" in [option for parameter in LEAVES[path].params for option in parameter.opts]
+    files = [word for word in help_text.split() if word.startswith("docs/")]
+    assert [file for file in files if not (Path(__file__).parents[2] / file).exists()] == []
 
 
 def test_help_does_not_import_torch() -> None:

@@ -90,7 +90,7 @@ SUITES: Mapping[str, Suite] = {
         str,
         ("--smoke",),
         "The ablation ladder: whole training steps, one technique added per row.",
-        "ladder --compare docs/measured/ladder.csv -- --preset large",
+        "ladder --compare docs/measured/ladder_h200.csv -- --preset large",
     ),
 }
 
