@@ -2,56 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from gemworks.netmem.codec import BUILTIN, get_codec
 from gemworks.netmem.collectives import QuantizedCollective, split_rows
 from gemworks.netmem.errors import CodecError, CollectiveMismatchError
+from netmem_ranks import run_ranks
 
 pytestmark = pytest.mark.dist
-
-
-def _entry(rank: int, world: int, path: str, work: Callable[[int, int], Any], queue: Any) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{path}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-        )
-        work(rank, world)
-        queue.put((rank, None))
-    except BaseException:
-        queue.put((rank, traceback.format_exc()))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def run_ranks(world: int, work: Callable[[int, int], Any], path: str) -> None:
-    """Run `work(rank, world)` in that many processes; any failure fails the test with its traceback."""
-    context = mp.get_context("fork")
-    queue = context.SimpleQueue()
-    processes = [context.Process(target=_entry, args=(r, world, path, work, queue)) for r in range(world)]
-    for p in processes:
-        p.start()
-    for p in processes:
-        p.join(120)
-    hung = [r for r, p in enumerate(processes) if p.is_alive()]
-    for p in processes:
-        if p.is_alive():
-            p.kill()
-            p.join()
-    assert not hung, f"ranks {hung} hang"
-    failures = [error for _, error in (queue.get() for _ in range(world)) if error]
-    assert not failures, "\n".join(failures)
 
 
 def tensor(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
