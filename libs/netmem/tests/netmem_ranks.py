@@ -17,8 +17,16 @@ def _entry(rank: int, world: int, backend: str, path: str, work: Callable[[int, 
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     try:
+        device = torch.device("cuda", rank) if backend == "nccl" else None
+        if device is not None:
+            torch.cuda.set_device(device)
         dist.init_process_group(
-            backend, init_method=f"file://{path}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+            backend,
+            init_method=f"file://{path}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=60),
+            device_id=device,
         )
         work(rank, world)
         queue.put((rank, None))
@@ -30,7 +38,10 @@ def _entry(rank: int, world: int, backend: str, path: str, work: Callable[[int, 
 
 
 def run_ranks(world: int, work: Callable[[int, int], Any], path: str, backend: str = "gloo") -> None:
-    """Run `work(rank, world)` in that many processes; any failure fails the test with its traceback."""
+    """Run `work(rank, world)` in that many processes; any failure fails the test with its traceback.
+
+    With NCCL each rank has the GPU of its number, and `work` is of a module that can be imported by name.
+    """
     # a forked process can't use CUDA
     context: Any = mp.get_context("fork" if backend == "gloo" else "spawn")
     queue = context.SimpleQueue()

@@ -8,58 +8,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gemworks.netmem.codec import BUILTIN, get_codec
 from gemworks.netmem.collectives import QuantizedCollective, split_rows
 from gemworks.netmem.errors import CodecError, CollectiveMismatchError
+from netmem_quantized import check_everything, check_everything_on_gpus, tensor
 from netmem_ranks import run_ranks
 
 pytestmark = pytest.mark.dist
 
 
-def tensor(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(17 * rank + sum(shape))).to(dtype)
-
-
-def coded(codec: str, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """What the other side reads, in dtype."""
-    c = get_codec(codec)
-    return c.decode(c.encode(x), x.shape, dtype or x.dtype) if x.numel() else x.to(dtype or x.dtype)
-
-
-SHAPES = [(0,), (1,), (3,), (7, 5), (0, 5), (8, 0), (33, 3), (2, 3, 129), (5, 1)]
-ALL_CASES = [(name, dtype) for name in sorted(BUILTIN) for dtype in (torch.float32, torch.bfloat16)]
-FEW_CASES = [("fp8_row", torch.float32), ("mxfp8", torch.bfloat16)]
-
-
-def check_everything(rank: int, world: int) -> None:
-    for codec, dtype in ALL_CASES if world == 3 else FEW_CASES:
-        q = QuantizedCollective(codec=codec)
-        for shape in SHAPES:
-            inputs = [tensor(r, shape, dtype) for r in range(world)]
-            gathered = q.all_gather(inputs[rank])
-            assert torch.equal(gathered, torch.cat([coded(codec, x) for x in inputs])), (codec, shape)
-
-            rows = split_rows(shape[0], world)
-            mine = [torch.split(x, rows)[rank] for x in inputs]
-            total = torch.zeros(mine[0].shape)
-            for part in mine:
-                total += coded(codec, part, torch.float32)
-            for mean in (False, True):
-                got = q.reduce_scatter(inputs[rank], mean=mean)
-                assert torch.equal(got, (total / world if mean else total).to(dtype)), (codec, shape)
-
-            sends = [[(3 * s + 5 * d + shape[0]) % 4 for d in range(world)] for s in range(world)]
-            if shape[0] == 0:
-                sends = [[0] * world for _ in range(world)]
-            xs = [tensor(s, (sum(sends[s]), *shape[1:]), dtype) for s in range(world)]
-            got = q.all_to_all(xs[rank], sends[rank], [sends[s][rank] for s in range(world)])
-            expected = torch.cat([coded(codec, torch.split(xs[s], sends[s])[rank]) for s in range(world)])
-            assert torch.equal(got, expected), (codec, shape)
-
-
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_o7_any_size_equals_one_process(world, tmp_path):
     run_ranks(world, check_everything, str(tmp_path / "rendezvous"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="needs two CUDA devices, NCCL"
+)
+def test_o7_any_size_equals_one_process_on_two_gpus(tmp_path):
+    run_ranks(2, check_everything_on_gpus, str(tmp_path / "rendezvous"), backend="nccl")
 
 
 def refused(call: Callable[[], Any], *named: str) -> None:
