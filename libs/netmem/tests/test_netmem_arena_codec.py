@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
+from gemworks.netmem import arena as arena_module
 from gemworks.netmem.arena import ALIGNMENT_BYTES, PinnedArena
 from gemworks.netmem.codec import BUILTIN, Fp8Codec, MXFP8Codec
 from gemworks.netmem.errors import PinnedMemoryExhaustedError
@@ -78,6 +80,124 @@ def test_nothing_is_taken_before_the_first_request_and_errors_name_the_sizes():
     arena.free(block)
     with pytest.raises(ValueError, match="free it once"):
         arena.free(block)
+
+
+class _Cudart:
+    """Pins nothing, or refuses to."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error, self.num_asked = error, 0
+
+    def cudaHostRegister(self, address, size_bytes, flags):
+        self.num_asked += 1
+        return self.error
+
+    def cudaHostUnregister(self, address):
+        return 0
+
+
+@pytest.fixture
+def available(monkeypatch):
+    """Memory of a machine that has 1000 MiB, in a list of one."""
+    left = [1000 << 20]
+    monkeypatch.setattr(arena_module, "_arenas", weakref.WeakSet())
+    monkeypatch.setattr(arena_module, "available_memory_bytes", lambda: left[0])
+    monkeypatch.setattr(arena_module, "_cudart", _Cudart)
+    return left
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_arenas_together_promise_at_most_ninety_percent(available, pin):
+    first = PinnedArena(600 << 20, pin=pin)
+    with pytest.raises(ValueError, match=r"90% of the 0.98 GiB available, got 0.39 GiB.*0.59 GiB that other arenas"):
+        PinnedArena(400 << 20, pin=pin)
+    assert PinnedArena(300 << 20, pin=pin).capacity_bytes == 300 << 20
+    del first
+    PinnedArena(600 << 20, pin=pin)
+
+
+def test_an_arena_that_only_a_cycle_holds_is_in_nobodys_way(available):
+    cycle: list = [PinnedArena(600 << 20, pin=False)]
+    cycle.append(cycle)
+    del cycle
+    PinnedArena(600 << 20, pin=False)
+
+
+def test_what_is_pinned_is_not_counted_twice(available):
+    first = PinnedArena(8 << 20, pin=True)
+    first.prepare()
+    available[0] = 8 << 20  # without what is pinned
+    PinnedArena(7 << 20, pin=True)
+
+
+def test_memory_is_looked_at_again_where_it_is_pinned(available):
+    arena = PinnedArena(8 << 20, pin=True)
+    available[0] = 8 << 20
+    with pytest.raises(PinnedMemoryExhaustedError, match=r"90% of the 0\.01 GiB"):
+        arena.allocate(100)
+    assert arena.region is None
+    available[0] = 1000 << 20
+    with pytest.raises(PinnedMemoryExhaustedError, match="90%"):  # remembered
+        arena.allocate(100)
+    arena.prepare()
+    assert arena.allocate(100).data.numel() == 100
+
+
+def test_a_refused_pin_is_asked_for_once_and_tensors_stay(available, monkeypatch):
+    cudart = _Cudart(error=2)
+    monkeypatch.setattr(arena_module, "_cudart", lambda: cudart)
+    arena = PinnedArena(1 << 20, pin=True)
+    engine = OffloadEngine(arena, device="cpu", min_bytes=0)
+    x = torch.ones(64, requires_grad=True)
+
+    def forward():
+        y = x
+        with engine.saving():
+            for _ in range(20):
+                y = y.sin()
+        return y.sum()
+
+    with pytest.warns(RuntimeWarning, match="CUDA refused to pin"):
+        y = forward()
+    y.backward()
+    assert x.grad is not None
+    assert engine.stats().num_exhausted >= 20
+    assert cudart.num_asked == 1
+    with pytest.raises(PinnedMemoryExhaustedError, match="refused"):
+        arena.prepare()
+    assert cudart.num_asked == 2
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_containers_limit_counts(tmp_path, monkeypatch, version):
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    cache = "inactive_file" if version == 2 else "total_inactive_file"
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    root = groups if version == 2 else groups / "memory"
+    (proc / "self").mkdir(parents=True)
+    (root / "a/b").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    (proc / "self/cgroup").write_text("0::/a/b\n" if version == 2 else "3:cpu:/\n2:memory:/a/b\n")
+    monkeypatch.setattr(arena_module, "_PROC", proc)
+    monkeypatch.setattr(arena_module, "_CGROUP", groups)
+    assert arena_module.available_memory_bytes() == 8000 * 1024
+
+    def limit(group, most, used):
+        for name, value in zip(names, (most, used), strict=True):
+            (root / group / name).write_text(f"{value}\n")
+        (root / group / "memory.stat").write_text(f"anon 7\n{cache} 1000\n")
+
+    unlimited = "max" if version == 2 else 2**63 - 4096
+    limit("a/b", unlimited, 3_000_000)
+    assert arena_module.available_memory_bytes() == 8000 * 1024
+    limit("a", 5_000_000, 3_000_000)  # of the group above
+    assert arena_module.available_memory_bytes() == 2_001_000
+    limit("", 4_000_000, 3_000_000)
+    assert arena_module.available_memory_bytes() == 1_001_000
+    (proc / "self/cgroup").write_text("0::/elsewhere\n" if version == 2 else "2:memory:/elsewhere\n")
+    assert arena_module.available_memory_bytes() == 1_001_000  # a path of the host, not mounted here
+    limit("", 4_000_000, 6_000_000)
+    assert arena_module.available_memory_bytes() == 0
 
 
 class _Pending:

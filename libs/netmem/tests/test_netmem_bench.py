@@ -71,6 +71,26 @@ def test_budgets_of_the_stack_with_the_most_rows_are_drawn_alone(tmp_path, monke
     assert not plot_budgets([{"op": "link", "shape": "", "setting": "", "ms": ""}], tmp_path / "nothing.png")
 
 
+def test_the_title_stays_clear_of_the_legend(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    setting = "keep; predicted 70.00 ms, 20.000 GiB"
+    row = {"op": "budget", "shape": "8 layers", "setting": setting, "ms": "70", "memory_gib": "20"}
+    rows = [
+        row | {"impl": impl, "gpu": "NVIDIA H200", "commit": f"{number:07d}"}
+        for number, impl in enumerate(["keep everything", "one global budget", "gemworks", "gemworks offload"] * 2)
+    ]
+    assert plot_budgets(rows, tmp_path / "budgets.png")
+    (figure,) = figures
+    figure.canvas.draw()
+    title, legend = figure.axes[0].title.get_window_extent(), figure.legends[0].get_window_extent()
+    assert not title.overlaps(legend)
+    for edge in (title.min, title.max, legend.min, legend.max):
+        assert figure.bbox.contains(*edge)
+
+
 def test_gathers_are_drawn_from_a_csv(tmp_path):
     rows = Rows(torch.device("cpu"), 1.0, 1.0, path=tmp_path / "pair.csv")
     for mib in (64, 128):

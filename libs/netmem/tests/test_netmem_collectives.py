@@ -2,102 +2,31 @@
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from gemworks.netmem.codec import BUILTIN, get_codec
 from gemworks.netmem.collectives import QuantizedCollective, split_rows
 from gemworks.netmem.errors import CodecError, CollectiveMismatchError
+from netmem_quantized import check_everything, check_everything_on_gpus, tensor
+from netmem_ranks import run_ranks
 
 pytestmark = pytest.mark.dist
-
-
-def _entry(rank: int, world: int, path: str, work: Callable[[int, int], Any], queue: Any) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{path}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-        )
-        work(rank, world)
-        queue.put((rank, None))
-    except BaseException:
-        queue.put((rank, traceback.format_exc()))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def run_ranks(world: int, work: Callable[[int, int], Any], path: str) -> None:
-    """Run `work(rank, world)` in that many processes; any failure fails the test with its traceback."""
-    context = mp.get_context("fork")
-    queue = context.SimpleQueue()
-    processes = [context.Process(target=_entry, args=(r, world, path, work, queue)) for r in range(world)]
-    for p in processes:
-        p.start()
-    for p in processes:
-        p.join(120)
-    hung = [r for r, p in enumerate(processes) if p.is_alive()]
-    for p in processes:
-        if p.is_alive():
-            p.kill()
-            p.join()
-    assert not hung, f"ranks {hung} hang"
-    failures = [error for _, error in (queue.get() for _ in range(world)) if error]
-    assert not failures, "\n".join(failures)
-
-
-def tensor(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(17 * rank + sum(shape))).to(dtype)
-
-
-def coded(codec: str, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """What the other side reads, in dtype."""
-    c = get_codec(codec)
-    return c.decode(c.encode(x), x.shape, dtype or x.dtype) if x.numel() else x.to(dtype or x.dtype)
-
-
-SHAPES = [(0,), (1,), (3,), (7, 5), (0, 5), (8, 0), (33, 3), (2, 3, 129), (5, 1)]
-ALL_CASES = [(name, dtype) for name in sorted(BUILTIN) for dtype in (torch.float32, torch.bfloat16)]
-FEW_CASES = [("fp8_row", torch.float32), ("mxfp8", torch.bfloat16)]
-
-
-def check_everything(rank: int, world: int) -> None:
-    for codec, dtype in ALL_CASES if world == 3 else FEW_CASES:
-        q = QuantizedCollective(codec=codec)
-        for shape in SHAPES:
-            inputs = [tensor(r, shape, dtype) for r in range(world)]
-            gathered = q.all_gather(inputs[rank])
-            assert torch.equal(gathered, torch.cat([coded(codec, x) for x in inputs])), (codec, shape)
-
-            rows = split_rows(shape[0], world)
-            mine = [torch.split(x, rows)[rank] for x in inputs]
-            total = torch.zeros(mine[0].shape)
-            for part in mine:
-                total += coded(codec, part, torch.float32)
-            for mean in (False, True):
-                got = q.reduce_scatter(inputs[rank], mean=mean)
-                assert torch.equal(got, (total / world if mean else total).to(dtype)), (codec, shape)
-
-            sends = [[(3 * s + 5 * d + shape[0]) % 4 for d in range(world)] for s in range(world)]
-            if shape[0] == 0:
-                sends = [[0] * world for _ in range(world)]
-            xs = [tensor(s, (sum(sends[s]), *shape[1:]), dtype) for s in range(world)]
-            got = q.all_to_all(xs[rank], sends[rank], [sends[s][rank] for s in range(world)])
-            expected = torch.cat([coded(codec, torch.split(xs[s], sends[s])[rank]) for s in range(world)])
-            assert torch.equal(got, expected), (codec, shape)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_o7_any_size_equals_one_process(world, tmp_path):
     run_ranks(world, check_everything, str(tmp_path / "rendezvous"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="needs two CUDA devices, NCCL"
+)
+def test_o7_any_size_equals_one_process_on_two_gpus(tmp_path):
+    run_ranks(2, check_everything_on_gpus, str(tmp_path / "rendezvous"), backend="nccl")
 
 
 def refused(call: Callable[[], Any], *named: str) -> None:

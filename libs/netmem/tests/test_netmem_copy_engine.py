@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from gemworks.netmem.copy_engine import (
     verify_copy_engines,
 )
 from gemworks.netmem.symmetric import wait_for_all
+from netmem_ranks import run_ranks as run_processes
 from netmem_simulated_memory import CPU, Rank, Shared, run_ranks
 from torch import nn
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  # its stub does not export it
@@ -136,6 +138,43 @@ def test_fsdp2_falls_back_loudly_and_trains_the_same(tmp_path):
         assert copy_engine_problem(dist.group.WORLD, CPU) is not None
     finally:
         dist.destroy_process_group()
+
+
+def check_capability(rank: int, world: int) -> None:
+    """Two ranks of a machine that says it has GPUs: what they see of each other decides, on both alike."""
+    group, host, access = dist.group.WORLD, ["one"] * world, [True]
+    assert group is not None
+    visible: list[list[str]] = [["a", "b"]] * world
+    places = list(range(world))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_nccl_available", lambda: True)
+        patch.setattr("socket.gethostname", lambda: host[rank])
+        patch.setattr(torch.cuda, "device_count", lambda: len(visible[rank]))
+        patch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=visible[rank][i]))
+        patch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: access[0])
+
+        def problem() -> str:
+            return copy_engine_problem(group, torch.device("cuda", places[rank])) or "none"
+
+        assert problem() == "none"
+        host[1] = "two"  # as many GPUs visible as there are ranks
+        assert problem() == "the group's 2 ranks are on 2 hosts, RDMA is not built"
+        host[1] = "one"
+        access[0] = rank == 0  # only one rank finds it out
+        assert problem() == "GPU 1 can't access the memory of GPUs [0]"
+        access[0] = True
+        places[1] = 0
+        assert problem() == "ranks share a GPU: 2 ranks on 1"
+        places[1] = 1
+        visible[1], places[1] = ["b"], 0
+        assert problem() == "rank 1 does not see GPUs ['a'] of other ranks (CUDA_VISIBLE_DEVICES?)"
+        visible[0] = ["a"]
+        assert problem().startswith("rank 0 does not see GPUs ['b']")
+
+
+@pytest.mark.dist
+def test_ranks_compare_hosts_and_gpus_and_agree(tmp_path):
+    run_processes(2, check_capability, str(tmp_path / "rendezvous"))
 
 
 def test_a_model_without_fsdp2_is_a_value_error():

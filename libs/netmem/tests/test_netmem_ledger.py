@@ -285,6 +285,9 @@ def test_measure_writes_a_valid_file_and_keeps_what_it_did_not_measure(tmp_path)
     again = BandwidthLedger.from_toml(tmp_path / "here.toml")
     assert again.links == ledger.links
     assert "standing in" in (cluster_file.source_of(again.to_dict(), "links.host.up_bytes_per_s") or "")
+    for way in ("up", "down"):
+        source = cluster_file.source_of(again.to_dict(), f"links.host.copy_engines_{way}")
+        assert source == "assumed: one each way"
     based = measure("cpu", num_bytes=1 << 20, repeats=3, base=tomllib.loads(EXAMPLE)).to_dict()
     assert based["shape"]["gpus_per_domain"] == 2
     assert based["gpu"]["peak_flops_per_s"] == {"bf16": 9.89e14}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from gemworks.netmem.arena import PinnedArena
 from gemworks.netmem.errors import ParkedStateError
 from gemworks.netmem.movers import DelayedMover
 from gemworks.netmem.stash import Place, StateStash
+from netmem_ranks import run_ranks
 from torch import nn
 
 pytestmark = pytest.mark.reference
@@ -146,26 +148,104 @@ def test_checkpoint_step_and_eval_on_parked_state_are_refused():
     model(torch.zeros(1, 4, dtype=torch.int64))
 
 
+def collectives_of_parked_memory(rank: int, world: int) -> None:
+    own = dict(vars(dist.ProcessGroup))
+    stash = make_stash()
+    table, free = torch.full((100,), 1.0 + rank), torch.ones(100)
+    view = table.view(100)
+    stash.add("table", [table])
+    stash.park("table", wait=True)
+    for x in (table, view):
+        with pytest.raises(ParkedStateError, match=r"all_?reduce.*'table'.*restore"):
+            dist.all_reduce(x)
+    with pytest.raises(ParkedStateError, match=r"broadcast.*'table'"):
+        dist.broadcast(table, 0)
+    with pytest.raises(ParkedStateError, match="'table'"):
+        dist.all_gather([torch.empty(100) for _ in range(world)], table)
+    with pytest.raises(ParkedStateError, match="'table'"):
+        dist.reduce_scatter(torch.empty(100), [torch.ones(100)] * (world - 1) + [view])
+    dist.all_reduce(free)  # what is not parked goes on
+    assert free.unique().tolist() == [world]
+    stash.restore("table")
+    dist.all_reduce(table)
+    assert table.unique().tolist() == [3.0]
+    assert dict(vars(dist.ProcessGroup)) == own
+
+
 @pytest.mark.dist
-# torch warns about its own default when the group is made without a device
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_collectives_on_parked_state_are_refused_under_the_guard(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        stash = make_stash()
-        table = torch.ones(100)
-        stash.add("table", [table])
-        stash.park("table", wait=True)
-        with stash.guard():
-            with pytest.raises(ParkedStateError, match=r"c10d.*'table'"):
-                dist.all_reduce(table)
-            with pytest.raises(ParkedStateError):
-                table.add_(1)
-            stash.restore("table")
-            dist.all_reduce(table)
-        assert table.sum() == 100
-    finally:
-        dist.destroy_process_group()
+def test_collectives_on_parked_state_are_refused_on_every_rank(tmp_path):
+    run_ranks(2, collectives_of_parked_memory, str(tmp_path / "rendezvous"))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda emb: emb.weight.sum(),
+        lambda emb: emb.weight.data,
+        lambda emb: emb.weight.data_ptr(),
+        lambda emb: torch.cat([torch.ones(1, 16), emb.weight]),
+        lambda emb: torch.save(emb.weight, io.BytesIO()),
+        lambda emb: emb.state_dict(),
+        lambda emb: copy.deepcopy(emb),
+        lambda emb: emb.double(),
+        lambda emb: emb.eval()(torch.zeros(1, dtype=torch.int64)),
+    ],
+)
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_parked_tensor_refuses_every_use_without_hooks_or_guard(use, wait):
+    stash = make_stash()
+    embedding = nn.Embedding(50, 16)
+    before, kind = embedding.weight.detach().clone(), type(embedding.weight)
+    stash.add("table", [embedding.weight])
+    stash.park("table", wait=wait)
+    with pytest.raises(ParkedStateError, match=r"'table'.*restore"):
+        use(embedding)
+    stash.restore("table")
+    use(embedding)
+    assert type(embedding.weight) is kind
+    assert torch.equal(embedding.weight.float(), before)
+
+
+def test_what_a_parked_tensor_says_about_itself_stays_readable():
+    stash = make_stash()
+    weight = nn.Parameter(torch.ones(50, 16))
+    weight.grad = torch.ones(50, 16)
+    stash.add("table", [weight])
+    stash.park("table", wait=True)
+    assert (weight.shape, weight.dtype, weight.numel(), weight.dim()) == ((50, 16), torch.float32, 800, 2)
+    assert isinstance(weight, nn.Parameter)
+    assert weight.requires_grad
+    assert weight.is_leaf
+    assert weight in {weight}
+    torch.optim.SGD([weight], lr=0.1).zero_grad()
+    assert weight.grad is None
+
+
+def test_a_tensor_of_two_groups_belongs_to_the_one_that_parked_it():
+    stash = make_stash()
+    table = torch.ones(100)
+    stash.add("a", [table])
+    stash.add("b", [table])
+    stash.park("a", wait=True)
+    stash.park("b", wait=True)
+    stash.restore("b")
+    with pytest.raises(ParkedStateError, match="'a'"):
+        table.sum()
+    stash.restore("a")
+    assert table.sum() == 100
+
+
+def test_the_guard_sees_views_from_outside_the_group():
+    stash = make_stash()
+    table = torch.ones(100)
+    view = table[:50]
+    stash.add("table", [table])
+    stash.park("table", wait=True)
+    with stash.guard():
+        with pytest.raises(ParkedStateError, match=r"aten.*'table'"):
+            view.add_(1)
+        stash.restore("table")
+        assert view.sum() == 50
 
 
 def test_exhausted_host_memory_leaves_state_on_the_device():

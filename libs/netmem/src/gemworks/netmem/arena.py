@@ -8,12 +8,13 @@ back, and a piece that a copy may still touch is handed out again only together 
 from __future__ import annotations
 
 import bisect
+import gc
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from gemworks.netmem.checks import check_kind, check_number
@@ -22,6 +23,7 @@ from gemworks.netmem.errors import PinnedMemoryExhaustedError
 ALIGNMENT_BYTES = 256
 # Pinned pages can't be swapped out, so leave the machine a tenth of what it has.
 MAX_SHARE_OF_AVAILABLE = 0.9
+_PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 class Fence(Protocol):
@@ -78,14 +80,46 @@ class Block:
 
 
 def available_memory_bytes() -> int | None:
-    """Memory that new work can take without swapping, or None where the system doesn't say."""
+    """Memory that new work can take without swapping or reaching a container's limit; None where nobody says."""
+    found = [n for n in (_machine_bytes(), *_control_group_bytes()) if n is not None]
+    return max(0, min(found)) if found else None
+
+
+def _machine_bytes() -> int | None:
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in (_PROC / "meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except OSError:
         return None
     return None
+
+
+def _control_group_bytes() -> Iterator[int]:
+    """What each limit on this process's control group and on those above it leaves. Versions 1 and 2."""
+    try:
+        lines = (_PROC / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for number, controllers, path in (line.split(":", 2) for line in lines):
+        if number == "0":
+            root, limit_name, used_name, cache = _CGROUP, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit_name, used_name = _CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache = "total_inactive_file"
+        else:
+            continue
+        # in a container the path may be that of the host, of which only the root is mounted
+        inner = Path(path.lstrip("/"))
+        for group in (inner, *inner.parents):
+            try:
+                limit = (root / group / limit_name).read_text().strip()
+                used = int((root / group / used_name).read_text())
+                stat = dict(line.split() for line in (root / group / "memory.stat").read_text().splitlines())
+            except OSError:
+                continue
+            if limit != "max":
+                yield int(limit) - used + int(stat.get(cache, 0))  # the file cache goes when memory is asked for
 
 
 def _aligned(size_bytes: int) -> int:
@@ -100,6 +134,21 @@ def _unregister(address: int) -> None:
     _cudart().cudaHostUnregister(address)
 
 
+_arenas: weakref.WeakSet[PinnedArena] = weakref.WeakSet()
+
+
+def _fits(num_bytes: int) -> bool:
+    available = available_memory_bytes()
+    return available is None or num_bytes <= MAX_SHARE_OF_AVAILABLE * available
+
+
+def _too_much(num_bytes: int) -> str:
+    return (
+        f"expected at most {MAX_SHARE_OF_AVAILABLE:.0%} of the {(available_memory_bytes() or 0) / 2**30:.2f} GiB "
+        f"available, got {num_bytes / 2**30:.2f} GiB; pinned memory can't be swapped"
+    )
+
+
 class PinnedArena:
     """Sub-allocator over one pinned region.
 
@@ -108,7 +157,11 @@ class PinnedArena:
         pin: register the region with CUDA; None: where CUDA is there. Without it the region is plain memory.
 
     Raises:
-        ValueError: not above 0, or more than 90 % of the memory that the machine has available.
+        ValueError: not above 0, or together with what the process's other arenas have not taken yet more than 90 % of
+            the memory that is available, to the machine and within the limits of its container.
+
+    The same share is asked for again when the region is pinned, since others may have taken memory meanwhile. A region
+    that is refused then is not tried again before the next `prepare()`: each request raises the same error.
 
     >>> arena = PinnedArena(1 << 20, pin=False)
     >>> block = arena.allocate(1000)
@@ -121,12 +174,13 @@ class PinnedArena:
 
     def __init__(self, capacity_bytes: int, *, pin: bool | None = None) -> None:
         check_number("capacity_bytes", capacity_bytes, above=True, whole=True, fix="16 << 30 is 16 GiB")
-        available = available_memory_bytes()
-        if available is not None and capacity_bytes > MAX_SHARE_OF_AVAILABLE * available:
-            raise ValueError(
-                f"capacity_bytes: expected at most {MAX_SHARE_OF_AVAILABLE:.0%} of the {available / 2**30:.2f} GiB "
-                f"available, got {capacity_bytes / 2**30:.2f} GiB; pinned memory can't be swapped"
-            )
+        others = sum(arena._untaken_bytes() for arena in _arenas)
+        if others and not _fits(capacity_bytes + others):
+            gc.collect()  # arenas that only reference cycles hold
+            others = sum(arena._untaken_bytes() for arena in _arenas)
+        if not _fits(capacity_bytes + others):
+            besides = f" besides {others / 2**30:.2f} GiB that other arenas may still take" if others else ""
+            raise ValueError(f"capacity_bytes: {_too_much(capacity_bytes)}{besides}")
         self.capacity_bytes = _aligned(capacity_bytes)
         self._pin = pin
         self._region: torch.Tensor | None = None
@@ -138,6 +192,8 @@ class PinnedArena:
         self._reserved = 0
         self._peak = 0
         self._num_exhausted = 0
+        self._refused: str | None = None
+        _arenas.add(self)
 
     @property
     def region(self) -> torch.Tensor | None:
@@ -145,25 +201,46 @@ class PinnedArena:
         return self._region
 
     def prepare(self) -> None:
-        """Allocate and register the region now instead of at the first request."""
+        """Allocate and register the region now instead of at the first request.
+
+        Raises:
+            PinnedMemoryExhaustedError: the memory is not there any more, or CUDA refused to pin it.
+        """
         with self._lock:
+            self._refused = None
             self._ensure_region()
 
-    def _ensure_region(self) -> torch.Tensor:
+    def _untaken_bytes(self) -> int:
+        """What this arena may still take: pinned pages are taken at once, plain ones when they are written."""
         if self._region is None:
+            return 0 if self._refused else self.capacity_bytes
+        return 0 if self._pins() else self.capacity_bytes - self._peak
+
+    def _pins(self) -> bool:
+        return self._pin if self._pin is not None else torch.cuda.is_available()
+
+    def _ensure_region(self) -> torch.Tensor:
+        if self._refused is not None:
+            raise PinnedMemoryExhaustedError(self._refused)
+        if self._region is None:
+            if self._pins() and not _fits(self.capacity_bytes):
+                self._refuse(_too_much(self.capacity_bytes))
             region = torch.empty(self.capacity_bytes, dtype=torch.uint8)
-            if self._pin if self._pin is not None else torch.cuda.is_available():
+            if self._pins():
                 address = region.data_ptr()
                 error = _cudart().cudaHostRegister(address, self.capacity_bytes, 0)
                 if int(error) != 0:
-                    raise PinnedMemoryExhaustedError(
-                        f"capacity_bytes: CUDA refused to pin {self.capacity_bytes / 2**30:.2f} GiB (error "
-                        f"{int(error)}); "
+                    self._refuse(
+                        f"CUDA refused to pin {self.capacity_bytes / 2**30:.2f} GiB (error {int(error)}); "
                         "ask for less, or raise the limit on locked memory"
                     )
                 weakref.finalize(region, _unregister, address)
             self._region = region
         return self._region
+
+    def _refuse(self, why: str) -> NoReturn:
+        self._refused = f"capacity_bytes: {why}"
+        raise PinnedMemoryExhaustedError(self._refused)
 
     def allocate(self, size_bytes: int) -> Block:
         """A piece of exactly that size.
@@ -172,7 +249,7 @@ class PinnedArena:
         over.
 
         Raises:
-            PinnedMemoryExhaustedError: no free piece is large enough.
+            PinnedMemoryExhaustedError: no free piece is large enough, or the region could not be had.
             ValueError: negative size.
         """
         check_number("size_bytes", size_bytes, whole=True)

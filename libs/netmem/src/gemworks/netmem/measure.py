@@ -177,7 +177,8 @@ def measure(
         base: a parsed cluster file whose other figures (shape, tiers, links not measured here) and sources are kept.
 
     Returns:
-        A ledger whose `to_toml` writes the file, with a source for every measured figure.
+        A ledger whose `to_toml` writes the file, with a source for every figure. Copy engines are assumed, not
+        measured.
 
     Raises:
         ValueError: `num_bytes` below 64, `repeats` below 1, a device that is not there, a `base` that is no cluster
@@ -202,6 +203,10 @@ def measure(
         for path in [p for p in data["sources"] if p.startswith(f"{prefix}.") and "peak_flops" not in p]:
             del data["sources"][path]
         data["sources"][prefix] = sentence
+    # No runtime call says how many engines drive one way of a link, and copies alone don't show it.
+    for link in links:
+        for way in ("up", "down"):
+            data["sources"][f"links.{link}.copy_engines_{way}"] = "assumed: one each way"
     nominal = any(known in gpu["name"] for known in NOMINAL_BF16)
     tried = "NVIDIA data sheet, dense" if nominal else f"largest square matmul tried, {sentence}"
     kept = cluster_file.source_of(base, "gpu.peak_flops_per_s.bf16") if base is not None else None

@@ -1,8 +1,13 @@
 """Optimizer state and embedding tables parked in host memory between their uses.
 
 Parking copies a group's storages to pinned memory and frees them on the device; the tensors stay the same objects, so
-optimizers, modules and fused tables keep their references. A parked tensor must not be touched: guards refuse what
-commonly does by mistake (checkpoints, eval, collectives), restore points bring it back in time.
+optimizers, modules and fused tables keep their references. A parked tensor must not be touched: what does so by
+mistake (checkpoints, eval, collectives, any torch function given the tensor) is refused by name; restore points bring
+it back in time.
+
+Not seen, and so a crash or wrong bytes: a *view* that is not in the group, made before parking, outside of collectives;
+what autograd saved of the tensor for a backward while it is parked; C++ code that holds it; tensor subclasses
+(collectives do refuse their storages). `guard()` sees the first.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from gemworks.netmem.arena import Block, Fence, PinnedArena
 from gemworks.netmem.checks import check_all, check_kind, check_number, checked_device
 from gemworks.netmem.errors import ParkedStateError, PinnedMemoryExhaustedError
 from gemworks.netmem.movers import CHUNK_BYTES, Mover, as_bytes, mover_for
+from gemworks.netmem.sealed import seal, unseal, unwatch_collectives, watch_collectives
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -47,6 +53,7 @@ class _Group:
     tensors: Callable[[], Iterable[torch.Tensor]]
     place: Place = Place.DEVICE
     items: list[_Item] = field(default_factory=list)
+    sealed: list[torch.Tensor] = field(default_factory=list)
 
 
 class _Guard(TorchDispatchMode):
@@ -55,13 +62,13 @@ class _Guard(TorchDispatchMode):
         self._stash = stash
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        parked = self._stash._parked_storages()
+        parked = self._stash.parked
         if parked and not self._stash._moving:
             for x in tree_leaves((args, kwargs)):
                 if isinstance(x, torch.Tensor) and x.layout is torch.strided:
                     name = parked.get(x.untyped_storage()._cdata)
                     if name is not None:
-                        self._stash._refuse(name, str(func))
+                        self._stash.refuse(name, str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -73,6 +80,9 @@ class StateStash:
         device: where the tensors live; None: the current CUDA device, else the CPU.
         min_bytes: smaller storages stay (an optimizer's step counters).
         mover: who copies; None: chosen by the device.
+
+    From `park` to `restore` every torch function given one of the group's tensors raises `ParkedStateError`, except
+    what the tensor says about itself (shape, dtype, `grad`), and so does a collective given their memory.
 
     >>> stash = StateStash(PinnedArena(1 << 20, pin=False), device="cpu", min_bytes=0)
     >>> table = torch.ones(1000)
@@ -103,6 +113,7 @@ class StateStash:
         self._warned = False
         self._restored_at_step: set[str] = set()
         self._moving = False
+        self.parked: dict[int, str] = {}
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
@@ -184,12 +195,12 @@ class StateStash:
                 self.restore(name)
             if group.place is Place.DEVICE:
                 mark = self._mover.mark()
-                seen: set[int] = set()
-                for tensor in group.tensors():
+                tensors = list(group.tensors())
+                for tensor in tensors:
                     storage = tensor.untyped_storage()
-                    if storage._cdata in seen or storage.nbytes() < max(1, self._min_bytes):
+                    # one that is in the dict is of this group or of another one that came first
+                    if storage._cdata in self.parked or storage.nbytes() < max(1, self._min_bytes):
                         continue
-                    seen.add(storage._cdata)
                     try:
                         block = self._arena.allocate(storage.nbytes())
                     except PinnedMemoryExhaustedError as error:
@@ -204,7 +215,13 @@ class StateStash:
                     up = self._mover.copy("up", block.data, as_bytes(storage), [mark, *block.fences])
                     block.fences.clear()
                     group.items.append(_Item(storage, storage.nbytes(), block, up))
+                    self.parked[storage._cdata] = name
                 group.place = Place.LEAVING
+                group.sealed += [
+                    x for x in tensors if self.parked.get(x.untyped_storage()._cdata) == name and seal(x, self, name)
+                ]
+                if self.parked:
+                    watch_collectives(self)
             if wait:
                 self._free(group)
             else:
@@ -251,7 +268,13 @@ class StateStash:
                 # over
                 self._mover.compute_waits(fence)
                 self._arena.free(item.block, [fence])
+                del self.parked[item.storage._cdata]
             group.items.clear()
+            for tensor in group.sealed:
+                unseal(tensor)
+            group.sealed.clear()
+            if not self.parked:
+                unwatch_collectives(self)
             group.place = Place.DEVICE
 
     # -- restore points ------------------------------------------------------------------------------------------------
@@ -279,25 +302,23 @@ class StateStash:
             ParkedStateError: names the group, where it is, and what wanted it.
         """
         if self._group(name).place is not Place.DEVICE:
-            self._refuse(name, what)
+            self.refuse(name, what)
 
-    def _refuse(self, name: str, what: str) -> None:
+    def refuse(self, name: str, what: str) -> None:
+        """Raise for a group that is not on the device.
+
+        Raises:
+            ParkedStateError: names the group, where it is, and what wanted it.
+        """
         place = self._groups[name].place.value
         raise ParkedStateError(
             f"{what} needs group {name!r}, which is {place}; call restore({name!r}) first or add a restore point"
         )
 
-    def _parked_storages(self) -> dict[int, str]:
-        return {
-            item.storage._cdata: name
-            for name, group in self._groups.items()
-            if group.place is not Place.DEVICE
-            for item in group.items
-        }
-
     def guard(self) -> TorchDispatchMode:
-        """A context in which any operation on a parked tensor, collectives included, raises `ParkedStateError`.
+        """A context in which any operation on parked memory raises `ParkedStateError`, by whatever view it comes.
 
+        Without it, the group's own tensors and collectives are refused; views from outside the group are not seen.
         Costs a Python call per operation: for debugging, and around code that you don't trust.
         """
         return _Guard(self)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import socket
 import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -76,20 +78,51 @@ class _TorchSymmetricMemory:
         return handle  # type: ignore[return-value]
 
 
+_num_exchanges: Counter[str] = Counter()
+
+
+def _of_every_rank(group: dist.ProcessGroup, text: str) -> list[str]:
+    """Each rank's text, through the group's store: no collective, and no device."""
+    _num_exchanges[group.group_name] += 1
+    key, store = f"gemworks.netmem.exchange/{_num_exchanges[group.group_name]}", group.get_group_store()
+    store.set(f"{key}/{group.rank()}", text)
+    return [store.get(f"{key}/{rank}").decode() for rank in range(group.size())]
+
+
+def _host() -> str:
+    """This host, also where many have the same name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
 def copy_engine_problem(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why copy-engine collectives can't run on this group, or None if they can."""
+    """Why copy-engine collectives can't run on this group, or None if they can.
+
+    All ranks of the group call it, and all get the same answer: hosts and GPUs are compared through the group's store.
+    """
     if device.type != "cuda":
         return f"tensors are on {device.type}, copy engines are a GPU's"
     if not hasattr(dist, "is_nccl_available") or not dist.is_nccl_available():
         return "this torch has no NCCL"
-    if group.size() > torch.cuda.device_count():
-        num_gpus = torch.cuda.device_count()
-        return f"{group.size()} ranks on {num_gpus} visible GPUs: the group spans hosts, RDMA is not built"
-    index = device.index or 0
-    apart = [i for i in range(group.size()) if i != index and not torch.cuda.can_device_access_peer(index, i)]
-    if apart:
-        return f"GPU {index} can't access the memory of GPUs {apart}"
-    return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    own = next(uuid for uuid, i in seen.items() if i == index)
+    ranks = [text.rsplit("/", 1) for text in _of_every_rank(group, f"{_host()}/{own}")]
+    hosts, gpus = {host for host, _ in ranks}, [gpu for _, gpu in ranks]
+    others = [gpu for rank, gpu in enumerate(gpus) if rank != group.rank()]
+    problem = ""
+    if len(hosts) > 1:
+        problem = f"the group's {group.size()} ranks are on {len(hosts)} hosts, RDMA is not built"
+    elif len(set(gpus)) < len(gpus):
+        problem = f"ranks share a GPU: {len(gpus)} ranks on {len(set(gpus))}"
+    elif hidden := [gpu for gpu in others if gpu not in seen]:
+        problem = f"rank {group.rank()} does not see GPUs {hidden} of other ranks (CUDA_VISIBLE_DEVICES?)"
+    elif apart := [seen[gpu] for gpu in others if not torch.cuda.can_device_access_peer(index, seen[gpu])]:
+        problem = f"GPU {index} can't access the memory of GPUs {apart}"
+    return next((text for text in _of_every_rank(group, problem) if text), None)
 
 
 @dataclass

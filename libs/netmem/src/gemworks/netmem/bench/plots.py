@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,13 @@ def _axes() -> tuple[Any, Any]:
 
 
 def _save(figure: Any, axes: Any, rows: Sequence[Mapping[str, str]], path: Path) -> None:
-    """The legend stands beside what it explains; the title says where the rows come from."""
+    """The legend stands below what it explains; the title says where the rows come from."""
     gpus, commits = (", ".join(dict.fromkeys(r[name] for r in rows if r.get(name))) for name in ("gpu", "commit"))
     num = max((int(r.get("num_gpus") or 1) for r in rows), default=1)
-    axes.set_title(f"{f'{num} x ' if num > 1 else ''}{gpus or 'CPU'}, commit {commits or 'unknown'}", fontsize=9)
+    title = f"{f'{num} x ' if num > 1 else ''}{gpus or 'CPU'}, commit {commits or 'unknown'}"
+    axes.set_title(textwrap.fill(title, 90), fontsize=9)
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=120)
 
 
