@@ -59,6 +59,7 @@ def check(
     scale: float = 0.3,
     size: float = 1.0,
     heights: str = "",
+    max_length: int = 64,
     lengths: tuple[list[int], list[int]] = (LENGTHS, LENGTHS_K),
     **mask: Any,
 ) -> None:
@@ -86,7 +87,7 @@ def check(
         sides: dict[str, Any] = {"total_q": total_q, "total_k": None if kind != "cross" else k_rows}
         tiles = list(TileSchedule.build(given_q, given_k, heights=heights, **sides).tensors)
     rest = (
-        given_q, given_k, tiles, heights, b, rows_k, 64, 64, scale, activation,
+        given_q, given_k, tiles, heights, b, rows_k, max_length, max_length, scale, activation,
         min(bounds.left, op.UNBOUNDED), min(bounds.right, op.UNBOUNDED), bounds.align, shared,
     )  # fmt: skip
     problem = op.make_problem(q, k, v, op.Call(q, k, op.Settings(*rest)), "sm_90")
@@ -167,6 +168,13 @@ def test_empty(monkeypatch: pytest.MonkeyPatch, lengths: tuple[list[int], list[i
 def test_a_given_schedule_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, heights="q32 k32")
     check(monkeypatch, heights="q128")  # lacks what the kernels want
+
+
+@pytest.mark.parametrize("kind", ["self", "cross", "shared"])
+@pytest.mark.parametrize("activation", ["softmax", "gelu"])
+def test_a_bound_that_is_too_small_changes_nothing(monkeypatch: pytest.MonkeyPatch, kind: str, activation: str) -> None:
+    """Kernels take rows from the offsets, and nothing but the choice of tiles from the bound of the lengths."""
+    check(monkeypatch, kind=kind, activation=activation, max_length=4)
 
 
 def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

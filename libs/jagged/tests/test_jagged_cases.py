@@ -275,7 +275,10 @@ def test_device_plan_equals_host_plan(op: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("as_device")
 def test_too_small_a_bound_off_the_host_never_corrupts_neighbours() -> None:
-    """Off the host the bound can't be checked: rows beyond it read as absent, other sequences are untouched."""
+    """Off the host the bound can't be checked: the reference takes rows beyond it for absent; others are untouched.
+
+    The kernels compute them: interpreted_attention.py, test_a_bound_that_is_too_small_changes_nothing.
+    """
     offsets = torch.tensor([0, 6, 9])
     x = torch.randn(9, 1, 4, requires_grad=True)
     out = flash_attention(x, x, x, offsets, max_length_q=4)

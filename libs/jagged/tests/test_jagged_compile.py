@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -112,3 +113,36 @@ def test_the_rest_of_the_table(arguments: tuple[str, ...]) -> None:
     for label, row in rows.items():
         assert row["HGMMA"] + row["HMMA"] + row["UTCHMMA"] > 0, label
         assert row["shared"] <= SHARED_LIMIT[arguments[1]], label
+
+
+SPECIALISE = Path(__file__).parents[1] / "tools/warp_specialize.py"
+
+
+def specialise() -> Any:
+    spec = importlib.util.spec_from_file_location("jagged_warp_specialize", SPECIALISE)
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    return tool
+
+
+def test_what_the_compiler_specialises_is_counted() -> None:
+    """A kernel with descriptors is specialised; the words of a compiler that fails are kept, without its folders."""
+    case = ("descriptors", "specialised", "64", "4")
+    command = [sys.executable, str(SPECIALISE), "--case", *case]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "warp-specialised regions: 1," in done.stdout, done.stderr[-2000:]
+    tool = specialise()
+    assert case in tool.CASES
+    said = "note\npython3: /a-b/c/Pass.cpp:7: void f(): Assertion `x' failed.\n/d/e.py:1:0: error: pipeline\n"
+    assert tool.reason(said) == "Pass.cpp:7: void f(): Assertion `x' failed."
+    assert tool.reason("/d/warp_specialize.py:1:0: error: no pipeline") == "error: no pipeline"
+
+
+def test_the_shipped_kernel_is_rewritten_as_it_is_asked(tmp_path: Path) -> None:
+    tool = specialise()
+    for how in ("as-it-is", "specialised", "no-return"):
+        text = tool.shipped(how, tmp_path).src
+        assert ("warp_specialize=True" in text) is (how != "as-it-is")
+        assert ("num_tiles):" in text) is (how != "no-return")

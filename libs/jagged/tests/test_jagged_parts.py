@@ -139,6 +139,29 @@ def test_a_token_map_and_its_gradients() -> None:
     assert token_map(x[:0], w, base).shape == (0, 5, 3)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(("batches", "graphs"), [((5, 9), 1), ((4, 9), 2)])
+def test_a_compiled_token_map_has_one_graph_for_every_batch(batches: tuple[int, int], graphs: int) -> None:
+    """A first batch of as many samples as tokens, 4, has a graph of its own: torch takes equal sizes for one."""
+    seen = 0
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        nonlocal seen
+        seen += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(token_map, backend=counting, fullgraph=True, dynamic=True)
+    for num_samples in batches:
+        x, w, base = leaf(num_samples, 4, 6), leaf(7, 4), leaf(7, 6)
+        dy = torch.randn(num_samples, 7, 6, dtype=torch.float64)
+        y, wanted = compiled(x, w, base), token_map(x, w, base)
+        assert torch.equal(y, wanted)
+        for a, b in zip(*(torch.autograd.grad(z, (x, w, base), dy) for z in (y, wanted)), strict=True):
+            assert torch.equal(a, b)
+    assert seen == graphs
+
+
 def test_time_buckets_are_bit_lengths() -> None:
     dt = torch.cat([torch.arange(0, 300), 2 ** torch.arange(8, 62), 2 ** torch.arange(8, 62) - 1, -torch.arange(50)])
     for unit, buckets in ((1, 64), (1, 5), (7, 12), (3600, 1)):

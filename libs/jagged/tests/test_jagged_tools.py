@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -74,6 +75,17 @@ def test_small_sequences_are_compared_with_a_tile_each(targets: Any) -> None:
     assert targets.small_sequences(targets.Rows([base])) == []
 
 
+def test_of_a_shape_the_costliest_tiles_decide(targets: Any) -> None:
+    """The ratio is that of one forward to the build: 25 is 4 %, 10 is 10 %."""
+    cheap = row(op="tile_schedule", shape="B256 max256", ms="0.007", ratio_to_best_peer="25")
+    dear = cheap | {"law": "zipf12", "head_dim": "64", "ratio_to_best_peer": "10"}
+    (line,) = targets.tiles(targets.Rows([cheap]))
+    assert line[-2] == "met"
+    (line,) = targets.tiles(targets.Rows([cheap, dear, cheap]))
+    assert line[-2] == "**missed**"
+    assert line[3] == "10.0%, 7 us: zipf12, width 64; 1 of 3 batches above"
+
+
 def test_counters_stand_beside_the_useful_share(targets: Any) -> None:
     """989 TFLOP/s at 1830 MHz is all of it."""
     step = row(op="gdpa", shape="B256 max1024", ms="1", tflops="494.7", gbps="1", clock_mhz="1830")
@@ -120,6 +132,9 @@ def test_the_pages_say_what_the_rows_say(targets: Any) -> None:
     changed = text.replace("<!-- measured: targets -->\n", "<!-- measured: targets -->\n999 TFLOP/s\n")
     assert changed != text
     assert targets.filled(changed) == text
+    met, all_of_them = re.findall(r"(\d+) of (\d+) met, 0 not measured", text)[0]
+    missed = f"{int(all_of_them) - int(met)} of {all_of_them} [targets for attention and norms]"
+    assert missed in (targets.ROOT / "README.md").read_text()
 
 
 NAMES = (

@@ -30,8 +30,10 @@ from gemworks.jagged import (
     layer_norm,
     offsets_from_lengths,
     rms_norm,
+    token_map,
 )
 from gemworks.jagged.ops.attention_fp8.tiles import TILE, num_tiles
+from gemworks.jagged.ops.token_map.op import MAX_IN, MAX_OUT
 from torch import Tensor
 
 LENGTHS = [0, 1, 63, 64, 65, 130, 0, 200]
@@ -155,8 +157,16 @@ def norms() -> Iterator[tuple[str, Call]]:
         yield f"rms_norm {width}", lambda x=x, r=r: rms_norm(x, add=r)
 
 
+def maps() -> Iterator[tuple[str, Call]]:
+    """Sizes that fill tiles and that do not, up to the largest that the kernel takes."""
+    for b, n, k, d in ((5, 32, 256, 512), (1, 1, 1, 1), (3, 17, 100, 70), (2, MAX_IN, MAX_OUT, 129)):
+        x, weight, base = leaf(b, n, d), leaf(k, n, dtype=torch.float32), leaf(k, d, dtype=torch.float32)
+        yield f"token_map {b} {n} {k} {d}", lambda x=x, w=weight, y=base: token_map(x, w, y)
+
+
 def main() -> None:
-    suites = {"attention": attention, "fronts": fronts, "blocks": blocks, "fp8": fp8, "norms": norms}
+    made = (attention, fronts, blocks, fp8, norms, maps)
+    suites = {make.__name__: make for make in made}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", nargs="*", default=list(suites), help=f"of {', '.join(suites)}; all by default")
     parser.add_argument("--only", default="", help="calls whose name contains this")

@@ -73,7 +73,8 @@ def flash_attention(
 
     Raises:
         ValueError: arguments that do not fit. Values of offsets, and `max_length_*` too small, are found when the
-            offsets are on the host; on a device rows past `max_length_*` read as absent.
+            offsets are on the host. On a device they are not read: the kernels then compute rows past `max_length_*` in
+            full, the reference takes them for absent, and neither touches another sequence.
 
     Source: Jagged Flash Attention, arXiv 2409.15373; FlashAttention-2, arXiv 2307.08691.
 
