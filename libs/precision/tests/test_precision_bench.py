@@ -64,3 +64,13 @@ def test_host_time_without_a_gpu_is_of_the_short_ways_and_leaves_nothing_behind(
     x, w = torch.randn(8, 128).bfloat16(), torch.randn(128, 128).bfloat16()
     assert torch.equal(torch.mm(x, w), x @ w)
     assert linear.mx_linear(x, w, None, "fp8_block128").isfinite().all()
+
+
+def test_a_compiled_peer_starts_no_workers(monkeypatch):
+    """Inductor's pool would have one a processor, and the benchmark would wait for them when it ends."""
+    from torch._inductor import config
+    from torch._inductor.async_compile import get_compile_threads
+
+    monkeypatch.setattr(config, "compile_threads", 4)
+    assert callable(bench_run.compiled(torch.sin))
+    assert get_compile_threads() == 1

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from gemworks.precision.bench_plot import plot
+from gemworks.precision.bench_plot import FUSED, plot
 from gemworks.precision.bench_run import COMMON, LEADING
 
 pytestmark = pytest.mark.reference
@@ -20,6 +20,10 @@ ROWS = [
         row(op="linear", shape="8x8x8", direction="fwd_bwd", format=format, impl=impl, ratio_to_bf16="1.1")
         for format, impl in (("fp8_block128", "gemworks"), ("mxfp8", "gemworks_save_both"), ("bf16", "torch"))
     ),
+    *(
+        row(op=op, shape="8x8x8", direction="fwd_bwd", format=format, impl=impl, ratio_to_bf16="1.1")
+        for op, format, impl in FUSED
+    ),
 ]
 
 
@@ -33,10 +37,11 @@ def test_a_plot_is_drawn_from_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
     assert plot(ROWS, tmp_path / "a.png")
     (figure,) = figures
-    casts, layers = figure.axes
+    casts, layers, fused = figure.axes
     assert sum(len(bars) for bars in casts.containers) == 1  # a peer is no cast of ours
     assert sum(len(bars) for bars in layers.containers) == 2  # the line at 1 stands for bf16
-    for axis in (casts, layers):
+    assert sum(len(bars) for bars in fused.containers) == len(FUSED)
+    for axis in figure.axes:
         assert "NVIDIA H200, commit abc1234" in axis.get_xlabel()
         legend = axis.get_legend()
         assert legend is not None

@@ -257,6 +257,24 @@ def test_explain_names_kernel_reason_and_cost():
     assert "scaled_mm" in str(explain((70, 1024, 1024), "fp8_block128", "sm_90"))
 
 
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "line"),
+    [
+        ("mxfp8", 8, "FSDP2 over 8 ranks gathers the weight as square: 128 rows a rank are a multiple of 32"),
+        ("mxfp8", 64, "as row: 16 rows a rank are not a multiple of 32: 1x32 along K, requantised for dgrad"),
+        ("fp8_block128", 16, "as bf16: 64 rows a rank are not a multiple of 128, squares would cross ranks"),
+        ("fp8_block128", 3, "as bf16: 1024 rows do not divide by 3 ranks"),
+        ("bf16", 8, "as bf16: forward is not quantised"),
+    ],
+)
+def test_explain_shows_the_rule_of_the_gather(name, num_ranks, line):
+    """Without a number of ranks nothing is said of gathers."""
+    assert line in str(explain((4096, 512, 1024), name, "sm_90", num_ranks))
+    assert "FSDP2" not in str(explain((4096, 512, 1024), name, "sm_90"))
+    with pytest.raises(ValueError, match="num_ranks: got 0"):
+        explain((4096, 512, 1024), name, "sm_90", 0)
+
+
 def test_named_backends_are_used_or_refused():
     with pytest.raises(ValueError, match="'cuda', 'cuda:N'"):
         device_spec("tpu")

@@ -36,9 +36,7 @@ KERNELS = {
     "norm in GDPA's kernel": KernelConfig(fused_pffn_norm=True),
     "PFFN's keys and values by one kernel": KernelConfig(pffn_weights="gemworks"),
     "residual with the next norms": KernelConfig(late_residual=True),
-    "all of it": KernelConfig(
-        fused_pffn_norm=True, late_residual=True, fused_qk_backward=True, pffn_weights="gemworks"
-    ),
+    "fewest passes": KernelConfig(fused_pffn_norm=True, fused_qk_backward=True, pffn_weights="gemworks"),
     "batched experts": KernelConfig(experts="batched"),
     "own schedules": KernelConfig(share_schedule=False),
     "float32 stream": KernelConfig(stream="float32"),

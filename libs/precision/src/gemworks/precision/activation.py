@@ -70,14 +70,16 @@ def activation_cast(
     if square and not columns:
         raise ValueError("square: squares serve both contractions; leave columns set, or unset square")
     chosen = choose("cast", spec.kind, (0, 0, 0), device_of(x), backend).backend
-    if chosen == "triton" and (x.is_cuda or backend == "triton") and x.numel():
+    by_kernels = chosen == "triton" and (x.is_cuda or backend == "triton")
+    if by_kernels and x.numel():
         from gemworks.precision import triton_squares
         from gemworks.precision.triton_tiles import fits_tiles, packs
 
         fused = not square or (triton_squares.IN_EPILOGUES and triton_squares.fits_squares(x, spec))
         if fused and x.is_contiguous() and fits_tiles(x, spec, spec.block) and packs(x):
             return _activation_tiles(x, spec, activation, columns, return_y, square=square)
-    y = ACTIVATIONS[activation](x.float()).to(x.dtype)
+    # PyTorch's own kernel computes in fp32 and rounds once too, and moves 4 bytes an element of bf16, not 20.
+    y = ACTIVATIONS[activation](x) if by_kernels else ACTIVATIONS[activation](x.float()).to(x.dtype)
     if square:
         made = cast_squares(y, spec, backend)
         return ActivationCast(made.rows, made.transposed, y if return_y else None, made.inexact)

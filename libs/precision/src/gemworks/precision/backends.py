@@ -269,7 +269,10 @@ def product_shapes(shape: Shape) -> dict[str, Shape]:
 
 
 def explain(
-    shape: Shape, recipe_or_name: str | Recipe = "mxfp8", device: str | torch.device | DeviceSpec = "cpu"
+    shape: Shape,
+    recipe_or_name: str | Recipe = "mxfp8",
+    device: str | torch.device | DeviceSpec = "cpu",
+    num_ranks: int | None = None,
 ) -> Explanation:
     """Say which kernel each product and cast of a linear layer would use, and why. Needs no device for `sm_NN`.
 
@@ -277,9 +280,10 @@ def explain(
         shape: (M, K, N).
         recipe_or_name: a recipe or preset name.
         device: `cpu`, `cuda`, or an architecture such as `sm_90`.
+        num_ranks: also say how FSDP2 would gather the weight over as many ranks (`fsdp.gather_in_fp8`).
 
     Raises:
-        ValueError: another shape, recipe or device.
+        ValueError: another shape, recipe, device or number of ranks.
 
     >>> print(explain((4096, 1024, 1024), "fp8_block128", "sm_90"))  # doctest: +ELLIPSIS
     linear M=4096 K=1024 N=1024, recipe fp8_block128, sm_90
@@ -320,6 +324,14 @@ def explain(
             if short
             else "the host's work: the general way, ten times a bf16 layer's on an H200 (1.4 ms forward + backward)"
         )
+    if num_ranks is not None:
+        from gemworks.precision.fsdp import gather_rule
+
+        ranks = as_integer(num_ranks)
+        if ranks is None or ranks < 1:
+            raise ValueError(f"num_ranks: got {num_ranks!r}, expected the number of ranks that share the weight, >= 1")
+        how, why = gather_rule(shape[2], shape[1], ranks, chosen)
+        notes.append(f"FSDP2 over {ranks} ranks gathers the weight as {how}: {why}")
     return Explanation(shape, chosen.name, spec, tuple(choices), tuple(notes))
 
 

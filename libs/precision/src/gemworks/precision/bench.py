@@ -29,6 +29,7 @@ from gemworks.precision.bench_run import (
     SEED,
     Bench,
     attempt,
+    compiled,
     time_bytes,
     triton_version,
 )
@@ -91,8 +92,8 @@ def bench_casts(bench: Bench) -> None:
         if bench.peers and (m, k) == (262144, 1024):
             from gemworks.precision.quantization import quantize
 
-            compiled = torch.compile(lambda t: (lambda q: (q.codes, q.scales))(quantize(t, 1)))
-            attempt("torch.compile of the reference", lambda x=x, c=compiled, m=m, k=k: time_bytes(
+            made = compiled(lambda t: (lambda q: (q.codes, q.scales))(quantize(t, 1)))
+            attempt("torch.compile of the reference", lambda x=x, c=made, m=m, k=k: time_bytes(
                 bench, "cast_rows", (m, k), "mxfp8", "torch_compile", lambda: c(x), m * k * (3 + 1 / 32)
             ))  # fmt: skip
 

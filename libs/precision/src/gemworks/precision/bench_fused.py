@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from gemworks.precision.activation import activation_gradient_cast
 from gemworks.precision.bench_linear import Forward, LayerBench, linear_run, shapes_of
-from gemworks.precision.bench_run import Bench
+from gemworks.precision.bench_run import Bench, compiled
 from gemworks.precision.casts import CastSpec, cast_both
 from gemworks.precision.gemms import gemm
 from gemworks.precision.linear import mx_linear
@@ -108,8 +108,8 @@ def bench_fused(bench: Bench) -> None:
         neighbours = [(NORM, "torch", partial(norm, a, around.residual, around.gain)),
                       (GRADIENT, "torch", partial(gradient, dy, around.h))]  # fmt: skip
         if bench.device.type == "cuda":
-            compiled = torch.compile(norm, dynamic=False)
-            neighbours.append((NORM, "torch_compile", partial(compiled, a, around.residual, around.gain)))
+            fast_norm = compiled(norm, dynamic=False)
+            neighbours.append((NORM, "torch_compile", partial(fast_norm, a, around.residual, around.gain)))
         for op, impl, run in neighbours:
             row = {"op": op, "format": "bf16", "impl": impl, "direction": "fwd" if op == NORM else "bwd"}
             layer.add(row, bench.capture(run, layer.pool))

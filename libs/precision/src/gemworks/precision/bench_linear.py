@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from gemworks.precision.bench_gemm_checks import check_transformer_engine
-from gemworks.precision.bench_run import KINDS, Bench, attempt, time_bytes
+from gemworks.precision.bench_run import KINDS, Bench, attempt, compiled, time_bytes
 from gemworks.precision.casts import CastSpec, cast, cast_both
 from gemworks.precision.gemms import gemm
 from gemworks.precision.linear import mx_linear
@@ -165,8 +165,8 @@ def bench_norm_linear(bench: Bench) -> None:
         plain = lambda a, b, g=g: nn.functional.linear(nn.functional.rms_norm(a, g.shape, g, 1e-6), b)  # noqa: E731
         layer.record("bf16", "torch", plain, "norm_linear", False)
         if bench.peers:
-            compiled = torch.compile(plain)
-            attempt("torch.compile", lambda c=compiled, r=layer: r.record(
+            made = compiled(plain)
+            attempt("torch.compile", lambda c=made, r=layer: r.record(
                 "bf16_compiled", "torch_compile", lambda a, b: c(a, b), "norm_linear", False
             ))  # fmt: skip
         for kind in KINDS:

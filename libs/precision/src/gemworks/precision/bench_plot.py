@@ -44,6 +44,7 @@ FUSED = {
     ("mlp", "fp8_block128", "gemworks"): ("two layers and GELU: mx_mlp", "#dd6b20"),
 }
 BAR_INCHES, GAP_INCHES = 0.15, 0.12
+LONGEST_OF_THREE = 35  # letters of a label of which three stand side by side
 
 
 def plot(rows: Sequence[Row], path: Path) -> bool:
@@ -120,7 +121,8 @@ def _panel(axis: Any, bars: Sequence[tuple[str, tuple[str, str], float, str]]) -
     axis.axvline(1.0, color="black", linewidth=0.8)
     axis.grid(axis="x", alpha=0.3)
     axis.set_axisbelow(True)
-    axis.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, fontsize=8, frameon=False)
+    columns = 3 if max(len(label) for label, _ in places) <= LONGEST_OF_THREE else 2
+    axis.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, fontsize=8, frameon=False)
 
 
 if __name__ == "__main__":

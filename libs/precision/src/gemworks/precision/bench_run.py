@@ -260,6 +260,15 @@ def time_bytes(
     return ms
 
 
+def compiled(run: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
+    """torch.compile of a peer's few kernels in this process: Inductor's pool has a worker for each processor, all of
+    which a program that ends first waits for."""
+    from torch._inductor import config
+
+    config.compile_threads = 1
+    return torch.compile(run, dynamic=dynamic)
+
+
 def attempt(what: str, run: Callable[[], object]) -> None:
     """Run a peer; if it can't, say why instead of leaving it out in silence."""
     try:

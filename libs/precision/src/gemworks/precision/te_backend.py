@@ -2,7 +2,8 @@
 
 It quantises and multiplies by itself, forward and backward, so codes and scales are its own: scales of
 `Float8BlockScaling` are rounded up to powers of two like ours, E4M3 throughout; `MXFP8BlockScaling` is OCP MX. It is
-never chosen by itself, and has not been run by this library's tests, which only check what is asked of it.
+never chosen by itself. `Float8BlockScaling` has run beside ours on an H200, with the same bits; `MXFP8BlockScaling`,
+which needs a Blackwell GPU, has not run.
 """
 
 from __future__ import annotations
