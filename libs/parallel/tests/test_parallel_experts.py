@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
 from gemworks.parallel import ParallelPlan, build_meshes, presets
 from gemworks.parallel.collective_log import CollectiveLog, find_order_conflict
-from gemworks.parallel.experts import EnsembleExperts
+from gemworks.parallel.experts import EnsembleExperts, _Transfer
 from gemworks.parallel.fsdp import FsdpPolicy, apply_fsdp
 from gemworks.parallel.replicas import check_equal_replicas
 from parallel_spawn import spawn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 D, NUM_EXPERTS = 8, 4
 
@@ -209,6 +213,37 @@ def test_weight_gradients_are_sums_or_means_and_input_gradients_are_the_same(gra
         assert len(r["weights"]) == len(want) // 2
         for n, g in r["weights"].items():
             torch.testing.assert_close(torch.from_numpy(g), share * want[n].grad, msg=n)  # type: ignore[operator]
+
+
+def _buffers_after_steps(rank: int, world: int, case: str) -> list[bool]:
+    made: list[StorageWeakRef] = []
+    real = {name: getattr(_Transfer, name) for name in ("all_gather", "reduce_scatter")}
+
+    def noting(name: str) -> Callable[[_Transfer, Tensor], tuple[Tensor, object]]:
+        def launch(transfer: _Transfer, x: Tensor) -> tuple[Tensor, object]:
+            out, work = real[name](transfer, x)
+            made.append(StorageWeakRef(out.untyped_storage()))
+            return out, work
+
+        return launch
+
+    for name in real:
+        setattr(_Transfer, name, noting(name))
+    experts = EnsembleExperts(make_expert, NUM_EXPERTS, dist.group.WORLD)
+    for step in range(2):
+        x = batches(world, step, case)[rank].requires_grad_()
+        loss_of(experts(x * 1)).backward()
+    experts.zero_grad()
+    del x
+    gc.collect()
+    return [storage.expired() for storage in made]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", ["equal", "mixed"])
+def test_no_buffer_of_a_step_outlives_it(case: str) -> None:
+    for freed in spawn(_buffers_after_steps, 2, case):
+        assert freed == [True] * 8  # two steps of two gathers and two scatters
 
 
 def _different_experts(rank: int, world: int) -> str:

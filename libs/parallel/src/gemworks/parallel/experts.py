@@ -59,6 +59,19 @@ class _Transfer:
     backward_work: Any = None
     keep: list[Tensor] = field(default_factory=list)
 
+    # A work holds the tensor that it wrote. That tensor's graph holds this transfer: kept, the work would close a cycle
+    # through C++, which no garbage collector sees, and each step's buffers would stay for good.
+
+    def finish(self) -> None:
+        """Waits for what forward launched, and lets go of it."""
+        work, self.work = self.work, None
+        work.wait()
+
+    def finish_backward(self) -> None:
+        """Waits for what backward launched, and lets go of it."""
+        work, self.backward_work = self.backward_work, None
+        work.wait()
+
     @property
     def size(self) -> int:
         return len(self.rows)
@@ -123,7 +136,7 @@ class _LaunchGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         t = ctx.t
-        t.backward_work.wait()
+        t.finish_backward()
         t.keep = []
         return (dx if t.backward_scale == 1.0 else dx * t.backward_scale), None
 
@@ -132,7 +145,7 @@ class _WaitGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, t: _Transfer) -> Tensor:  # type: ignore[override]
         ctx.t = t
-        t.work.wait()
+        t.finish()
         assert t.buffer is not None
         joint = t.join(t.buffer)
         t.buffer, t.keep = None, []
@@ -155,7 +168,7 @@ class _LaunchScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         t = ctx.t
-        t.backward_work.wait()
+        t.finish_backward()
         assert t.buffer is not None
         joint = t.join(t.buffer)
         t.buffer, t.keep = None, []
@@ -166,7 +179,7 @@ class _WaitScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, t: _Transfer) -> Tensor:  # type: ignore[override]
         ctx.t, ctx.joint_shape = t, token.shape
-        t.work.wait()
+        t.finish()
         assert t.buffer is not None
         mine = t.buffer[: t.rows[t.rank]]
         t.buffer, t.keep = None, []
