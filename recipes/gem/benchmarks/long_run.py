@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gemworks.gem.checkpoint import newest_whole
+from gemworks.gem.layers.report import commit
 
 # `base` with one narrow expert and fewer terms of the Kronecker sum: what a checkpoint holds, three float32 per
 # parameter, is 111 MiB and fits 8 files of 16 MiB with room for the log.
@@ -45,6 +46,9 @@ COLUMNS: tuple[str, ...] = (
     "step_ms",
     "memory_mib",
     "event",
+    "gpu",
+    "commit",
+    "note",
 )
 TO_BE_CONTINUED = 75  # the trainer's exit code after a SIGTERM
 MIB = 1 << 20
@@ -100,16 +104,32 @@ def cut(run_dir: Path, parts: Path, *, num_files: int, file_mib: int) -> int:
     return number
 
 
-def memory_mib(pid: int) -> float | None:
-    """Of the GPU if there is one, else resident memory of the process."""
+def visible_gpu() -> str | None:
+    """The GPU that a trainer takes, as `nvidia-smi --id` wants it; None without one."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    return visible or None
+
+
+def state_of_gpu() -> tuple[str, float] | None:
+    """Name and MiB in use of the GPU that is trained on; None without one."""
+    gpu = visible_gpu()
+    if gpu is None:
+        return None
     try:
         said = subprocess.run(
-            ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
+            ["nvidia-smi", f"--id={gpu}", "--query-gpu=name,memory.used", "--format=csv,noheader,nounits"],
             capture_output=True, text=True, timeout=10, check=True,
         )  # fmt: skip
-        return float(said.stdout.split()[0])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        pass
+        name, mib = said.stdout.strip().split("\n")[0].rsplit(",", 1)
+        return name.strip(), float(mib)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def memory_mib(pid: int) -> float | None:
+    """Of the GPU if there is one, else resident memory of the process."""
+    if (state := state_of_gpu()) is not None:
+        return state[1]
     try:
         fields = Path(f"/proc/{pid}/statm").read_text().split()
         return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / MIB
@@ -134,10 +154,11 @@ class Piece:
                 self._last_step = max((int(row["step"]) for row in csv.DictReader(file) if row["step"]), default=0)
 
     def say(self, event: str, pid: int = 0, **more: object) -> None:
-        row: dict[str, object] = dict.fromkeys((*COLUMNS,), "")
+        row: dict[str, object] = dict.fromkeys(COLUMNS, "")
+        memory = memory_mib(pid) if pid else None
         row |= {
             "piece": self.number, "second": f"{time.monotonic() - self.began:.1f}", "event": event,
-            "memory_mib": f"{memory_mib(pid):.0f}" if pid and memory_mib(pid) is not None else "",
+            "memory_mib": "" if memory is None else f"{memory:.0f}",
         }  # fmt: skip
         row |= {key: value for key, value in more.items() if key in COLUMNS and value is not None}
         new = not self.path.exists()
@@ -210,6 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--bare", action="store_true", help="leave out this script's own settings")
     parser.add_argument("--grace", type=float, default=90.0, help="seconds that saving may take")
     parser.add_argument("--poll", type=float, default=1.0)
+    parser.add_argument("--note", default="", help="what else the machine did, for the CSV")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of a copy of the CSV")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -221,7 +243,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with earlier.open(newline="") as file:
             numbers = [int(row["piece"]) for row in csv.DictReader(file)]
     piece = Piece(args, max(numbers, default=0) + 1)
-    piece.say("resumed from files" if resumed else "first piece")
+    state = state_of_gpu()
+    what = {"gpu": state[0] if state else "", "commit": commit(), "note": args.note}
+    piece.say("resumed from files" if resumed else "first piece", **what)
     code = piece.run()
     number = cut(args.run_dir, args.parts, num_files=args.files, file_mib=args.file_mib)
     print(f"cut into {number} files")

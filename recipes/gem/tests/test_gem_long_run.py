@@ -56,3 +56,31 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ValueError, match="expected at most 2 files of 1 MiB"):
         cut(tmp_path / "run", tmp_path / "parts", num_files=2, file_mib=1)
     assert cut(tmp_path / "run", tmp_path / "parts", num_files=8, file_mib=1) == 4
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(("visible", "asked"), [("1,0", "--id=1"), ("GPU-8a", "--id=GPU-8a"), (None, "--id=0")])
+def test_memory_is_read_of_the_gpu_that_is_trained_on(
+    visible: str | None, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, seen = load(), []
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    def run(command: list[str], **_: object) -> object:
+        seen.extend(command)
+        return module.subprocess.CompletedProcess(command, 0, "NVIDIA H200, 1234\n")  # pyright: ignore[reportAttributeAccessIssue]
+
+    monkeypatch.setattr(module.subprocess, "run", run)  # pyright: ignore[reportAttributeAccessIssue]
+    assert module.state_of_gpu() == ("NVIDIA H200", 1234.0)  # pyright: ignore[reportAttributeAccessIssue]
+    assert asked in seen
+
+
+@pytest.mark.reference
+def test_without_a_gpu_memory_is_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert module.state_of_gpu() is None  # pyright: ignore[reportAttributeAccessIssue]
+    assert module.memory_mib(module.os.getpid()) > 1  # pyright: ignore[reportAttributeAccessIssue]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from gemworks.gem.ladder.page import write_page
-from gemworks.gem.ladder.plan_page import long_run, predictions
+from gemworks.gem.ladder.plan_page import predictions
 from gemworks.gem.ladder.tables import chart, read
 from gemworks.gem.ladder.thousands import layer_times, main, measured_profile, read_layers
 from gemworks.gem.layers.report import COLUMNS, Row, append_csv
@@ -75,19 +75,6 @@ def test_the_page_says_which_files_are_missing(tmp_path: Path):
     for name in ("ladder_h200", "leave_one_out_h200", "ladder_h200x2", "layers_h200", "long_run_h200"):
         assert f"there is no `{name}.csv`" in text
     assert "Not predicted yet" in text
-
-
-def test_the_page_tells_the_long_run():
-    rows = [
-        {"piece": "1", "second": "60", "step": str(n), "ne": f"{1 - n / 1000}", "samples_per_s": "100",
-         "memory_mib": f"{500 + n}", "event": "train"}
-        for n in range(1, 4)
-    ]  # fmt: skip
-    rows.append(dict.fromkeys(rows[0], "") | {"piece": "1", "second": "61", "event": "killed"})
-    text = long_run(rows)
-    assert "1 pieces, 1.0 minutes; 1 kills" in text
-    assert "NE 0.9990 to 0.9970" in text
-    assert "501 to 503 MiB" in text
 
 
 def test_a_chart_needs_a_measured_row(tmp_path: Path):

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from gemworks.gem.ladder import detail_page
+from gemworks.gem.ladder.long_page import PICTURE, curves, long_run
 from gemworks.gem.ladder.pair_page import latest_in_order, pair_table, pair_takeaways
-from gemworks.gem.ladder.plan_page import long_run, predictions
+from gemworks.gem.ladder.plan_page import predictions
 from gemworks.gem.ladder.sequence import local_of, sequence_runs, sequence_table
 from gemworks.gem.ladder.short_page import TECHNIQUES, in_short
 from gemworks.gem.ladder.tables import (
@@ -109,7 +110,11 @@ def write_page(page: Path, measured: Path) -> None:
     parts += _two_gpus(read(measured / "ladder_h200x2.csv"))
     predicted = read(measured / "plan_predictions.csv")
     parts += ["## Thousands of GPUs, predicted\n", predictions(predicted, read(measured / "simulator_error.csv"))]
-    parts += ["## Long run\n", long_run(read(measured / "long_run_h200.csv")), TECHNIQUES, REPEAT]
+    trained = read(measured / "long_run_h200.csv")
+    parts += ["## Long run\n", long_run(trained)]
+    if curves(measured / PICTURE, trained):
+        parts.append(f"![NE, samples/s and memory]({detail_page.relative(measured, page)}/{PICTURE})\n")
+    parts += [TECHNIQUES, REPEAT]
     page.write_text("\n".join(parts).rstrip() + "\n")
     detail_page.write_details(details, measured, page.name)
 

@@ -308,7 +308,14 @@ class Pair:
         print(f"{rung.name:18} {row['samples_per_s'] or '-':>9} samples/s {row['step_ms'] or '-':>9} ms  "
               f"mfu {row['step_mfu'] or '-'} scaling {row['scaling_ratio'] or '-'} "
               f"loss {row['loss_vs_one_gpu'] or '-'} communication {row['communication_ms'] or '-'} "
-              f"exposed {row['exposed_ms'] or '-'} GiB {row['peak_gib'] or '-'} {row['note']}", flush=True)  # fmt: skip
+              f"exposed {row['exposed_ms'] or '-'} GiB {row['peak_gib'] or '-'}{self._left()} "
+              f"{row['note']}", flush=True)  # fmt: skip
+
+    def _left(self) -> str:
+        """GiB of this rank's GPU that the rows so far did not give back: the next one's peak has them too."""
+        if self.device.type != "cuda":
+            return ""
+        return f" left {torch.cuda.memory_allocated(self.device) / 2**30:.2f}"
 
     def _columns(self, rung: PairRung, config: GemConfig, cost: PairCost | None, note: str) -> Row:
         gpus = 1 if rung.alone else self.ranks.world_size

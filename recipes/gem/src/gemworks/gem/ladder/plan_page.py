@@ -1,4 +1,4 @@
-"""The page's sections on thousands of GPUs and on the long run, from their CSVs."""
+"""The page's section on thousands of GPUs, from its CSVs."""
 
 from __future__ import annotations
 
@@ -61,26 +61,3 @@ def _simulator_error(errors: Sequence[Row]) -> str:
         f"On {gpus} GPU(s) the same simulator missed steps that it had not been fitted to by {median:.1f} % (median of "
         f"{len(sizes)}) and {sizes[-1]:.1f} % (worst).\n"
     )
-
-
-def long_run(rows: Sequence[Row]) -> str:
-    """The run's pieces, its NE at the start and at the end, and how flat its throughput and memory were."""
-    trained = [row for row in rows if row["event"] == "train"]
-    if not trained:
-        return "Not measured yet: there is no `long_run_h200.csv`.\n"
-    pieces: dict[str, float] = {}
-    for row in rows:
-        pieces[row["piece"]] = max(pieces.get(row["piece"], 0.0), float(row["second"]))
-    speeds = sorted(float(row["samples_per_s"]) for row in trained[1:] or trained)
-    memory = [float(row["memory_mib"]) for row in trained if row["memory_mib"]]
-    lines = [
-        f"- {len(pieces)} pieces, {sum(pieces.values()) / 60:.1f} minutes; "
-        f"{sum(row['event'] == 'killed' for row in rows)} kills, each gone on with.",
-        f"- step {trained[0]['step']} to {trained[-1]['step']}: NE {float(trained[0]['ne']):.4f} to "
-        f"{float(trained[-1]['ne']):.4f}.",
-        f"- samples/s: median {speeds[len(speeds) // 2]:.0f}, 10 % {speeds[len(speeds) // 10]:.0f}, "
-        f"90 % {speeds[len(speeds) * 9 // 10]:.0f}.",
-    ]
-    if memory:
-        lines.append(f"- memory in use: {min(memory):.0f} to {max(memory):.0f} MiB.")
-    return "\n".join(lines) + "\n"
