@@ -70,7 +70,7 @@ class KernelConfig:
     fused_qk: bool = True
     fused_qk_backward: bool = False
     late_residual: bool = False
-    pffn_weights: PffnWeightsKernel = "torch"
+    pffn_weights: PffnWeightsKernel = "gemworks"
     fused_pffn_norm: bool = False
     experts: Literal["separate", "batched"] = "separate"
     stream: Literal["autocast", "float32"] = "autocast"

@@ -21,7 +21,7 @@ TECHNIQUES = """\
 | norms in one pass, bf16 stream | `norms`, `stream`, `half_tables`, `less_kept`, `graphs_late_residual` |
 | compiler | `compiled`, `compiled_norms`, `compiled_qk` |
 | CUDA graphs | `cuda_graphs`, `graphs_less_kept`, `graphs_epilogue`, `graphs_batch_x2` |
-| kernels that do their neighbours' work | `graphs_qk_backward`, `graphs_pffn_weights`, `graphs_all` |
+| kernels that do others' work | `graphs_qk_backward`, `graphs_pffn_weights`, `graphs_fewer_passes`, `graphs_all` |
 | FP8 linears; by probe; Hadamard, stochastic rounding | `fp8_linears`, `fp8_probed`, `fp8_hadamard`, `fp8_stochastic` |
 | late layers in bf16 | none: what a probe decides per layer |
 | FP8 attention | `fp8_attention` (full attention; block attention is bound by memory, not by products) |

@@ -123,20 +123,28 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
     return sorted(last, key=lambda row: names.index(row["row"]) if row["row"] in names else -1)
 
 
+def _builds_on_sides(name: str) -> Iterator[str]:
+    """The rows beside the ladder that a row builds on, the nearest first."""
+    named = {rung.name: rung.over for rung in RUNGS}
+    while name := named.get(name, ""):
+        yield name
+
+
 def compared(rows: Sequence[Row], *, chained: bool) -> Iterator[tuple[Row, Row | None]]:
     """Every row with the one that it builds on, or None.
 
     Args:
         rows: of one ladder, in its order.
-        chained: each row builds on the one that its rung names, or else on the one above that is not measured beside
-            the ladder; otherwise all on the first. A row without a number is nobody's base.
+        chained: each row builds on the one that its rung names (where that has no number, on the one which that one's
+            rung names), or else on the one above that is not measured beside the ladder; otherwise all on the first. A
+            row without a number is nobody's base.
     """
-    named = {rung.name: rung.over for rung in RUNGS if chained}
     have = {(row["row"], row["batch"]): row for row in rows if row["samples_per_s"]}
     base: Row | None = None
     for row in rows:
         measured = bool(row["samples_per_s"])
-        own = have.get((named.get(row["row"], ""), row["batch"]), base)
+        sides = (have.get((name, row["batch"])) for name in _builds_on_sides(row["row"])) if chained else ()
+        own = next((side for side in sides if side is not None), base)
         yield row, own if measured else None
         if measured and (base is None or (chained and not is_side(row["row"]))):
             base = row
@@ -199,7 +207,7 @@ def _over(row: Row, base: Row | None) -> str:
     """The ratio of samples/s to the row that it builds on, which is named where its rung names it."""
     if base is None:
         return ""
-    is_named = any(rung.name == row["row"] and rung.over == base["row"] for rung in RUNGS)
+    is_named = base["row"] in _builds_on_sides(row["row"])
     name = f" `{base['row']}`" if is_named else ""
     return ratio_of(row, base) + name
 
