@@ -230,11 +230,13 @@ def _buffers_after_steps(rank: int, world: int, case: str) -> list[bool]:
     for name in real:
         setattr(_Transfer, name, noting(name))
     experts = EnsembleExperts(make_expert, NUM_EXPERTS, dist.group.WORLD)
-    for step in range(2):
-        x = batches(world, step, case)[rank].requires_grad_()
-        loss_of(experts(x * 1)).backward()
+
+    def run(step: int) -> None:
+        loss_of(experts(batches(world, step, case)[rank].requires_grad_() * 1)).backward()
+
+    run(0)
+    run(1)
     experts.zero_grad()
-    del x
     gc.collect()
     return [storage.expired() for storage in made]
 

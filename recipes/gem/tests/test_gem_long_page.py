@@ -49,7 +49,7 @@ def test_training_is_counted_without_starts_and_kills():
 def test_the_page_tells_the_long_run():
     text = long_run(ROWS)
     assert "`base` on one NVIDIA H200, commit abc1234" in text
-    assert "2 pieces, 1.2 minutes of training in 2.8 minutes; 1 kills" in text
+    assert "2 pieces, 1.2 minutes of training in 2.8 minutes; 1 kill, gone" in text
     assert "(50 steps): 30, 20, 20 s" in text
     assert "step 50 to 350: NE 0.8000 (first 7 lines)" in text
     assert "median 100, 10 % 100, 90 % 110; median from start to start 105, 100, 100." in text

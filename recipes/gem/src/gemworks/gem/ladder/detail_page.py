@@ -16,7 +16,6 @@ from gemworks.gem.turns import without_options
 
 LADDERS: Mapping[str, str] = {
     "The ladder": "ladder_h200.csv",
-    "The ladder at 64 samples": "ladder_b64_h200.csv",
     "Leave one out": "leave_one_out_h200.csv",
 }
 INTRO = """# The ladder in detail

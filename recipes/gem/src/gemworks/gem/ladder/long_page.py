@@ -77,6 +77,7 @@ def long_run(rows: Sequence[Row]) -> str:
     walls = _walls(rows)
     starts = ", ".join(f"{span.start_s:.0f}" for span in lives)
     first, last = lines[:AVERAGED], lines[-AVERAGED:]
+    kills = sum(row["event"] == "killed" for row in rows)
     told = {key: {row[key] for row in rows if row.get(key)} for key in ("gpu", "commit", "note")}
     where = f"`base` on one {'/'.join(sorted(told['gpu']))}" if told["gpu"] else "`base`"
     text = [
@@ -84,8 +85,8 @@ def long_run(rows: Sequence[Row]) -> str:
         "`recipes/gem/benchmarks/long_run.py`; pieces are processes of their own, each of which goes on from the files "
         "that the one before it cut.\n",
         f"- {len(walls)} pieces, {trained_seconds(rows) / 60:.1f} minutes of training in "
-        f"{sum(walls.values()) / 60:.1f} minutes; {sum(row['event'] == 'killed' for row in rows)} kills, each gone on "
-        f"with. Until a start's first line ({lines[0]['step']} steps): {starts} s.",
+        f"{sum(walls.values()) / 60:.1f} minutes; {kills} kill{'s' if kills != 1 else ''}, gone on with after "
+        f"it. Until a start's first line ({lines[0]['step']} steps): {starts} s.",
         f"- step {lines[0]['step']} to {lines[-1]['step']}: NE {_mean(first, 'ne'):.4f} (first {len(first)} lines) to "
         f"{_mean(last, 'ne'):.4f} (last {len(last)}).",
     ]
