@@ -14,7 +14,11 @@ from gemworks.gem.layers.__main__ import prepare
 from gemworks.gem.presets import load_config
 from gemworks.gem.trainer import Trainer
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # dynamo itself looks at .grad of its non-leaf inputs
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 GPU = torch.device("cuda")
 STEPS = 8
 
