@@ -271,6 +271,12 @@ def main(arguments: list[str] | None = None) -> int:
     chosen.work = chosen.work or chosen.out.with_suffix("")
     for folder in (chosen.out.parent, chosen.work):
         folder.mkdir(parents=True, exist_ok=True)
+    settings = json.dumps({"preset": chosen.preset, "sets": chosen.sets, "min_features": chosen.min_features})
+    remembered = chosen.work / "settings.json"
+    if not remembered.exists():
+        remembered.write_text(settings)
+    elif remembered.read_text() != settings:
+        parser.error(f"--work: {chosen.work} has models of {remembered.read_text()}, expected {settings}; name another")
     failed = [] if chosen.collect_only else run_missing(chosen)
     differences = write_all(chosen)
     plot(read(chosen.out), read(chosen.out.with_suffix(".curves.csv")), chosen.out.with_suffix(".png"))

@@ -114,6 +114,9 @@ def test_models_of_before_make_rows_curves_and_a_picture(scripts, tmp_path, caps
     arguments = [*recipes, "--work", str(work), "--out", str(out), "--collect-only", "--resamples", "0"]
     assert benchmark.main([*arguments, "--seeds", "0", "1", "2"]) == 0
     assert "over 3 seeds" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        benchmark.main([*arguments, "--set", "train.max_steps=9"])
+    assert "has models of" in capsys.readouterr().err
     rows = drawing.read(out)
     assert [row["seed"] for row in rows if row["recipe"] == "mxfp8"] == ["0", "1", "2", "mean of 3"]
     with (tmp_path / "parity.curves.csv").open() as file:
