@@ -103,10 +103,10 @@ def test_what_one_large_value_costs():
     assert abs(values[2] / x[0, 2] - 1) > 2**-4
     assert values[3] == 0
     x = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
-    x[3, 4] = 2.0**18
+    x[3, 4] = 2.0**20
     w = torch.randn(128, 256, generator=torch.Generator().manual_seed(2))
     exact = (x.double() @ w.double().t())[4:]
-    assert sqnr_db(exact, mx_linear(x, w, None, PLAIN)[4:]) < 5
+    assert sqnr_db(exact, mx_linear(x, w, None, PLAIN)[4:]) < 3
     assert sqnr_db(exact, mx_linear(x, w, None, "fp8_block128")[4:]) > 28
 
 
