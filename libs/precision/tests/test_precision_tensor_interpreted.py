@@ -101,8 +101,8 @@ def test_the_short_way_gives_what_the_general_way_gives(m, settings, dtype, monk
     results = []
     for way in (plan, None):
         monkeypatch.setattr(linear, "_plan_of", lambda *_, way=way: way)
-        leaves = [t.clone().requires_grad_() for t in (x, w, b)]
-        y, _ = linear_with_counts(*leaves, chosen, 0)
+        leaves = leaf_x, leaf_w, leaf_b = [t.clone().requires_grad_() for t in (x, w, b)]
+        y, _ = linear_with_counts(leaf_x, leaf_w, leaf_b, chosen, 0)
         y.backward(dy)
         results.append([y.detach(), *(leaf.grad for leaf in leaves)])
     for short, general in zip(*results, strict=True):

@@ -1,5 +1,5 @@
 # Recipes and kinds take names, and planes are Optional to the checker; a wrong one fails the test anyway.
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportCallIssue=false
 """One scale for a tensor: its formula case by case, what it loses, and layers that compute with it."""
 
 import numpy as np

@@ -82,7 +82,7 @@ class TensorPlane:
     def t(self) -> TensorPlane:
         """The transpose, without copying."""
         whole = None if self.whole is None else self.whole.t()
-        return TensorPlane(self.codes.t(), self.scale, self.shape[::-1], 1 - self.dim, self.format, whole)
+        return TensorPlane(self.codes.t(), self.scale, (self.shape[1], self.shape[0]), 1 - self.dim, self.format, whole)
 
 
 def tensor_factor(amax_bits: Tensor, spec: ElementSpec, power_of_two: bool) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
@@ -35,7 +36,7 @@ def fits_tensor(x: Tensor) -> bool:
 @lru_cache(maxsize=64)
 def _constants(
     packed: bool, ragged: bool, format: Format, power_of_two: bool, directions: int
-) -> tuple[dict[str, int | bool], dict[str, int | bool]]:
+) -> tuple[Mapping[str, int | bool], Mapping[str, int | bool]]:
     reading = {"PACKED": packed, "RAGGED": ragged, "HARDWARE": not interpreting()}
     writing = {"DIRECTIONS": directions, "FORMAT": FORMATS[format.value], "POWER_OF_TWO": power_of_two}
     return reading, reading | writing
