@@ -178,12 +178,13 @@ def scaled_mm(a: MXTensor, b: MXTensor, out_dtype: torch.dtype, in_parts: bool =
 
 
 def tensor_mm(a: TensorPlane, b: TensorPlane, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    """`A @ B^T` of planes with one scale each; `fast` as in `gemm`. Contractions are padded to 16 with zero codes."""
+    """`A @ B^T` of planes with one scale each; `fast` as in `gemm`. All sizes are padded to 16 with zero codes."""
     (m, k), n = a.shape, b.shape[0]
     if m == 0 or n == 0 or k == 0:
         return torch.zeros(m, n, dtype=out_dtype, device=a.codes.device)
     left, right, contraction = _codes(a), _codes(b), -(-k // 16) * 16
-    left, right = _fitted(left, left.shape[0], contraction), _fitted(right, -(-n // 16) * 16, contraction)
+    rows, columns = -(-left.shape[0] // 16) * 16, -(-n // 16) * 16
+    left, right = _fitted(left, rows, contraction), _fitted(right, columns, contraction)
     out = multiply_tensors(left, right.t(), a.scale, b.scale, out_dtype, fast)
     if right.shape[0] != n:
         return out[:m, :n]
