@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Columns that tell one row of a measurement from another, and what is shown of its result; not the machine's.
 SHOWN = (
     *("op", "layer", "row", "config", "recipe", "shape", "head_dim", "direction", "format", "setting", "attention"),
-    *("kernel", "impl", "batch", "law", "num_ranks", "gpus", "method", "plan", "tier", "item", "seed"),
+    *("kernel", "impl", "batch", "law", "num_ranks", "gpus", "method", "plan", "tier", "item", "seed", "examples"),
     *("ms", "tflops", "gbps", "roofline_fraction"),
     *("best_peer", "ratio_to_best_peer", "memory_gib", "exposed_ms", "local_mfu", "step_mfu", "samples_per_s"),
     *("ratio_to_bf16", "sqnr_db", "predicted_ms", "measured_ms", "error_pct", "ne", "auc", "max_over_mean", "gain"),

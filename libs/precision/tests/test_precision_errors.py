@@ -45,6 +45,7 @@ from gemworks.precision import (
 )
 from gemworks.precision.backends import REGISTRY
 from gemworks.precision.gemms import gemm
+from gemworks.precision.monitor import PrecisionMonitor
 from gemworks.precision.probe import measure_layer
 from gemworks.precision.recipe import BACKENDS
 from torch import Tensor, nn
@@ -200,6 +201,11 @@ WRONG = {
     "own name": (lambda: probe(model(), [X], candidates=(recipe("mxfp8", name="a"),)), "recipes are named ['a']"),
     "floor": (lambda: probe(model(), [X], min_sqnr_db="a"), "min_sqnr_db: got 'a'"),
     "rows": (lambda: probe(model(), [X], max_rows=0), "max_rows: got 0"),
+    "watched class": (lambda: PrecisionMonitor(nn.Linear), "model: got the class Linear"),
+    "interval": (lambda: PrecisionMonitor(model(), interval=0), "interval: got 0, expected an integer >= 1"),
+    "patience": (lambda: PrecisionMonitor(model(), patience=1.5), "patience: got 1.5, expected an integer >= 1"),
+    "watched rows": (lambda: PrecisionMonitor(model(), max_rows=True), "max_rows: got True, expected an integer >= 1"),
+    "watched floor": (lambda: PrecisionMonitor(model(), min_sqnr_db="a"), "min_sqnr_db: got 'a', expected a number"),
     # explanations
     "no shape": (lambda: explain(None), "shape: got None, expected (M, K, N)"),
     "a row is a flag": (lambda: explain((True, 128, 128)), "shape: got (True, 128, 128)"),

@@ -2,8 +2,8 @@
 
     python recipes/gem/benchmarks/loss_parity_plot.py docs/measured/loss_parity_h200.csv
 
-Drawn from the CSV alone, beside which `NAME.curves.csv` may lie (what `loss_parity.py --curve` writes: training losses
-by recipe, seed and step). Curves of recipes in parity lie on one another, so what is drawn is their difference.
+Drawn from the CSV and from `NAME.curves.csv` beside it, if that is there (loss and NE by recipe, seed and step). Curves
+of recipes in parity lie on one another, so their difference is drawn too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from typing import Any
 Row = Mapping[str, str]
 # Two-sided 97.5 % quantiles of Student's t with n - 1 degrees of freedom, n = 2 .. 10.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-WIDTH = 20
+WIDTH = 10  # steps that a curve's point is the mean of
+DASHES = ("-", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)))
+AIM = 0.1  # per cent
+Interval = tuple[int, float, float, float]
 
 
 def seeds_interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -46,26 +49,50 @@ def differences_of(rows: Sequence[Row]) -> dict[str, list[tuple[float, float, fl
     return found
 
 
-def curve_differences(rows: Sequence[Row], first: str) -> dict[str, list[tuple[int, float, float, float]]]:
-    """(step, mean, low, high) of the difference in training loss to the first recipe, averaged over `WIDTH` steps and
-    then over the seeds that both have; in per cent of the first one's loss there."""
-    losses: dict[tuple[str, str], list[float]] = {}
+def smooth_curves(rows: Sequence[Row]) -> dict[tuple[str, str], tuple[list[int], list[float]]]:
+    """Of each recipe and seed: examples so far, and the mean NE of the last `WIDTH` steps (fewer at the start)."""
+    steps: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in sorted(rows, key=lambda row: int(row["step"])):
-        losses.setdefault((row["recipe"], row["seed"]), []).append(float(row["loss"]))
-    smooth = {key: [statistics.fmean(v[i - WIDTH : i]) for i in range(WIDTH, len(v) + 1)] for key, v in losses.items()}
-    found: dict[str, list[tuple[int, float, float, float]]] = {}
-    for name in dict.fromkeys(name for name, _ in smooth if name != first):
-        seeds = [seed for other, seed in smooth if other == name and (first, seed) in smooth]
-        pairs = [(smooth[name, seed], smooth[first, seed]) for seed in seeds]
-        steps = min((min(len(a), len(b)) for a, b in pairs), default=0)
-        found[name] = [
-            (WIDTH + i, *seeds_interval([100 * (a[i] - b[i]) / b[i] for a, b in pairs])) for i in range(steps)
+        steps.setdefault((row["recipe"], row["seed"]), []).append((int(row["examples"]), float(row["ne"])))
+    found: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
+    for key, pairs in steps.items():
+        examples, ne = zip(*pairs, strict=True)
+        found[key] = list(examples), [statistics.fmean(ne[max(i - WIDTH, 0) : i]) for i in range(1, len(ne) + 1)]
+    return found
+
+
+def mean_curves(rows: Sequence[Row]) -> dict[str, list[Interval]]:
+    """(examples, mean, least, largest) of the NE in training by recipe, over seeds, as far as all of them are."""
+    curves = smooth_curves(rows)
+    found: dict[str, list[Interval]] = {}
+    for name in dict.fromkeys(name for name, _ in curves):
+        own = [curve for key, curve in curves.items() if key[0] == name]
+        columns = zip(own[0][0], *(ne for _, ne in own), strict=False)
+        found[name] = [(at, statistics.fmean(ne), min(ne), max(ne)) for at, *ne in columns]
+    return found
+
+
+def curve_differences(rows: Sequence[Row], first: str) -> dict[str, list[Interval]]:
+    """(examples, mean, low, high) of the difference in NE to the first recipe in training, over the seeds that both
+    have and as far as all of them are; in per cent of the first one's NE there."""
+    curves = smooth_curves(rows)
+    found: dict[str, list[Interval]] = {}
+    for name in dict.fromkeys(name for name, _ in curves if name != first):
+        seeds = [seed for other, seed in curves if other == name and (first, seed) in curves]
+        if not seeds:
+            continue
+        differences = [
+            [100 * (a - b) / b for a, b in zip(curves[name, seed][1], curves[first, seed][1], strict=False)]
+            for seed in seeds
         ]
+        columns = zip(curves[name, seeds[0]][0], *differences, strict=False)
+        found[name] = [(at, *seeds_interval(values)) for at, *values in columns]
     return found
 
 
 def plot(rows: Sequence[Row], curves: Sequence[Row], path: Path) -> bool:
-    """Differences in NE, and in training loss where curves are given; False if there is nothing to compare.
+    """NE in training and its difference to the first recipe, where curves are given, and the differences of the NE of
+    held-out samples; False if there is nothing to compare.
 
     Args:
         rows: of the CSV.
@@ -81,28 +108,72 @@ def plot(rows: Sequence[Row], curves: Sequence[Row], path: Path) -> bool:
     from matplotlib import pyplot
 
     facts, first = rows[0], rows[0]["recipe"]
+    height = 1.6 + 0.7 * len(differences)
     figure, axes = pyplot.subplots(
-        1, 2 if curves else 1, figsize=(14 if curves else 8, 1.6 + 0.6 * len(differences)), layout="constrained",
-        squeeze=False,
+        1, 3 if curves else 1, figsize=(20 if curves else 8, max(height, 5.5) if curves else height),
+        layout="constrained", squeeze=False,
     )  # fmt: skip
-    _final(axes[0, 0], differences, first)
     if curves:
-        for name, points in curve_differences(curves, first).items():
-            steps, mean, low, high = zip(*points, strict=True)
-            axes[0, 1].plot(steps, mean, label=name, linewidth=1)
-            axes[0, 1].fill_between(steps, low, high, alpha=0.15)
-        axes[0, 1].axhline(0, color="black", linewidth=0.8)
-        axes[0, 1].set_xlabel(f"step; training loss over the last {WIDTH} steps, difference to {first} in per cent")
-        axes[0, 1].legend(fontsize=8, frameon=False)
+        _curves(axes[0, 0], curves)
+        _curve_differences(axes[0, 1], curves, first)
+    _final(axes[0, -1], differences, first)
     num_seeds = max(len(values) for values in differences.values())
     title = (
         f"{facts['preset']} on {facts['source']}, {facts['num_steps']} steps of {facts['batch_size']}, {num_seeds} "
         f"seeds, {int(facts['num_samples']):,} held-out samples; {facts['device']}, commit {facts['commit']}"
     )
-    figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=110)
+    figure.suptitle(title, fontsize=11 if curves else 9)
+    figure.savefig(path, dpi=90 if curves else 110)
     pyplot.close(figure)
     return True
+
+
+def _curves(axis: Any, rows: Sequence[Row]) -> None:
+    """NE in training, with an enlargement of the last quarter."""
+    inset = axis.inset_axes((0.42, 0.42, 0.55, 0.5))
+    low, high = math.inf, -math.inf
+    for number, (name, points) in enumerate(mean_curves(rows).items()):
+        for place in (axis, inset):
+            _band(place, points, name, number)
+        tail = points[3 * len(points) // 4 :]
+        low, high = min(low, *(point[2] for point in tail)), max(high, *(point[3] for point in tail))
+        inset.set_xlim(tail[0][0], tail[-1][0])
+    inset.set_ylim(low - 0.1 * (high - low), high + 0.1 * (high - low))
+    inset.tick_params(labelsize=7)
+    inset.set_title("last quarter", fontsize=8)
+    inset.grid(alpha=0.3)
+    axis.grid(alpha=0.3)
+    axis.set_ylabel("NE in training")
+    axis.set_xlabel(
+        f"examples; NE of those of the last {WIDTH} steps, before they are trained on.\n"
+        "Line: mean over seeds; band: from the least to the largest of them"
+    )
+    axis.legend(fontsize=8, frameon=False, loc="lower left")
+
+
+def _curve_differences(axis: Any, rows: Sequence[Row], first: str) -> None:
+    """Difference to the first recipe in training; differences of early steps are many times those of late ones."""
+    for number, (name, points) in enumerate(curve_differences(rows, first).items(), 1):
+        _band(axis, points, name, number)
+    axis.axhline(0, color="black", linewidth=0.8)
+    axis.axhspan(-AIM, AIM, color="#c6f6d5", alpha=0.5, zorder=0)
+    axis.set_yscale("symlog", linthresh=AIM, linscale=2)
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.grid(alpha=0.3)
+    axis.set_ylabel("per cent (linear in the green)")
+    axis.set_xlabel(
+        f"examples; NE in training, difference to {first} of the same seed.\n"
+        f"Line: mean over seeds; band: its 95 % interval; green: {AIM} per cent"
+    )
+    axis.legend(fontsize=8, frameon=False)
+
+
+def _band(axis: Any, points: Sequence[Interval], name: str, number: int) -> None:
+    """A line in its band; the first recipe's is wide and lies under the others."""
+    examples, mean, low, high = zip(*points, strict=True)
+    style = {"linewidth": 1.4, "linestyle": DASHES[number % len(DASHES)]} if number else {"linewidth": 5, "alpha": 0.35}
+    axis.plot(examples, mean, label=name, color=f"C{number}", **style)
+    axis.fill_between(examples, low, high, color=f"C{number}", alpha=0.12, linewidth=0)
 
 
 def _final(axis: Any, differences: Mapping[str, Sequence[tuple[float, float, float]]], first: str) -> None:
@@ -120,11 +191,12 @@ def _final(axis: Any, differences: Mapping[str, Sequence[tuple[float, float, flo
     axis.set_yticks(range(len(differences)), list(differences), fontsize=9)
     axis.set_ylim(len(differences) - 0.3, -0.4)
     axis.axvline(0, color="black", linewidth=0.8)
-    axis.axvspan(-0.1, 0.1, color="#c6f6d5", alpha=0.5, zorder=0)
+    axis.axvspan(-AIM, AIM, color="#c6f6d5", alpha=0.5, zorder=0)
     axis.grid(axis="x", alpha=0.3)
     axis.set_xlabel(
-        f"NE, difference to {first} in per cent. Blue: mean and 95 % interval over seeds;\n"
-        "grey: a seed and its 95 % interval over samples; green: the aim of 0.1 per cent"
+        f"NE of held-out samples, difference to {first} in per cent.\n"
+        "Blue: mean and 95 % interval over seeds; grey: a seed\n"
+        f"and its 95 % interval over samples; green: the aim of {AIM} per cent"
     )
 
 

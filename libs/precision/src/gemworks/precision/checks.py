@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from enum import StrEnum
+from numbers import Real
 from typing import Any
 
 import torch
@@ -89,6 +90,12 @@ def check_integer(name: str, value: object, end: int, fix: str = "") -> int:
 def check_step(step: object) -> int:
     """`step` as a plain integer; raises ValueError for what is no training step."""
     return check_integer("step", step, 2**32, "use the step modulo 2^32")
+
+
+def check_number(name: str, value: object) -> None:
+    """Raise ValueError for what is no real number; truth values are none."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise ValueError(f"{name}: got {value!r}, expected a number")
 
 
 def check_module(model: object) -> None:

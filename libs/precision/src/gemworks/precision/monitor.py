@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gemworks.precision.checks import as_integer, check_module, check_number
 from gemworks.precision.convert import MXLinear, fall_back_where_inexact
 from gemworks.precision.probe import measure_layer
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ class PrecisionMonitor:
         min_sqnr_db: floor of the worst product.
         patience: measurements below the floor before a layer is demoted.
         max_rows: rows measured.
+
+    Raises:
+        ValueError: no module, a count that is no integer >= 1, or a floor that is no number.
     """
 
     model: nn.Module
@@ -34,6 +38,14 @@ class PrecisionMonitor:
     _below: dict[str, int] = field(default_factory=dict)
     _seen: dict[str, list[Tensor]] = field(default_factory=dict)
     _handles: list = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_module(self.model)
+        for name in ("interval", "patience", "max_rows"):
+            integer = as_integer(getattr(self, name))
+            if integer is None or integer < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected an integer >= 1")
+        check_number("min_sqnr_db", self.min_sqnr_db)
 
     def before_step(self, step: int) -> None:
         """Install capture hooks if this step is measured."""

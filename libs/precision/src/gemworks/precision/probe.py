@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 from gemworks.precision.backends import shape_rule
-from gemworks.precision.checks import as_integer, check_module
+from gemworks.precision.checks import as_integer, check_module, check_number
 from gemworks.precision.convert import linear_layers
 from gemworks.precision.formats import element_spec
 from gemworks.precision.mxtensor import MXTensor
@@ -315,8 +314,7 @@ def _check_arguments(
             f"writes calls layers: {sorted(PRESETS)}"
         )
     for name, value in (("min_sqnr_db", min_sqnr_db), ("min_speedup", min_speedup)):
-        if not isinstance(value, Real) or isinstance(value, bool):
-            raise ValueError(f"{name}: got {value!r}, expected a number")
+        check_number(name, value)
     rows = as_integer(max_rows)
     if rows is None or rows < 1:
         raise ValueError(f"max_rows: got {max_rows!r}, expected an integer >= 1")
