@@ -113,6 +113,7 @@ def test_one_scale_a_tensor_is_its_current_scaling(stand_in):
     e4m3 = GemmRecipe("fp8_tensor")
     for changes in ({}, {"forward": e4m3, "dgrad": e4m3, "wgrad": e4m3, "power_of_two_scales": True}):
         mx_linear(x, w, None, recipe("fp8_tensor", backend="transformer_engine", **changes))
+    assert te_backend._layer.cache_info().currsize == 2, "a layer keeps the formats that it first computed with"
     accumulation = {"fp8_gemm_dgrad": True, "fp8_gemm_wgrad": True}
     assert stand_in == [
         {"use_power_2_scales": False, "fp8_format": "HYBRID", "fp8_gemm_fprop": False, **accumulation},

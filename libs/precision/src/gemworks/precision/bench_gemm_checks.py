@@ -271,12 +271,12 @@ def check_transformer_engine(device: torch.device, chosen: Recipe) -> None:
 
 def check_current_scaling_codes(device: torch.device) -> None:
     """Codes both ways and scales of Transformer Engine's current scaling are ours, bit by bit."""
-    import transformer_engine_torch as tex  # pyright: ignore[reportMissingImports]
     from transformer_engine.pytorch.tensor.float8_tensor import (  # pyright: ignore[reportMissingImports]
         Float8CurrentScalingQuantizer,
+        TE_DType,
     )
 
-    formats = {Format.E4M3: tex.DType.kFloat8E4M3, Format.E5M2: tex.DType.kFloat8E5M2}
+    formats = {Format.E4M3: TE_DType.kFloat8E4M3, Format.E5M2: TE_DType.kFloat8E5M2}
     generator = torch.Generator(device).manual_seed(10)
     count = 0
     for size in (1.0, 1e-30, 3e4):

@@ -94,8 +94,11 @@ def options(chosen: Recipe, te_recipe: Any) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=256)
-def _layer(in_features: int, out_features: int, has_bias: bool, dtype: torch.dtype, device: torch.device) -> Any:
-    """A layer of its, whose parameters are replaced before each call."""
+def _layer(
+    in_features: int, out_features: int, has_bias: bool, dtype: torch.dtype, device: torch.device, _recipe_text: str
+) -> Any:
+    """A layer of its, whose parameters are replaced before each call. One for each recipe: a layer keeps the formats
+    and scales that it first computed with."""
     import transformer_engine.pytorch as te  # pyright: ignore[reportMissingImports]
 
     return te.Linear(in_features, out_features, bias=has_bias, params_dtype=dtype, device=device)
@@ -113,7 +116,8 @@ def te_linear(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Recipe) ->
     import transformer_engine.pytorch as te  # pyright: ignore[reportMissingImports]
     from transformer_engine.common import recipe as te_recipe  # pyright: ignore[reportMissingImports]
 
-    layer = _layer(weight.shape[1], weight.shape[0], bias is not None, weight.dtype, weight.device)
+    sizes = weight.shape[1], weight.shape[0]
+    layer = _layer(*sizes, bias is not None, weight.dtype, weight.device, chosen.text)
     layer.weight = weight
     if bias is not None:
         layer.bias = bias
