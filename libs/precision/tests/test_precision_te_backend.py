@@ -64,7 +64,8 @@ def stand_in(monkeypatch):
     recipes = types.SimpleNamespace(
         Float8BlockScaling=lambda: "block",
         MXFP8BlockScaling=lambda: "mx",
-        Float8CurrentScaling=lambda **options: options,
+        Float8CurrentScaling=lambda **options: types.SimpleNamespace(**options),
+        QParams=lambda power_2_scale: power_2_scale,
         MMParams=lambda use_split_accumulator: use_split_accumulator,
         Format=types.SimpleNamespace(E4M3="E4M3", HYBRID="HYBRID"),
     )
@@ -115,9 +116,12 @@ def test_one_scale_a_tensor_is_its_current_scaling(stand_in):
         mx_linear(x, w, None, recipe("fp8_tensor", backend="transformer_engine", **changes))
     assert te_backend._layer.cache_info().currsize == 2, "a layer keeps the formats that it first computed with"
     accumulation = {"fp8_gemm_dgrad": True, "fp8_gemm_wgrad": True}
-    assert stand_in == [
-        {"use_power_2_scales": False, "fp8_format": "HYBRID", "fp8_gemm_fprop": False, **accumulation},
-        {"use_power_2_scales": True, "fp8_format": "E4M3", "fp8_gemm_fprop": True, **accumulation},
+    first, second = (
+        {f"fp8_quant_{name}": power for name in ("fwd_inp", "fwd_weight", "bwd_grad")} for power in (False, True)
+    )
+    assert [vars(made) for made in stand_in] == [
+        {"use_power_2_scales": False, "fp8_format": "HYBRID", "fp8_gemm_fprop": False, **accumulation, **first},
+        {"use_power_2_scales": True, "fp8_format": "E4M3", "fp8_gemm_fprop": True, **accumulation, **second},
     ]
     with pytest.raises(ValueError, match="one format for gradients"):
         mx_linear(x, w, None, recipe("fp8_tensor", backend="transformer_engine", wgrad=e4m3))

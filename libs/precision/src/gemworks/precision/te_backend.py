@@ -77,20 +77,22 @@ def check_recipe(chosen: Recipe) -> None:
         )
 
 
-def options(chosen: Recipe, te_recipe: Any) -> dict[str, Any]:
-    """Arguments of its recipe; `te_recipe` is the module that has it."""
+def made_recipe(chosen: Recipe, te_recipe: Any) -> Any:
+    """Its recipe; `te_recipe` is the module that has it."""
+    kind = getattr(te_recipe, RECIPES[chosen.forward.kind])
     if chosen.forward.kind is not GemmKind.FP8_TENSOR:
-        return {}
-    wide = chosen.dgrad.left is Format.E5M2
+        return kind()
+    wide, power = chosen.dgrad.left is Format.E5M2, chosen.power_of_two_scales
     accumulation = {
         f"fp8_gemm_{name}": te_recipe.MMParams(use_split_accumulator=not gemm.fast_accumulation)
         for name, gemm in (("fprop", chosen.forward), ("dgrad", chosen.dgrad), ("wgrad", chosen.wgrad))
     }
-    return {
-        "use_power_2_scales": chosen.power_of_two_scales,
-        "fp8_format": te_recipe.Format.HYBRID if wide else te_recipe.Format.E4M3,
-        **accumulation,
-    }
+    formats = te_recipe.Format.HYBRID if wide else te_recipe.Format.E4M3
+    made = kind(use_power_2_scales=power, fp8_format=formats, **accumulation)
+    # Its layers read these, which are no arguments and follow an environment variable.
+    for tensor in ("fwd_inp", "fwd_weight", "bwd_grad"):
+        setattr(made, f"fp8_quant_{tensor}", te_recipe.QParams(power_2_scale=power))
+    return made
 
 
 @lru_cache(maxsize=256)
@@ -121,6 +123,5 @@ def te_linear(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Recipe) ->
     layer.weight = weight
     if bias is not None:
         layer.bias = bias
-    made = getattr(te_recipe, RECIPES[chosen.forward.kind])(**options(chosen, te_recipe))
-    with te.fp8_autocast(enabled=True, fp8_recipe=made):
+    with te.fp8_autocast(enabled=True, fp8_recipe=made_recipe(chosen, te_recipe)):
         return layer(x)
