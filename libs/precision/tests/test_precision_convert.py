@@ -235,7 +235,7 @@ def test_support_table_comes_from_the_rules():
     """P5: every device, op and kind has exactly one kernel, and choose() agrees with the table."""
     table = support_table()
     keys = [(device, op, kind) for device, op, kind, _ in table]
-    assert len(set(keys)) == len(keys) == 4 * 7
+    assert len(set(keys)) == len(keys) == 4 * 9
     for device, op, kind, kernel in table:
         spec = device_spec(device) if device == "cpu" or device.startswith("sm_") else None
         choice = choose(op, GemmKind(kind), (4096, 4096, 4096), spec)

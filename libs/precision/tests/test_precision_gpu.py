@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from gemworks.precision import bench_checks, bench_gemm_checks, constants
+from gemworks.precision import bench_checks, bench_gemm_checks, constants, recipe
 
 pytestmark = pytest.mark.gpu
 
@@ -25,10 +25,26 @@ def test_check_of_the_benchmark(name, failures):
     assert name not in failures, failures[name]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="transformer_engine not installed")
-def test_transformer_engine_agrees_with_ours():
-    """P5: what the registry says of it, run: y, dx and dw of its block scaling against ours."""
-    bench_gemm_checks.check_transformer_engine(torch.device("cuda"))
+TRANSFORMER_ENGINE = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="transformer_engine not installed"
+)
+
+
+@TRANSFORMER_ENGINE
+@pytest.mark.parametrize(
+    "chosen",
+    [recipe("fp8_block128"), recipe("fp8_tensor"), bench_gemm_checks.tensor_recipe(power_of_two_scales=True)],
+    ids=["block", "current", "current-e4m3-powers"],
+)
+def test_transformer_engine_agrees_with_ours(chosen):
+    """P5: what the registry says of it, run: y, dx and dw of its block and of its current scaling against ours."""
+    bench_gemm_checks.check_transformer_engine(torch.device("cuda"), chosen)
+
+
+@TRANSFORMER_ENGINE
+def test_codes_of_its_current_scaling_are_ours():
+    """P1, P5: two kernels of two libraries, the same bits."""
+    bench_gemm_checks.check_current_scaling_codes(torch.device("cuda"))
 
 
 def test_zeros_that_a_captured_graph_made_first_are_not_kept(monkeypatch):

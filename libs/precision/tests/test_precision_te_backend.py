@@ -24,6 +24,7 @@ INSTALLED = importlib.util.find_spec("transformer_engine") is not None
         (GemmKind.FP8_BLOCK128, DeviceSpec("cuda", 100), "Hopper's"),
         (GemmKind.MXFP8, DeviceSpec("cuda", 90), "needs sm_100"),
         (GemmKind.MXFP8_REGROUP128, DeviceSpec("cuda", 90), "has no mxfp8_regroup128"),
+        (GemmKind.FP8_TENSOR, DeviceSpec("cuda", 80), "needs sm_89 or later"),
     ],
 )
 def test_where_it_is_refused(kind, device, reason):
@@ -60,7 +61,14 @@ def stand_in(monkeypatch):
     modules["transformer_engine"].pytorch = modules["transformer_engine.pytorch"]
     modules["transformer_engine.pytorch"].Linear = Linear
     modules["transformer_engine.pytorch"].fp8_autocast = fp8_autocast
-    recipes = types.SimpleNamespace(Float8BlockScaling=lambda: "block", MXFP8BlockScaling=lambda: "mx")
+    recipes = types.SimpleNamespace(
+        Float8BlockScaling=lambda: "block",
+        MXFP8BlockScaling=lambda: "mx",
+        Float8CurrentScaling=lambda **options: types.SimpleNamespace(**options),
+        QParams=lambda power_2_scale: power_2_scale,
+        MMParams=lambda use_split_accumulator: use_split_accumulator,
+        Format=types.SimpleNamespace(E4M3="E4M3", HYBRID="HYBRID"),
+    )
     modules["transformer_engine.common"].recipe = recipes
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -98,3 +106,22 @@ def test_what_it_can_not_follow_is_refused(stand_in):
             mx_linear(x, w, None, changed)
     with pytest.raises(ValueError, match="expected an nn"):
         mx_linear(x, w.detach(), None, base)
+
+
+def test_one_scale_a_tensor_is_its_current_scaling(stand_in):
+    """The preset is its default: gradients in E5M2, fast accumulation forward alone."""
+    x, w = torch.randn(5, 128), torch.nn.Parameter(torch.randn(128, 128))
+    e4m3 = GemmRecipe("fp8_tensor")
+    for changes in ({}, {"forward": e4m3, "dgrad": e4m3, "wgrad": e4m3, "power_of_two_scales": True}):
+        mx_linear(x, w, None, recipe("fp8_tensor", backend="transformer_engine", **changes))
+    assert te_backend._layer.cache_info().currsize == 2, "a layer keeps the formats that it first computed with"
+    accumulation = {"fp8_gemm_dgrad": True, "fp8_gemm_wgrad": True}
+    first, second = (
+        {f"fp8_quant_{name}": power for name in ("fwd_inp", "fwd_weight", "bwd_grad")} for power in (False, True)
+    )
+    assert [vars(made) for made in stand_in] == [
+        {"use_power_2_scales": False, "fp8_format": "HYBRID", "fp8_gemm_fprop": False, **accumulation, **first},
+        {"use_power_2_scales": True, "fp8_format": "E4M3", "fp8_gemm_fprop": True, **accumulation, **second},
+    ]
+    with pytest.raises(ValueError, match="one format for gradients"):
+        mx_linear(x, w, None, recipe("fp8_tensor", backend="transformer_engine", wgrad=e4m3))

@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from gemworks.precision import triton_casts, triton_squares, triton_tiles
 from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
 from gemworks.precision.formats import Format
-from gemworks.precision.recipe import GemmKind
+from gemworks.precision.recipe import BLOCK_KINDS, GemmKind
 from gemworks.precision.rng import Stochastic
 from gemworks.precision.scaled_mm import square_scales, wide_scales
 from gemworks.precision.scales import ScaleMode
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
 
-KINDS = list(GemmKind)[1:]
+KINDS = BLOCK_KINDS
 
 
 def uneven(m, n, seed=0):

@@ -19,7 +19,7 @@ from gemworks.precision.contract import CASES, check_backend
 from gemworks.precision.formats import Format
 from gemworks.precision.gemms import gemm
 from gemworks.precision.head_tiles import head_tiles
-from gemworks.precision.recipe import GemmKind, recipe
+from gemworks.precision.recipe import BLOCK_KINDS, GemmKind, recipe
 from gemworks.precision.scales import ScaleMode
 from gemworks.precision.triton_casts import triton_cast
 from gemworks.precision.triton_reading import readable_length, triton_dequantize
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
 
-KINDS = list(GemmKind)[1:]
+KINDS = BLOCK_KINDS
 
 
 def same(a, b):

@@ -14,6 +14,7 @@ from gemworks.precision.recipe import GemmKind, GemmRecipe, Recipe, Save, recipe
 from gemworks.precision.regroup import regroup
 from gemworks.precision.rng import Stochastic
 from gemworks.precision.scales import ScaleMode
+from gemworks.precision.tensor_scaling import TensorPlane, quantize_tensor
 
 __all__ = [
     "ConversionReport",
@@ -31,6 +32,7 @@ __all__ = [
     "Save",
     "ScaleMode",
     "Stochastic",
+    "TensorPlane",
     "convert",
     "decode",
     "element_spec",
@@ -47,6 +49,7 @@ __all__ = [
     "quantize_both",
     "quantize_jagged",
     "quantize_square",
+    "quantize_tensor",
     "recipe",
     "regroup",
     "revert",

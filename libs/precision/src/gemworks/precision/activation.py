@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from gemworks.precision.backends import choose
-from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares, device_of
+from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares, check_has_blocks, device_of
 from gemworks.precision.mxtensor import MXTensor, padded_rows
 from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS, fused_tile_config
 from torch import Tensor, nn
@@ -143,6 +143,7 @@ def _check(x: Tensor, spec: CastSpec, activation: str) -> None:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected 2 dims; flatten the leading dims first")
     if spec.hadamard is not None:
         raise ValueError("hadamard: not fused with an activation; cast y separately")
+    check_has_blocks(spec)
 
 
 def _planes(y: Tensor, spec: CastSpec, columns: bool, return_y: bool, backend: str) -> ActivationCast:

@@ -97,6 +97,10 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "") == "1"
 
 
+_CODES_IN_FP32 = "torch.matmul of codes in fp32, then both scales"
+_CODES_IN_BF16 = "matmul of codes in bf16 (exact operands), then both scales in fp32"
+
+
 def _reference_rule(op: str, kind: GemmKind, shape: Shape, device: DeviceSpec) -> str | None:
     return None
 
@@ -106,6 +110,8 @@ def _reference_kernel(op: str, kind: GemmKind, device: DeviceSpec) -> str:
         return "torch, several passes"
     if kind is GemmKind.BF16:
         return "torch.matmul"
+    if kind is GemmKind.FP8_TENSOR:
+        return _CODES_IN_FP32 if device.type == "cpu" else _CODES_IN_BF16
     return "dequantise + torch.matmul in " + ("fp32" if device.type == "cpu" else "bf16 (exact operands)")
 
 
@@ -124,6 +130,8 @@ def _triton_rule(op: str, kind: GemmKind, shape: Shape, device: DeviceSpec) -> s
 
 
 def _triton_kernel(op: str, kind: GemmKind, device: DeviceSpec) -> str:
+    if kind is GemmKind.FP8_TENSOR:
+        return "two Triton kernels, the second when the largest value is known" if op == "cast" else _CODES_IN_BF16
     return "one Triton kernel" if op == "cast" else "Triton dequantise to bf16 (exact) + cuBLAS bf16"
 
 
@@ -138,6 +146,10 @@ def _scaled_mm_rule(op: str, kind: GemmKind, shape: Shape, device: DeviceSpec) -
         if not 100 <= device.capability < 120:
             return f"1x32 scales need sm_100, this is sm_{device.capability} (cuBLAS refuses)"
         multiple = 32
+    elif kind is GemmKind.FP8_TENSOR:
+        if device.capability < 89:
+            return f"FP8 products need sm_89 or later, this is sm_{device.capability}"
+        multiple = 16
     else:
         if device.capability != 90:
             return f"1x128 and 128x128 scales are Hopper's (sm_90), this is sm_{device.capability}"
@@ -150,6 +162,8 @@ def _scaled_mm_rule(op: str, kind: GemmKind, shape: Shape, device: DeviceSpec) -
 def _scaled_mm_kernel(op: str, kind: GemmKind, device: DeviceSpec) -> str:
     if kind is GemmKind.MXFP8:
         return "cuBLAS 1x32 E8M0 (written and shape-checked, not run on our machines)"
+    if kind is GemmKind.FP8_TENSOR:
+        return "cuBLAS FP8, one scale a tensor" + ("" if device.capability == 90 else " (not run on our machines)")
     return "cuBLAS FP8 1x128 x 128x128 (forward, dgrad), 1x128 x 1x128 (wgrad)"
 
 
@@ -158,7 +172,14 @@ def _te_rule(op: str, kind: GemmKind, shape: Shape, device: DeviceSpec) -> str |
 
 
 def _te_kernel(op: str, kind: GemmKind, device: DeviceSpec) -> str:
-    seen = "not run on our machines" if kind is GemmKind.MXFP8 else "the same bits as ours on an H200"
+    if kind is GemmKind.MXFP8 or device.capability != 90:
+        seen = "not run on our machines"
+    else:
+        seen = (
+            "the same bits as ours on an H200"
+            if kind is GemmKind.FP8_BLOCK128
+            else "the benchmark compares it with ours"
+        )
     return f"Transformer Engine's Linear, {te_backend.RECIPES[kind]} (its own casts; {seen})"
 
 

@@ -33,7 +33,7 @@ def nothing_started() -> Iterator[None]:
         pretended.append((self, entry))
 
     def scaled(left: Tensor, right: Tensor, *rest: Any, out: Tensor | None = None) -> Tensor:
-        return torch.empty(left.shape[0], right.shape[1], dtype=rest[-1]) if out is None else out
+        return torch.empty(left.shape[0], right.shape[1], dtype=rest[7]) if out is None else out
 
     def plain(left: Tensor, right: Tensor) -> Tensor:
         return torch.empty(left.shape[0], right.shape[1], dtype=left.dtype)

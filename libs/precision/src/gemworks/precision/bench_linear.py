@@ -11,7 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from gemworks.precision.bench_gemm_checks import check_transformer_engine
+from gemworks.precision.bench_gemm_checks import (
+    check_current_scaling_codes,
+    check_transformer_engine,
+    tensor_recipe,
+)
 from gemworks.precision.bench_run import KINDS, Bench, attempt, compiled, time_bytes
 from gemworks.precision.casts import CastSpec, cast, cast_both
 from gemworks.precision.gemms import gemm
@@ -139,7 +143,10 @@ def variants() -> list[tuple[str, str, Recipe]]:
         ("fp8_block128", "gemworks_squares", {**squares, "square_gradients": True}),
         ("fp8_block128", "gemworks_wgrad_bf16", {"wgrad": plain}),
     ]
-    return [(name, impl, recipe(name, **changes)) for name, impl, changes in rows]
+    made = [(name, impl, recipe(name, **changes)) for name, impl, changes in rows]
+    # The preset is Transformer Engine's current scaling; and what it would be without E5M2 and fast accumulation.
+    tensor = ("fp8_tensor", "gemworks_save_both", recipe("fp8_tensor", **both))
+    return [*made, tensor, ("fp8_tensor", "gemworks_e4m3", tensor_recipe(**both))]
 
 
 def bench_linear(bench: Bench) -> None:
@@ -228,11 +235,10 @@ def transformer_engine_rows(layer: LayerBench) -> None:
         import transformer_engine.pytorch as te  # pyright: ignore[reportMissingImports]
         from transformer_engine.common import recipe as te_recipe  # pyright: ignore[reportMissingImports]
 
-        check_transformer_engine(layer.bench.device)
         _, in_features, out_features = layer.shape
-        for name, make in (
-            ("block_scaling", te_recipe.Float8BlockScaling),
-            ("current_scaling", te_recipe.Float8CurrentScaling),
+        for name, make, ours in (
+            ("block_scaling", te_recipe.Float8BlockScaling, recipe("fp8_block128")),
+            ("current_scaling", te_recipe.Float8CurrentScaling, recipe("fp8_tensor")),
         ):
             module = te.Linear(in_features, out_features, bias=False, params_dtype=torch.bfloat16).cuda()
 
@@ -243,6 +249,13 @@ def transformer_engine_rows(layer: LayerBench) -> None:
                 with te.fp8_autocast(enabled=True, fp8_recipe=make()):
                     return module(a)
 
-            attempt(f"transformer_engine {name}", lambda n=name, f=forward: layer.record(n, "transformer_engine", f))
+            def checked(name: str = name, forward: Forward = forward, ours: Recipe = ours) -> None:
+                check_transformer_engine(layer.bench.device, ours)
+                if ours.name == "fp8_tensor":
+                    check_current_scaling_codes(layer.bench.device)
+                    check_transformer_engine(layer.bench.device, tensor_recipe(power_of_two_scales=True))
+                layer.record(name, "transformer_engine", forward)
+
+            attempt(f"transformer_engine {name}", checked)
 
     attempt("transformer_engine", run)

@@ -24,6 +24,8 @@ LAYERS = {
     ("fp8_block128", "gemworks_wgrad_bf16"): ("weight gradient in bf16", "#b83280"),
     ("mxfp8_regroup128", "gemworks"): ("mxfp8_regroup128", "#dd6b20"),
     ("mxfp8", "gemworks_save_both"): ("mxfp8, exact in bf16", "#a0aec0"),
+    ("fp8_tensor", "gemworks_save_both"): ("one scale a tensor", "#d69e2e"),
+    ("fp8_tensor", "gemworks_e4m3"): ("one scale a tensor, E4M3, no fast accumulation", "#f6e05e"),
     ("block_scaling", "transformer_engine"): ("Transformer Engine, block scaling", "#e53e3e"),
     ("current_scaling", "transformer_engine"): ("Transformer Engine, current scaling", "#feb2b2"),
 }

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gemworks.precision.recipe import GemmKind
+from gemworks.precision.recipe import BLOCK_KINDS
 from torch import Tensor
 
 LEADING = ("op", "shape", "format", "direction", "impl", "ratio_to_bf16", "sqnr_db")
@@ -24,7 +24,7 @@ COMMON = (
     "roofline_fraction", "best_peer", "ratio_to_best_peer", "copy_gbps", "bf16_tflops", "gpu", "num_gpus", "clock_mhz",
     "command", "commit", "torch", "triton",
 )  # fmt: skip
-KINDS = tuple(kind for kind in GemmKind if kind is not GemmKind.BF16)
+KINDS = BLOCK_KINDS
 SEED = 0
 
 

@@ -24,6 +24,11 @@ model in the tests reaches a sixteenth).
 No multiple of `S = |A| |B|^T` smaller than about `2^-6` bounds this for K = 128: `2^-13 S`, which looks like an ulp of
 the accumulator, does not. Where every product and partial sum of a block is a multiple of 2^-13 of the power of two at
 or under its largest magnitude, nothing is cut off and the product is exact.
+
+**One scale a tensor.** How often cuBLAS hands the accumulator to an fp32 sum is not documented, and with fast
+accumulation it never does. Whenever it does, an accumulator is the difference of two partial sums over prefixes of the
+contraction, so the range of these so far, largest less smallest, stands for `max(|A|, |A'|)`, and there are at most
+K / 32 additions in fp32.
 """
 
 from __future__ import annotations
@@ -78,3 +83,36 @@ def hopper_fp8_bound(left: Tensor, right: Tensor, unit: float) -> tuple[Tensor, 
         exact += partial
     ordinary = (-(-k // PROMOTION_K) + 1) * 2.0**-24 * total + unit * exact.abs()
     return worst + ordinary, squares + ordinary.square()
+
+
+def tensor_fp8_bound(left: Tensor, right: Tensor, scale: float, unit: float) -> tuple[Tensor, Tensor]:
+    """Bound `[M, N]` of a product on Hopper's FP8 units with one scale a tensor, fast accumulation or not, and the
+    variance expected of its error.
+
+    Args:
+        left, right: values of codes `[M, K]` and `[N, K]` without their scales, float64.
+        scale: product of both scales, applied to the sum in fp32.
+        unit: rounding unit of the output dtype.
+
+    >>> a = torch.full((1, 64), 1.0).double()
+    >>> worst, _ = tensor_fp8_bound(a, a, 2.0, 0.0)
+    >>> round(worst.item() * 2**13 / 35 / 2)  # 32 + 64
+    96
+    """
+    k = left.shape[1]
+    partial = torch.zeros(left.shape[0], right.shape[0], dtype=torch.float64, device=left.device)
+    worst, squares, low, high = (torch.zeros_like(partial) for _ in range(4))
+    for start in range(0, k, INSTRUCTION_K):
+        a, b = left[:, start : start + INSTRUCTION_K], right[:, start : start + INSTRUCTION_K]
+        partial = partial + a @ b.t()
+        low, high = torch.minimum(low, partial), torch.maximum(high, partial)
+        largest = high - low
+        for column in range(a.shape[1]):
+            largest = torch.maximum(largest, a[:, column, None].abs() * b[None, :, column].abs())
+        step = torch.exp2(torch.floor(torch.log2(largest)) - 13)
+        worst += (INSTRUCTION_K + 3) * step
+        squares += (INSTRUCTION_K + 2) / 12 * step.square()
+    # The sum over instructions in fp32, both scales multiplied and applied, the output rounded.
+    total = left.abs() @ right.abs().t()
+    ordinary = (-(-k // INSTRUCTION_K) + 1) * 2.0**-24 * total + (unit + 3 * 2.0**-24) * partial.abs()
+    return (worst + ordinary) * scale, (squares + ordinary.square()) * scale**2

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from gemworks.precision import quantization
 from gemworks.precision.backends import DeviceSpec, choose, device_spec, interpreting
+from gemworks.precision.constants import kept_zeros
 from gemworks.precision.formats import Format
 from gemworks.precision.hadamard import Hadamard
 from gemworks.precision.mxtensor import MXTensor
@@ -15,6 +17,8 @@ from gemworks.precision.recipe import GemmKind, Recipe
 from gemworks.precision.regroup import regroup
 from gemworks.precision.rng import Stochastic
 from gemworks.precision.scales import ScaleMode
+from gemworks.precision.tensor_scaling import TensorPlane, quantize_tensor
+from gemworks.precision.tiles import ALONG_COLUMNS, ALONG_ROWS
 from torch import Tensor
 
 
@@ -27,6 +31,7 @@ class CastSpec:
     scale_mode: ScaleMode = ScaleMode.RCEIL
     stochastic: Stochastic | None = None
     hadamard: Hadamard | None = None
+    power_of_two: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -34,7 +39,7 @@ class CastSpec:
     @cached_property
     def _hash(self) -> int:
         # Looked up several times for each cast.
-        return hash((self.kind, self.format, self.scale_mode, self.stochastic, self.hadamard))
+        return hash((self.kind, self.format, self.scale_mode, self.stochastic, self.hadamard, self.power_of_two))
 
     @property
     def block(self) -> int:
@@ -42,12 +47,60 @@ class CastSpec:
         return 128 if self.kind is GemmKind.FP8_BLOCK128 else 32
 
     @property
+    def whole_tensor(self) -> bool:
+        """Does one scale serve all of it?"""
+        return self.kind is GemmKind.FP8_TENSOR
+
+    @property
     def regroups(self) -> bool:
         """Are blocks of 32 merged to 128?"""
         return self.kind is GemmKind.MXFP8_REGROUP128
 
 
-def cast(x: Tensor, dim: int | None, spec: CastSpec, backend: str = "auto") -> tuple[MXTensor, Tensor]:
+Plane = MXTensor | TensorPlane
+"""What the products of a layer multiply."""
+
+
+def check_has_blocks(spec: CastSpec) -> None:
+    """Raise ValueError for a cast that no epilogue can make: its scale is known when all of the tensor is."""
+    if spec.whole_tensor:
+        raise ValueError(
+            f"spec: kind {spec.kind.value!r} has one scale for a tensor, known only when all of it is computed, so "
+            "that no kernel that computes it can cast it; use mx_linear behind it, or a kind with blocks"
+        )
+
+
+def cast_tensor(
+    x: Tensor, directions: int, spec: CastSpec, backend: str = "auto"
+) -> tuple[TensorPlane | None, TensorPlane | None]:
+    """Quantise `x [M, K]` under one scale: the plane for products along K (ALONG_ROWS) and along M (ALONG_COLUMNS), of
+    the same codes; None for what is not asked for."""
+    if x.is_cuda or backend == "triton":
+        if x.stride(-1) != 1 and x.stride(0) == 1:
+            # Rows of the transpose are columns.
+            swapped = (directions & ALONG_ROWS) * ALONG_COLUMNS | (directions & ALONG_COLUMNS) // ALONG_COLUMNS
+            turned = cast_tensor(x.t(), swapped, spec, backend)
+            columns, rows = (plane and plane.t() for plane in turned)
+            return rows, columns
+        if _backend_of(x, spec, backend) == "triton":
+            from gemworks.precision.triton_tensor import fits_tensor, triton_cast_tensor
+
+            if fits_tensor(x):
+                return triton_cast_tensor(x, directions, spec.format, spec.power_of_two)
+    plane = quantize_tensor(x, 1 if directions & ALONG_ROWS else 0, spec.format, power_of_two=spec.power_of_two)
+    if directions != ALONG_ROWS | ALONG_COLUMNS:
+        return (plane, None) if directions == ALONG_ROWS else (None, plane)
+    codes = plane.codes.t().contiguous().t()
+    return plane, TensorPlane(codes, plane.scale, plane.shape, 0, plane.format)
+
+
+def _one_plane(planes: tuple[TensorPlane | None, TensorPlane | None]) -> TensorPlane:
+    plane = planes[0] or planes[1]
+    assert plane is not None, "one direction was asked for"
+    return plane
+
+
+def cast(x: Tensor, dim: int | None, spec: CastSpec, backend: str = "auto") -> tuple[Any, Tensor]:
     """Quantise a matrix along `dim` (None: squares) as `spec` says.
 
     Args:
@@ -57,8 +110,12 @@ def cast(x: Tensor, dim: int | None, spec: CastSpec, backend: str = "auto") -> t
         backend: as in `choose`.
 
     Returns:
-        The plane, and a scalar int64 tensor with the number of inexact codes (0 unless regrouping).
+        The plane (`MXTensor`, or `TensorPlane` of one scale), and a scalar int64 tensor with the number of inexact
+        codes (0 unless regrouping).
     """
+    if spec.whole_tensor:
+        planes = cast_tensor(x, ALONG_COLUMNS if dim == 0 else ALONG_ROWS, spec, backend)
+        return _one_plane(planes), kept_zeros(x.device, torch.int64)
     if _backend_of(x, spec, backend) == "triton":
         from gemworks.precision.triton_casts import triton_cast
 
@@ -82,11 +139,13 @@ def cast(x: Tensor, dim: int | None, spec: CastSpec, backend: str = "auto") -> t
     return plane, torch.zeros((), dtype=torch.int64, device=x.device)
 
 
-def cast_both(x: Tensor, spec: CastSpec, backend: str = "auto") -> tuple[MXTensor, MXTensor, Tensor]:
+def cast_both(x: Tensor, spec: CastSpec, backend: str = "auto") -> tuple[Any, Any, Tensor]:
     """Both directions of one matrix; one read where the backend has the kernel. Returns row plane, column plane,
     count."""
     if spec.hadamard is not None:
         raise ValueError("hadamard: a transform acts along one contraction; cast the two directions separately")
+    if spec.whole_tensor:
+        return *cast_tensor(x, ALONG_ROWS | ALONG_COLUMNS, spec, backend), kept_zeros(x.device, torch.int64)
     if _backend_of(x, spec, backend) == "triton":
         from gemworks.precision.triton_casts import triton_cast_both
 
@@ -121,6 +180,7 @@ def cast_squares(x: Tensor, spec: CastSpec, backend: str = "auto") -> SquarePlan
     """
     if spec.hadamard is not None:
         raise ValueError("hadamard: a transform acts along one dim; squares have two")
+    check_has_blocks(spec)
     if _backend_of(x, spec, backend) == "triton":
         from gemworks.precision.triton_squares import fits_squares, triton_cast_squares
 

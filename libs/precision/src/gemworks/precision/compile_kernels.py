@@ -102,10 +102,28 @@ def tile_variants() -> Iterator[Variant]:
         yield "cast_weight", name, cast_weight_kernel, types, constants, SQUARES_WARPS, None
 
 
+def tensor_variants() -> Iterator[Variant]:
+    """One scale for a tensor: bf16 activations, and fp32 weights."""
+    from gemworks.precision.kernel_common import FORMATS
+    from gemworks.precision.kernel_tensor import amax_kernel, cast_tensor_kernel
+    from gemworks.precision.triton_tensor import WARPS
+
+    pointers = {"codes_ptr": "*i32", "codes_t_ptr": "*i64", "amax_ptr": "*i32", "scale_ptr": "*fp32"}
+    for name, x, packed in (("bf16", "*i32", True), ("fp32", "*fp32", False)):
+        constants: dict[str, Any] = {"PACKED": packed, "RAGGED": False, "HARDWARE": True}
+        types = argument_types(amax_kernel, pointers | {"x_ptr": x}, constants)
+        yield "amax", name, amax_kernel, types, constants, WARPS["num_warps"], None
+        for format in ("e4m3", "e5m2"):
+            own = constants | {"DIRECTIONS": 3, "FORMAT": FORMATS[format], "POWER_OF_TWO": False}
+            types = argument_types(cast_tensor_kernel, pointers | {"x_ptr": x}, own)
+            yield "cast_tensor", f"{name} {format}", cast_tensor_kernel, types, own, WARPS["num_warps"], None
+
+
 def variants() -> Iterator[Variant]:
     """(kernel, variant, function, argument types, constants, warps, limit of registers) of what the launchers ask
     for."""
     yield from tile_variants()
+    yield from tensor_variants()
     for kernel in general_variants():
         yield (*kernel, None)
 
@@ -333,7 +351,7 @@ def main(arguments: list[str]) -> int:
             "spill_bytes": spill_bytes,
             "shared_bytes": compiled.metadata.shared,
             "num_warps": num_warps,
-            "hardware_cast": "satfinite.e4m3x2" in ptx,
+            "hardware_cast": bool(re.search("satfinite.e(4m3|5m2)x2", ptx)),
             "ptx_lines": ptx.count("\n"),
         }
         print(json.dumps(line), flush=True)

@@ -8,8 +8,8 @@ of 2 or 4 bytes an element. What the blocks look like follows a rule (`gather_ru
   the result is bit-equal to quantising after the gather.
 - row: 1x32 along K for `mxfp8` otherwise. Forward is bit-equal; dgrad reads the plane along N, so it is quantised again
   from the dequantised values (rounded twice).
-- bf16: rows that do not divide by the ranks (FSDP2 pads those, scales cannot follow), or 128-wide kinds whose squares
-  would cross ranks. The layer is gathered as usual.
+- bf16: one scale for a tensor, which no rank knows before the gather; rows that do not divide by the ranks (FSDP2 pads
+  those, scales cannot follow), or 128-wide kinds whose squares would cross ranks. The layer is gathered as usual.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def gather_rule(out_features: int, in_features: int, num_ranks: int, chosen: Rec
     kind = chosen.forward.kind
     if kind is GemmKind.BF16:
         return "bf16", "forward is not quantised"
+    if kind is GemmKind.FP8_TENSOR:
+        return "bf16", "one scale for the tensor follows from the shards of all ranks, which a rank does not have"
     if out_features % num_ranks:
         return "bf16", f"{out_features} rows do not divide by {num_ranks} ranks"
     rows, block = out_features // num_ranks, kind.block

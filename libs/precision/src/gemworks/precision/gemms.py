@@ -11,19 +11,23 @@ from functools import lru_cache
 
 import torch
 from gemworks.precision.backends import choose, cost_note, device_spec, warn_once
+from gemworks.precision.casts import Plane
+from gemworks.precision.formats import decode, element_spec
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.recipe import GemmKind
+from gemworks.precision.tensor_scaling import TensorPlane
 from torch import Tensor
 
 
 def gemm(
-    a: MXTensor,
-    b: MXTensor,
+    a: Plane,
+    b: Plane,
     kind: GemmKind,
     out_dtype: torch.dtype,
     backend: str = "auto",
     *,
     in_parts: bool = False,
+    fast: bool = False,
 ) -> Tensor:
     """Multiply two planes along their dim 1.
 
@@ -35,6 +39,7 @@ def gemm(
         backend: as in `choose`.
         in_parts: the contraction may be cut, as weight gradients ask: as long as a batch, with few outputs. Parts are
             summed in fp32, so a product that is compared with another bit by bit leaves it unset.
+        fast: of planes with one scale: `GemmRecipe.fast_accumulation`.
 
     Returns:
         `[M, N]`.
@@ -42,6 +47,8 @@ def gemm(
     Raises:
         ValueError: operands whose contractions, directions or transforms do not fit.
     """
+    if not (isinstance(a, MXTensor) and isinstance(b, MXTensor)):
+        return _multiply_tensors(a, b, kind, out_dtype, backend, fast)
     for name, plane in (("a", a), ("b", b)):
         if len(plane.shape) != 2 or plane.dim == 0:
             raise ValueError(
@@ -71,6 +78,33 @@ def gemm(
         return product.to(out_dtype)
     half = torch.bfloat16
     return multiply_bf16(a.dequantize(half, keep_transform=True), b.dequantize(half, keep_transform=True), out_dtype)
+
+
+def _multiply_tensors(a: Plane, b: Plane, kind: GemmKind, out_dtype: torch.dtype, backend: str, fast: bool) -> Tensor:
+    """`gemm` of planes with one scale each: the sum of products of codes, times both scales in fp32."""
+    if not (isinstance(a, TensorPlane) and isinstance(b, TensorPlane)) or kind is not GemmKind.FP8_TENSOR:
+        raise ValueError(
+            f"a and b: a {type(a).__name__} and a {type(b).__name__} in a product of kind {kind.value!r}; planes with "
+            "one scale go with each other and with kind 'fp8_tensor'"
+        )
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"a and b: contractions {a.shape[1]} and {b.shape[1]} differ; both need the same length")
+    if _backend_of(kind, kind.block, b.shape[0], a.codes.device, backend) == "scaled_mm":
+        from gemworks.precision.scaled_mm import tensor_mm
+
+        return tensor_mm(a, b, out_dtype, fast)
+    if not a.codes.is_cuda:
+        product = decode(a.codes, a.format) @ decode(b.codes, b.format).t()
+    else:
+        product = product_bf16(_codes_bf16(a), _codes_bf16(b).t(), torch.float32)
+    return (product * (a.scale * b.scale)).to(out_dtype)
+
+
+def _codes_bf16(plane: TensorPlane) -> Tensor:
+    """What codes stand for before the scale, which bf16 holds exactly."""
+    dtype = element_spec(plane.format).torch_dtype
+    assert dtype is not None, "planes with one scale have codes of 8 bits"
+    return plane.codes.view(dtype).to(torch.bfloat16)
 
 
 @lru_cache(maxsize=1024)

@@ -24,8 +24,18 @@ def explain_grouped(recipe_or_name: str | Recipe, device: str | torch.device | D
     'grouped fp8_block128 on sm_90: dequantise + torch grouped_mm in bf16 (exact operands, bf16 speed at best)'
     """
     chosen, spec = recipe(recipe_or_name), device_spec(device)
+    _check_kinds(chosen)
     how = "a loop over groups in fp32" if spec.type == "cpu" else "torch grouped_mm in bf16"
     return f"grouped {chosen.name} on {spec}: dequantise + {how} (exact operands, bf16 speed at best)"
+
+
+def _check_kinds(chosen: Recipe) -> None:
+    """Raise ValueError for one scale a tensor: all groups, whatever their sizes, would share it."""
+    if GemmKind.FP8_TENSOR in chosen.kinds:
+        raise ValueError(
+            f"recipe {chosen.name!r}: 'fp8_tensor' has one scale for the tensor, which all groups would share; use "
+            "'fp8_block128' or 'mxfp8'"
+        )
 
 
 def _values(x: Tensor, dim: int | None, spec: CastSpec, backend: str) -> Tensor:
@@ -166,6 +176,7 @@ def mx_grouped_linear(
             f"{weight.shape[0]} groups of weight"
         )
     check_same_device("weight", weight, "x", x)
+    _check_kinds(chosen)
     multiple = chosen.feature_multiple
     if x.shape[1] % multiple or weight.shape[1] % multiple:
         raise ValueError(

@@ -3,7 +3,7 @@
 | way | taken by | made of |
 |---|---|---|
 | the op (`linear_op`) | compiled layers, dispatch modes, tensor subclasses | `products`, behind one opaque op |
-| short (`hopper`, `exact`) | eager layers of bf16 activations and plain recipes on a GPU that has such a plan | casts and products alone |
+| short (`hopper`, `exact`, `tensor_linear`) | eager layers of bf16 activations and plain recipes on a GPU that has such a plan | casts and products alone |
 | eager | the rest | `products` |
 
 All three give the same bits. A transform of `torch.func` that is active takes the op too. A recipe that names the backend
@@ -27,6 +27,7 @@ from gemworks.precision.plane_weight import PlaneWeight
 from gemworks.precision.products import linear_backward, linear_forward, no_counts, recipe_of
 from gemworks.precision.recipe import GemmKind, Recipe, recipe
 from gemworks.precision.short_casts import fits
+from gemworks.precision.tensor_linear import TensorLinear, TensorPlan, tensor_plan_of
 from torch import Tensor
 
 
@@ -48,7 +49,7 @@ class _EagerLinear(torch.autograd.Function):
         else:
             # Tensors go through autograd, so that hooks on saved tensors see them.
             ctx.save_for_backward(None, weight, *kept.tensors)
-            ctx.plane = kept.meta
+            ctx.plane = type(kept), kept.meta
         if chosen.forward.kind is GemmKind.MXFP8_REGROUP128:
             ctx.mark_non_differentiable(counts)
             return y, counts
@@ -60,7 +61,10 @@ class _EagerLinear(torch.autograd.Function):
             return None, None, None, None, None, None, None
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         x, weight, *kept = ctx.saved_tensors
-        source = x if not kept else MXTensor.unchecked(*kept, *ctx.plane)
+        source = x
+        if kept:
+            made, meta = ctx.plane
+            source = made.unchecked(*kept, *meta)
         dx, dw = linear_backward(
             dy, source, _source(weight), ctx.chosen, ctx.step, need_dx, need_dw, ctx.x_dtype, weight.dtype
         )
@@ -82,7 +86,7 @@ def _runs_eagerly(x: Tensor, weight: Tensor) -> bool:
 @lru_cache(maxsize=256)
 def _plan_of(
     text: str, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, k: int, n: int
-) -> Plan | ExactPlan | None:
+) -> Plan | ExactPlan | TensorPlan | None:
     """The short way of a layer, made once; what it costs in speed is said once, as the general way does."""
     if device.type not in ("cpu", "cuda"):
         return None
@@ -97,10 +101,14 @@ def _plan_of(
 
 def short_way(
     chosen: Recipe, spec: DeviceSpec, dtype: torch.dtype, weight_dtype: torch.dtype, k: int, n: int
-) -> Plan | ExactPlan | None:
-    """The plan of a layer that `hopper` or `exact` knows a way with little work for the host for; None elsewhere."""
+) -> Plan | ExactPlan | TensorPlan | None:
+    """The plan of a layer that `hopper`, `exact` or `tensor_linear` knows a way with little work for the host for; None
+    elsewhere."""
     if spec.type != "cuda":
         return None
+    if chosen.forward.kind is GemmKind.FP8_TENSOR:
+        multiplies = choose("gemm", GemmKind.FP8_TENSOR, (0, k, n), spec, chosen.backend).backend == "scaled_mm"
+        return tensor_plan_of(chosen, dtype, weight_dtype, k, n) if multiplies else None
     if chosen.forward.kind is not GemmKind.MXFP8:
         return plan_of(chosen, dtype, weight_dtype, k, n) if spec.capability == 90 else None
     if choose("gemm", GemmKind.MXFP8, (0, k, n), spec, chosen.backend).backend != "triton":
@@ -109,6 +117,7 @@ def short_way(
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_SHORT = {Plan: HopperLinear, ExactPlan: ExactLinear, TensorPlan: TensorLinear}
 
 
 def mx_linear(
@@ -203,8 +212,9 @@ def linear_with_counts(
                 else (weight.is_contiguous() and weight.data_ptr() % 16 == 0)
             )
         ):
-            counts = torch.zeros(2, dtype=torch.int64, device=x.device) if plan.spec.regroups else None
-            y = (HopperLinear if type(plan) is Plan else ExactLinear).apply(x_MK, weight, bias, plan, save, counts)
+            regroups = type(plan) is Plan and plan.spec.regroups
+            counts = torch.zeros(2, dtype=torch.int64, device=x.device) if regroups else None
+            y = _SHORT[type(plan)].apply(x_MK, weight, bias, plan, save, counts)
             counts = no_counts(x.device) if counts is None else counts
         else:
             y, counts = _EagerLinear.apply(x_MK, weight, bias, chosen, step, save, out_dtype)  # pyright: ignore[reportGeneralTypeIssues]

@@ -5,10 +5,12 @@ and results. Planes are made inside.
 from __future__ import annotations
 
 import torch
+from gemworks.precision.casts import Plane
 from gemworks.precision.mxtensor import MXTensor, padded_rows
 from gemworks.precision.op import define_op, differentiate
 from gemworks.precision.products import linear_backward, linear_forward, recipe_of
 from gemworks.precision.recipe import GemmKind, Recipe, Save
+from gemworks.precision.tensor_scaling import TensorPlane
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -25,6 +27,11 @@ def forward_op(
         return y, empty, empty.clone(), counts
     # In one layout, whatever the backend: the compiler is told sizes and strides. Scales lie block by block in memory,
     # and the contraction of the weight gradient is padded as the fast casts pad it.
+    if isinstance(kept, TensorPlane):
+        if kept.dim == 1:
+            return y, kept.codes.contiguous(), kept.scale, counts
+        codes, num_rows = kept.all_codes.t(), padded_rows(x_MK.shape[0])
+        return y, pad(codes, (0, num_rows - codes.shape[1])).t(), kept.scale, counts
     if kept.dim == 1:
         return y, kept.codes, kept.scales.t().contiguous().t(), counts
     codes = kept.tensors[0] if kept.dim is None else kept.tensors[0].t()
@@ -34,8 +41,10 @@ def forward_op(
     return y, codes if kept.dim is None else codes.t(), kept.scales.contiguous(), counts
 
 
-def kept_plane(codes: Tensor, scales: Tensor, shape: tuple[int, int], chosen: Recipe) -> MXTensor:
+def kept_plane(codes: Tensor, scales: Tensor, shape: tuple[int, int], chosen: Recipe) -> Plane:
     """The plane that a forward kept, from its codes and scales."""
+    if chosen.forward.kind is GemmKind.FP8_TENSOR:
+        return TensorPlane.unchecked(codes, scales, shape, 0 if chosen.save is Save.BOTH else 1, chosen.forward.left)
     block = 32 if chosen.forward.kind is GemmKind.MXFP8 else 128
     dim = 0 if chosen.save is Save.BOTH else 1
     if chosen.save is Save.BOTH and chosen.square_inputs:
@@ -57,6 +66,10 @@ def _fake_linear(x, weight, bias, recipe_text, step, save, out_dtype):
         return y, x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.uint8), counts
     block = 32 if chosen.forward.kind is GemmKind.MXFP8 else 128
     m, k = x.shape
+    if chosen.forward.kind is GemmKind.FP8_TENSOR:
+        shape = (k, padded_rows(m)) if chosen.save is Save.BOTH else (m, k)
+        codes = x.new_empty(shape, dtype=torch.uint8)
+        return y, codes.t() if chosen.save is Save.BOTH else codes, x.new_empty(1, dtype=torch.float32), counts
     if chosen.save is Save.BOTH and chosen.square_inputs:
         squares = (-(-k // block), -(-m // block))
         codes = x.new_empty((k, padded_rows(m)), dtype=torch.uint8)

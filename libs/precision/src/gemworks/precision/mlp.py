@@ -121,10 +121,11 @@ def mx_mlp(
     products = {(gemm_recipe.kind, gemm_recipe.left) for gemm_recipe in (chosen.forward, chosen.dgrad, chosen.wgrad)}
     products |= {(gemm_recipe.kind, gemm_recipe.right) for gemm_recipe in (chosen.forward, chosen.dgrad, chosen.wgrad)}
     plain = not (chosen.square_gradients or chosen.hadamard_size or chosen.stochastic_gradients)
-    if len(products) > 1 or chosen.forward.kind is GemmKind.BF16 or not plain:
+    if len(products) > 1 or chosen.forward.kind in (GemmKind.BF16, GemmKind.FP8_TENSOR) or not plain:
         raise ValueError(
-            f"recipe {chosen.name!r}: mx_mlp takes one quantised kind and format for all products, without "
-            "square_gradients, hadamard_size and stochastic_gradients; use two mx_linear around the activation"
+            f"recipe {chosen.name!r}: mx_mlp takes one quantised kind with blocks and one format for all "
+            "products, without square_gradients, hadamard_size and stochastic_gradients; use two mx_linear around the "
+            "activation"
         )
     (f, k), n = w1.shape, w2.shape[0]
     multiple = chosen.feature_multiple

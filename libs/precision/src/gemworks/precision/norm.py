@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from gemworks.precision.backends import choose
-from gemworks.precision.casts import CastSpec, cast, cast_squares, device_of
+from gemworks.precision.casts import CastSpec, cast, cast_squares, check_has_blocks, device_of
 from gemworks.precision.mxtensor import MXTensor
 from torch import Tensor
 
@@ -85,6 +85,7 @@ def norm_cast(
         raise ValueError("bias: RMSNorm has none; use norm='layer'")
     if spec.hadamard is not None:
         raise ValueError("hadamard: not fused with a norm; cast y separately")
+    check_has_blocks(spec)
     if square and not columns:
         raise ValueError("square: squares serve both contractions; leave columns set, or unset square")
     chosen = choose("cast", spec.kind, (0, 0, 0), device_of(x), backend).backend

@@ -4,7 +4,7 @@ epilogue."""
 from __future__ import annotations
 
 import torch
-from gemworks.precision.casts import CastSpec, cast_backend
+from gemworks.precision.casts import CastSpec, cast_backend, check_has_blocks
 from gemworks.precision.gemms import gemm
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.norm import norm_backward, norm_cast
@@ -102,6 +102,7 @@ def mx_norm_linear(
     chosen = recipe(recipe_or_name)
     if chosen.forward.kind is GemmKind.BF16:
         raise ValueError(f"recipe {chosen.name!r}: forward is bf16, there is no cast to fuse; use a norm and mx_linear")
+    check_has_blocks(CastSpec(chosen.forward.kind))
     n, k = weight.shape
     multiple = chosen.feature_multiple
     if k % multiple or n % multiple or x.shape[-1] != k:

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
-from gemworks.precision.casts import CastSpec, cast, cast_both, cast_squares
+from gemworks.precision.casts import CastSpec, Plane, cast, cast_both, cast_squares
 from gemworks.precision.constants import kept_zeros
 from gemworks.precision.gemms import gemm
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.recipe import GemmKind, GemmRecipe, Recipe, Save
 from gemworks.precision.rng import Stochastic
+from gemworks.precision.tensor_scaling import TensorPlane
 from torch import Tensor
 
 
@@ -46,14 +48,14 @@ def specs_of(text: str) -> LinearSpecs:
     """The casts of a recipe by its text; gradients without their noise, which depends on the step."""
     chosen = recipe_of(text)
     mode, hadamard = chosen.scale_mode, chosen.hadamard
-    forward, dgrad, wgrad = chosen.forward, chosen.dgrad, chosen.wgrad
+    forward, dgrad, wgrad, power = chosen.forward, chosen.dgrad, chosen.wgrad, chosen.power_of_two_scales
     return LinearSpecs(
-        CastSpec(forward.kind, forward.left, mode),
-        CastSpec(dgrad.kind, dgrad.left, mode),
-        CastSpec(wgrad.kind, wgrad.left, mode, hadamard=hadamard),
-        CastSpec(forward.kind, forward.right, mode),
-        CastSpec(dgrad.kind, dgrad.right, mode),
-        CastSpec(wgrad.kind, wgrad.right, mode, hadamard=hadamard),
+        CastSpec(forward.kind, forward.left, mode, power_of_two=power),
+        CastSpec(dgrad.kind, dgrad.left, mode, power_of_two=power),
+        CastSpec(wgrad.kind, wgrad.left, mode, hadamard=hadamard, power_of_two=power),
+        CastSpec(forward.kind, forward.right, mode, power_of_two=power),
+        CastSpec(dgrad.kind, dgrad.right, mode, power_of_two=power),
+        CastSpec(wgrad.kind, wgrad.right, mode, hadamard=hadamard, power_of_two=power),
     )
 
 
@@ -62,7 +64,7 @@ def weight_is_square(gemm_recipe: GemmRecipe, chosen: Recipe) -> bool:
     return chosen.square_weights or (gemm_recipe.kind is not GemmKind.MXFP8 and not chosen.row_weights)
 
 
-def weight_plane(weight: Tensor, gemm_recipe: GemmRecipe, chosen: Recipe, transposed: bool) -> tuple[MXTensor, Tensor]:
+def weight_plane(weight: Tensor, gemm_recipe: GemmRecipe, chosen: Recipe, transposed: bool) -> tuple[Any, Tensor]:
     """The weight as the second operand: `[N, K]` along K for forward, its transpose along N for dgrad; and the
     count."""
     specs = specs_of(chosen.text)
@@ -74,7 +76,7 @@ def weight_plane(weight: Tensor, gemm_recipe: GemmRecipe, chosen: Recipe, transp
     return (plane.t() if transposed else plane), inexact
 
 
-def forward_planes(x_MK: Tensor, chosen: Recipe, keep_columns: bool) -> tuple[MXTensor, MXTensor | None, Tensor]:
+def forward_planes(x_MK: Tensor, chosen: Recipe, keep_columns: bool) -> tuple[Any, Plane | None, Tensor]:
     """The input's row plane for forward and, if kept for backward, what the weight gradient takes: its column plane or,
     with `square_inputs`, the square plane of its transpose; and the inexact count."""
     spec = specs_of(chosen.text).forward
@@ -94,14 +96,14 @@ def no_counts(device: torch.device) -> Tensor:
 
 def linear_forward(
     x_MK: Tensor, weight: Tensor | MXTensor, bias: Tensor | None, chosen: Recipe, save: bool, out_dtype: torch.dtype
-) -> tuple[Tensor, MXTensor | None, Tensor]:
+) -> tuple[Tensor, Plane | None, Tensor]:
     """y `[M, N]`, the plane kept for backward (None: the input itself is), and int64 `[2]` inexact codes of input and
     weight.
 
     `weight` may be a plane already (an FSDP shard gathered in FP8): then it is used as it is.
     """
     counts = no_counts(x_MK.device)
-    kept: MXTensor | None = None
+    kept: Plane | None = None
     if chosen.forward.kind is GemmKind.BF16:
         dense = weight.dequantize(x_MK.dtype) if isinstance(weight, MXTensor) else weight.to(x_MK.dtype)
         y = (x_MK @ dense.t()).to(out_dtype)
@@ -113,7 +115,8 @@ def linear_forward(
             plane_w, inexact_w = weight_plane(weight, chosen.forward, chosen, transposed=False)
         if chosen.forward.kind is GemmKind.MXFP8_REGROUP128:
             counts = torch.stack((inexact_x, inexact_w))
-        y = gemm(rows, plane_w, chosen.forward.kind, out_dtype, chosen.backend)
+        fast = chosen.forward.fast_accumulation
+        y = gemm(rows, plane_w, chosen.forward.kind, out_dtype, chosen.backend, fast=fast)
         if save and chosen.save is not Save.HIGH_PRECISION:
             kept = columns if chosen.save is Save.BOTH else rows
     return (y if bias is None else y.add_(bias)), kept, counts
@@ -121,7 +124,7 @@ def linear_forward(
 
 def linear_backward(
     dy_MN: Tensor,
-    x_MK: Tensor | MXTensor,
+    x_MK: Tensor | Plane,
     weight: Tensor | MXTensor,
     chosen: Recipe,
     step: int,
@@ -139,8 +142,8 @@ def linear_backward(
         dgrad, wgrad = replace(dgrad, stochastic=noise), replace(wgrad, stochastic=noise)
     quantise_rows = need_dx and dgrad.kind is not GemmKind.BF16
     quantise_columns = need_dw and wgrad.kind is not GemmKind.BF16
-    rows: MXTensor | None = None
-    columns: MXTensor | None = None
+    rows: Plane | None = None
+    columns: Plane | None = None
     dx: Tensor | None = None
     dw: Tensor | None = None
     if quantise_rows and quantise_columns and dgrad == wgrad:
@@ -166,12 +169,18 @@ def linear_backward(
                 plane_w = weight.t() if weight.dim is None else _requantise(weight, chosen)
             else:
                 plane_w = weight_plane(weight, chosen.dgrad, chosen, transposed=True)[0]
-            dx = gemm(rows, plane_w, dgrad.kind, dx_dtype, chosen.backend)
+            fast = chosen.dgrad.fast_accumulation
+            dx = gemm(rows, plane_w, dgrad.kind, dx_dtype, chosen.backend, fast=fast)
     if need_dw:
-        kept = x_MK if isinstance(x_MK, MXTensor) else None
-        if columns is not None and kept is not None and kept.dim != 1:
+        kept = x_MK if isinstance(x_MK, MXTensor | TensorPlane) else None
+        fast = chosen.wgrad.fast_accumulation
+        # Under one scale the codes along K are those along M.
+        serves = kept is not None and (
+            kept.dim != 1 or (isinstance(kept, TensorPlane) and isinstance(columns, TensorPlane))
+        )
+        if columns is not None and kept is not None and serves:
             plane_x_t = kept if kept.dim is None else kept.t()
-            dw = gemm(columns.t(), plane_x_t, wgrad.kind, dw_dtype, chosen.backend, in_parts=True)
+            dw = gemm(columns.t(), plane_x_t, wgrad.kind, dw_dtype, chosen.backend, in_parts=True, fast=fast)
         else:
             dense_x = kept.dequantize(dy_MN.dtype) if kept is not None else x_MK
             assert isinstance(dense_x, Tensor)
@@ -182,7 +191,7 @@ def linear_backward(
                     plane_x_t = cast(dense_x.t(), None, specs.wgrad_input, chosen.backend)[0]
                 else:
                     plane_x_t = cast(dense_x, 0, specs.wgrad_input, chosen.backend)[0].t()
-                dw = gemm(columns.t(), plane_x_t, wgrad.kind, dw_dtype, chosen.backend, in_parts=True)
+                dw = gemm(columns.t(), plane_x_t, wgrad.kind, dw_dtype, chosen.backend, in_parts=True, fast=fast)
     return dx, dw
 
 

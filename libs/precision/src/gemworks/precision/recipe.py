@@ -8,6 +8,7 @@
 | `fp8_block128` | E4M3 in 1x128 (activations, gradients) and 128x128 (weights) blocks, power-of-two scales | FP8 speed |
 | `fp8_square128` | the same with 128x128 blocks of everything, quantised once for both directions | FP8 speed, cheaper casts |
 | `fp8_wgrad_bf16` | `fp8_block128` but the weight gradient | no second direction to cast |
+| `fp8_tensor` | one fp32 scale a tensor from its own largest value ("current scaling"): E4M3, gradients E5M2, forward with fast accumulation | FP8 speed, the fastest product; one large value costs all others their bits |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -34,11 +35,16 @@ class GemmKind(NamedEnum):
     MXFP8 = "mxfp8"
     MXFP8_REGROUP128 = "mxfp8_regroup128"
     FP8_BLOCK128 = "fp8_block128"
+    FP8_TENSOR = "fp8_tensor"
 
     @property
     def block(self) -> int:
         """Multiple that the layer's features must be of (1 for bf16)."""
-        return 1 if self is GemmKind.BF16 else (32 if self is GemmKind.MXFP8 else 128)
+        return {GemmKind.BF16: 1, GemmKind.FP8_TENSOR: 16, GemmKind.MXFP8: 32}.get(self, 128)
+
+
+BLOCK_KINDS = (GemmKind.MXFP8, GemmKind.MXFP8_REGROUP128, GemmKind.FP8_BLOCK128)
+"""Kinds whose scales are those of blocks."""
 
 
 class Save(NamedEnum):
@@ -63,11 +69,14 @@ class GemmRecipe:
 
     forward: left = activations, right = weight; dgrad: left = output gradient, right = weight; wgrad: left = output
     gradient, right = activations.
+    fast_accumulation, of `fp8_tensor` alone: the FP8 units add up the whole contraction by themselves, with their 13
+    fraction bits, instead of handing sums to fp32 on the way. Only cuBLAS has it; elsewhere sums are fp32 anyway.
     """
 
     kind: GemmKind = GemmKind.MXFP8
     left: Format = Format.E4M3
     right: Format = Format.E4M3
+    fast_accumulation: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -81,6 +90,13 @@ class GemmRecipe:
             object.__setattr__(self, name, spec.format)
         if self.left == self.right == Format.E5M2 and self.kind is not GemmKind.BF16:
             raise ValueError("left and right: both 'e5m2', which no tensor core multiplies; use 'e4m3' for one of them")
+        if not isinstance(self.fast_accumulation, bool):
+            raise ValueError(f"fast_accumulation: got {self.fast_accumulation!r}, expected True or False")
+        if self.fast_accumulation and self.kind is not GemmKind.FP8_TENSOR:
+            raise ValueError(
+                f"fast_accumulation: set with kind {self.kind.value!r}, whose scales are applied on the way; only "
+                "'fp8_tensor' has it"
+            )
 
 
 @dataclass(frozen=True)
@@ -90,7 +106,7 @@ class Recipe:
     Attributes:
         name: for reports.
         forward, dgrad, wgrad: arithmetic of each product.
-        scale_mode: of every plane.
+        scale_mode: of every plane of blocks.
         save: what is kept of the input for backward.
         square_weights: 32x32 weight blocks, one plane for forward and dgrad (128-wide kinds use 128x128 by default).
         row_weights: 1x128 weight blocks in the 128-wide kinds: merging loses fewer codes, Hopper's product is slower.
@@ -104,6 +120,7 @@ class Recipe:
         seed: of stochastic rounding and of the transform's signs.
         keep_last_layers_bf16: this many of the model's last linear layers stay bf16.
         min_features: layers with fewer input or output features stay bf16 (their casts cost more than they save).
+        power_of_two_scales: scales of `fp8_tensor` are powers of two (those of blocks always are).
         max_inexact: share of inexact codes above which `mxfp8_regroup128` falls back to `mxfp8` for a layer.
         backend: `auto`, or a backend's name to insist on.
         layers: preset name by layer name; overrides this recipe for that layer (`probe` writes it).
@@ -126,6 +143,7 @@ class Recipe:
     keep_last_layers_bf16: int = 0
     min_features: int = 128
     max_inexact: float = 1e-3
+    power_of_two_scales: bool = False
     backend: str = "auto"
     layers: Mapping[str, str] = field(default_factory=dict)
     text: str = field(init=False, repr=False, compare=False, default="")
@@ -159,6 +177,13 @@ class Recipe:
             )
         if self.square_gradients and (self.dgrad.kind is not self.wgrad.kind or self.dgrad.left != self.wgrad.left):
             raise ValueError("square_gradients: needs dgrad and wgrad of one kind and one format for the gradients")
+        blocks = ("square_weights", "row_weights", "square_inputs", "square_gradients")
+        blocked = [name for name in (*blocks, "stochastic_gradients", "hadamard_size") if getattr(self, name)]
+        if blocked and GemmKind.FP8_TENSOR in self.kinds:
+            raise ValueError(
+                f"{', '.join(blocked)}: set with a product of kind 'fp8_tensor', which has no blocks and rounds to "
+                "nearest; leave them unset, or use 'fp8_block128'"
+            )
         unknown = sorted({preset for preset in self.layers.values() if preset not in PRESETS})
         if unknown:
             raise ValueError(f"layers: unknown presets {unknown}, expected {sorted(PRESETS)}")
@@ -290,6 +315,10 @@ PRESETS.update({kind.value: _uniform(kind.value, kind) for kind in GemmKind})
 _BLOCK128 = PRESETS["fp8_block128"]
 PRESETS["fp8_square128"] = replace(
     _BLOCK128, name="fp8_square128", save=Save.BOTH, square_inputs=True, square_gradients=True
+)
+_TENSOR = GemmRecipe(GemmKind.FP8_TENSOR, Format.E5M2)
+PRESETS["fp8_tensor"] = Recipe(
+    "fp8_tensor", GemmRecipe(GemmKind.FP8_TENSOR, fast_accumulation=True), dgrad=_TENSOR, wgrad=_TENSOR
 )
 PRESETS["fp8_wgrad_bf16"] = replace(_BLOCK128, name="fp8_wgrad_bf16", wgrad=GemmRecipe(GemmKind.BF16))
 

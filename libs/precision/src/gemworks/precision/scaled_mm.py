@@ -7,6 +7,7 @@ Layouts that `torch.nn.functional.scaled_mm` asks for (torch 2.11, aten/src/ATen
 |---|---|---|
 | 1x128 x 1x128 | fp32 `[M, K/128]`, strides `(1, M)` | fp32 `[N, K/128]`, strides `(1, N)` |
 | 1x128 x 128x128 | as above | fp32 `[P, N/128]`, strides `(1, P)`, `P = K/128` rounded up to 4 |
+| one a tensor | fp32 `[1]` | fp32 `[1]` |
 | 1x32 x 1x32 | E8M0, `M` rounded up to 128, `K/32` to 4, in 32x4x4 tiles | likewise with N |
 
 The second operand of a product may be square on Hopper, the first may not, so `dgrad` and `forward` have the weight
@@ -24,11 +25,13 @@ import torch
 from gemworks.precision.formats import element_spec
 from gemworks.precision.mxtensor import MXTensor
 from gemworks.precision.scales import scale_values
+from gemworks.precision.tensor_scaling import TensorPlane
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 ROWS32, ROWS128 = [ScalingType.BlockWise1x32.value], [ScalingType.BlockWise1x128.value]
 SQUARES128 = [ScalingType.BlockWise128x128.value]
+TENSOR = [ScalingType.TensorWise.value]
 # At most so many parts of a contraction, and what a turn costs beside its steps of 512 (`num_pieces`).
 MAX_PIECES, PIECE_OVERHEAD, MAX_STREAMS = 16, 3, 4
 PLAIN, SWIZZLED = [SwizzleType.NO_SWIZZLE.value], [SwizzleType.SWIZZLE_32_4_4.value]
@@ -174,6 +177,38 @@ def scaled_mm(a: MXTensor, b: MXTensor, out_dtype: torch.dtype, in_parts: bool =
     return out if rows == m else out.resize_(m, n)  # no view: autograd and FSDP2 mind views
 
 
+def tensor_mm(a: TensorPlane, b: TensorPlane, out_dtype: torch.dtype, fast: bool) -> Tensor:
+    """`A @ B^T` of planes with one scale each; `fast` as in `gemm`. All sizes are padded to 16 with zero codes."""
+    (m, k), n = a.shape, b.shape[0]
+    if m == 0 or n == 0 or k == 0:
+        return torch.zeros(m, n, dtype=out_dtype, device=a.codes.device)
+    left, right, contraction = _codes(a), _codes(b), -(-k // 16) * 16
+    rows, columns = -(-left.shape[0] // 16) * 16, -(-n // 16) * 16
+    left, right = _fitted(left, rows, contraction), _fitted(right, columns, contraction)
+    out = multiply_tensors(left, right.t(), a.scale, b.scale, out_dtype, fast)
+    if right.shape[0] != n:
+        return out[:m, :n]
+    return out if out.shape[0] == m else out.resize_(m, n)  # no view: autograd and FSDP2 mind views
+
+
+def _fitted(codes: Tensor, rows: int, contraction: int) -> Tensor:
+    """Codes `[rows, contraction]`: cut where there are more, filled up where there are fewer, the contraction
+    contiguous."""
+    codes = codes[:rows, :contraction]
+    if codes.shape != (rows, contraction):
+        return _pad(codes, rows, contraction)
+    return codes if codes.stride(1) == 1 else codes.contiguous()
+
+
+def multiply_tensors(
+    left: Tensor, right: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """`left @ right` by cuBLAS, under one scale each."""
+    return torch._scaled_mm_v2(  # pyright: ignore[reportPrivateImportUsage]
+        left, right, [scale_a], TENSOR, PLAIN, [scale_b], TENSOR, PLAIN, None, out_dtype, [], fast
+    )
+
+
 def num_pieces(rows: int, columns: int, contraction: int, processors: int) -> int:
     """Into how many parts of the contraction a product by squares is split.
 
@@ -232,7 +267,7 @@ def multiply_pieces(both: Operands, pieces: int, out_dtype: torch.dtype) -> Tens
     return parts.sum(0).to(out_dtype)
 
 
-def _codes(plane: MXTensor) -> Tensor:
+def _codes(plane: MXTensor | TensorPlane) -> Tensor:
     """All codes of a plane, as torch's float8 dtype."""
     dtype = element_spec(plane.format).torch_dtype
     assert dtype is not None, "recipes refuse formats of 4 bits"
