@@ -82,17 +82,21 @@ def test_one_graph_for_two_totals():
         assert torch.equal(compiled(q, k, v, sq, sk, sv, offsets), run(q, k, v, sq, sk, sv, offsets))
 
 
-def test_opcheck():
+@pytest.mark.parametrize("rounded", [False, True])
+def test_opcheck(rounded):
     (q, sq), (k, sk), (v, sv) = (plane(20, False, seed=s) for s in range(3))
     origins = [torch.zeros(20, HEADS, WIDTH, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    codes = [x.view(torch.uint8) for x in (q, k, v)]
-    offsets = torch.tensor([0, 8, 20])
-    args = (*codes, sq, sk, sv, *origins, torch.bfloat16, offsets, None, [], "", 2, -1, 16, 16, 0.1, "softmax")
-    torch.library.opcheck(
-        torch.ops.gemworks_jagged.attention_fp8.default,
-        (*args, 1 << 30, 1 << 30, "bottom_right", False),
-        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
-    )
+    planes = (*(x.view(torch.uint8) for x in (q, k, v)), sq, sk, sv)
+    how = (torch.bfloat16, rounded or None, rounded, False)
+    settings = (torch.tensor([0, 8, 20]), None, [], "", 2, -1, 16, 16, 0.1, "softmax", 1 << 30, 1 << 30)
+    rest = (*how, *settings, "bottom_right", False)
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    forward = torch.ops.gemworks_jagged.attention_fp8.default
+    torch.library.opcheck(forward, (*planes, *origins, *rest), test_utils=tests)
+    with torch.no_grad():
+        out, lse = forward(*planes, *origins, *rest)
+    backward = torch.ops.gemworks_jagged.attention_fp8_backward.default
+    torch.library.opcheck(backward, (torch.randn_like(out), *planes, out, lse, *rest), test_utils=tests)
 
 
 def tiles(offsets, rows, *, transposed, seed, heads=HEADS, width=WIDTH, size=64.0):
@@ -174,7 +178,10 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.parametrize(
     ("which", "architecture", "last"),
     [("gluon", "sm_90", "128"), ("gluon", "sm_90", "64"), ("values", "sm_90", "rows"),
-     pytest.param("values", "sm_100", "tiles", marks=pytest.mark.slow)],
+     pytest.param("values", "sm_100", "tiles", marks=pytest.mark.slow),
+     ("codes", "sm_90", "forward:softmax"), ("codes", "sm_90", "kv:softmax"), ("codes", "sm_90", "q:softmax"),
+     *(pytest.param("codes", "sm_90", f"{step}:gelu", marks=pytest.mark.slow) for step in ("forward", "kv", "q")),
+     *(pytest.param("codes", "sm_100", f"{step}:softmax", marks=pytest.mark.slow) for step in ("forward", "kv", "q"))],
 )  # fmt: skip
 def test_kernels_compile_without_spilling(which, architecture, last, tmp_path):
     pytest.importorskip("triton")

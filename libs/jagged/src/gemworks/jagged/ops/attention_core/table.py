@@ -22,6 +22,7 @@ FUSED_HEAD_DIM = 128
 TRITON_ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON_MAX_HEAD_DIM = 256
+CODES_ARCHITECTURES = ("sm_90", "sm_100")  # of plain Triton that reads E4M3 codes: below sm_89 it has no such type
 MAX_TIME_BUCKETS = 64  # a shift by more is undefined
 FEW_QUERIES = 64  # rows of a shared query up to which a second consumer group would have nothing to do
 SHORT_KEYS = 256  # bound of the keys up to which a tile's K and V are a few kilobytes that the L2 cache must deliver
@@ -314,6 +315,21 @@ def triton_config(step: Step, shape: Shape) -> TritonConfig:
     if shape.biased and width == 128 and shape.dtype.itemsize == 2:
         return BIASED[step]
     return TRITON[step, kind, shape.dtype.itemsize, width]
+
+
+def codes_refusal(dtype: torch.dtype, width: int, architecture: str) -> str | None:
+    """Why the kernels that multiply codes out as they load them do not take a call, or None."""
+    if architecture not in CODES_ARCHITECTURES:
+        return f"kernels that read codes are compiled for {', '.join(CODES_ARCHITECTURES)}, not for {architecture}"
+    if dtype not in TRITON_DTYPES or width > TRITON_MAX_HEAD_DIM:
+        return f"they take bf16, fp16 and fp32, and head widths up to {TRITON_MAX_HEAD_DIM}"
+    return None
+
+
+def codes_config(step: Step, activation: str, dtype: torch.dtype, width: int) -> TritonConfig:
+    """Of attention_fp8's kernels that multiply codes out as they load them."""
+    kind = "softmax" if activation == SOFTMAX else "activation"
+    return TRITON[step, kind, dtype.itemsize, 128 if width <= 128 else 256]
 
 
 def bias_config(shape: Shape) -> TritonConfig:
