@@ -188,6 +188,16 @@ BIASED: dict[Step, TritonConfig] = {
 }
 
 
+# Kernels that read codes, multiples of 32 rows: what compiles without spilling for two-byte elements and widths up to
+# 128, rounding included; CODES_SMALL for the rest, and for dK and dV of activations, which take more registers.
+CODES: dict[Step, TritonConfig] = {
+    "forward": TritonConfig(64, 64, 8, 2),
+    "backward_kv": TritonConfig(32, 64, 8, 2),
+    "backward_q": TritonConfig(32, 64, 8, 2),
+}
+CODES_SMALL = TritonConfig(32, 32, 8, 1)
+
+
 @dataclass(frozen=True)
 class Shape:
     """What the choice depends on.
@@ -328,8 +338,9 @@ def codes_refusal(dtype: torch.dtype, width: int, architecture: str) -> str | No
 
 def codes_config(step: Step, activation: str, dtype: torch.dtype, width: int) -> TritonConfig:
     """Of attention_fp8's kernels that multiply codes out as they load them."""
-    kind = "softmax" if activation == SOFTMAX else "activation"
-    return TRITON[step, kind, dtype.itemsize, 128 if width <= 128 else 256]
+    if dtype.itemsize > 2 or width > 128 or (step == "backward_kv" and activation != SOFTMAX):
+        return CODES_SMALL
+    return CODES[step]
 
 
 def bias_config(shape: Shape) -> TritonConfig:

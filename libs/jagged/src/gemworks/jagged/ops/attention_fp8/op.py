@@ -382,8 +382,8 @@ def _attention(
     schedule: TileSchedule | None,
 ) -> Tensor:
     dtype = how.dtype
-    for name, flag in (("quantize_p", how.quantize_p or False), ("quantize_ds", how.quantize_ds), ("prologue", how.prologue)):
-        if not isinstance(flag, bool):
+    for name, flag in zip(How._fields[1:], how[1:], strict=True):
+        if not isinstance(flag, bool) and not (name == "quantize_p" and flag is None):
             raise ValueError(f"{name}: got {flag!r}, expected True or False")
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"dtype: got {dtype}, expected torch.bfloat16, float16 or float32")
