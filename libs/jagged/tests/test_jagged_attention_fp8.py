@@ -12,8 +12,8 @@ import pytest
 import torch
 from gemworks.jagged import explain, flash_attention, flash_attention_fp8, gdpa, gdpa_fp8
 from gemworks.jagged.ops.attention_fp8.reference import dequantize_rows
-from gemworks.jagged.testing_rounded import attend, decibels
 from gemworks.jagged.ops.attention_fp8.tiles import KEY_ORDER, TILE, dequantize_tiles, num_tiles, tiles_of_rows
+from gemworks.jagged.testing_rounded import attend, decibels
 
 pytestmark = pytest.mark.reference
 OFFSETS = torch.tensor([0, 37, 37, 38, 90])

@@ -284,9 +284,7 @@ def explain(
         )
     refusals: list[str] = []
     for rule in [r for r in RULES if op in r.ops]:
-        refusal = rule.refusal(op, dtype, place, head_dim) or _call_refusal(
-            rule, op, features, shape, place
-        )
+        refusal = rule.refusal(op, dtype, place, head_dim) or _call_refusal(rule, op, features, shape, place)
         if refusal is not None:
             refusals.append(refusal if refusal.startswith(rule.backend) else f"{rule.backend} {refusal}")
             continue

@@ -9,7 +9,14 @@ import torch
 from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.attention_core import table
-from gemworks.jagged.ops.attention_core.launch import Problem, compute_delta, limits, products_precision, rowwise, strides_of
+from gemworks.jagged.ops.attention_core.launch import (
+    Problem,
+    compute_delta,
+    limits,
+    products_precision,
+    rowwise,
+    strides_of,
+)
 from gemworks.jagged.ops.attention_fp8.kernel_codes import backward_kv_codes_kernel as _backward_kv
 from gemworks.jagged.ops.attention_fp8.kernel_codes import backward_q_codes_kernel as _backward_q
 from gemworks.jagged.ops.attention_fp8.kernel_codes import forward_codes_kernel as _forward

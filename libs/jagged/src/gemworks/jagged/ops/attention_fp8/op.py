@@ -250,9 +250,7 @@ def _register_flops(flop_counter: Any) -> None:
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **_: Any) -> int:
         return forward_flops(q, k, v, _split(rest[3 + _NUM_ORIGINS :])[1])
 
-    def backward(
-        d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **_: Any
-    ) -> int:
+    def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **_: Any) -> int:
         return backward_flops(q, k, v, _split(rest[5:])[1])
 
     ops = torch.ops.gemworks_jagged
