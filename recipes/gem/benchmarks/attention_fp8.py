@@ -5,8 +5,8 @@
 Needs gemworks.jagged beside gemworks.precision. Checks first: attention of the dequantised values. Lengths uniform on
 [1, max], normal q, k and v, four heads of 128. `tiles`: one scale for 128 rows of a sequence and head, both products on
 the FP8 units; `squares`: multiplied out exactly in front of bf16 attention, or (`gemworks_prologue`) as the kernel
-loads them; `squares_p`, `squares_ds`, `squares_p_ds`: with P, dS, or both rounded to MXFP8 on the way. `sqnr_db` is that
-of the output to bf16 attention's, with direction fwd_bwd the lowest of those of dq, dk and dv.
+loads them; `squares_p`, `squares_ds`, `squares_p_ds`: with P, dS, or both rounded to MXFP8 on the way. `sqnr_db` is
+that of the output to bf16 attention's, with direction fwd_bwd the lowest of those of dq, dk and dv.
 """
 
 from __future__ import annotations
