@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from compiled_signals import barriers, idle_barriers
 from triton.backends.compiler import GPUTarget
@@ -85,10 +86,42 @@ def values(capability: int, which: str) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
 
 
+def codes(capability: int, step: str) -> Any:
+    """A kernel that reads squares and rounds all that it may, heads of 128 in bf16, without a mask."""
+    from gemworks.jagged.ops.attention_core.table import codes_config
+    from gemworks.jagged.ops.attention_fp8 import kernel_codes
+
+    name, _, activation = step.partition(":")
+    steps = {
+        "forward": (kernel_codes.forward_codes_kernel, "forward", "HEADS", ["ROUND_P"]),
+        "kv": (kernel_codes.backward_kv_codes_kernel, "backward_kv", "HEADS_K", ["ROUND_P", "ROUND_DS"]),
+        "q": (kernel_codes.backward_q_codes_kernel, "backward_q", "HEADS", ["ROUND_DS"]),
+    }
+    kernel: Any
+    kernel, of_table, heads, rounded = steps[name]
+    config = codes_config(of_table, activation, torch.bfloat16, 128)
+    constants: dict[str, Any] = {"ACT": activation, "MASKED": False, "BOTTOM_RIGHT": True, heads: 4, "GROUP": 1}
+    constants |= {"H": 128, "V": 128, "BH": 128, "BV": 128, "BM": config.block_m, "BN": config.block_n}
+    constants |= {"PRECISION": "ieee", "QR": 32, "VR": 32, **dict.fromkeys(rounded, True)}
+    special = dict.fromkeys(("q", "k", "v", "sq", "sk", "sv"), "*u8") | {"lse": "*fp32", "delta": "*fp32"}
+    special |= dict.fromkeys(("do", "out", "dq", "dk", "dv"), "*bf16")
+    names = kernel.arg_names
+    aligned = [n for n in names if n in special or n.endswith("_st")]
+    source = triton.compiler.ASTSource(
+        fn=kernel,
+        signature=types_of(names, special, constants),
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
 if __name__ == "__main__":
     which, architecture, last = sys.argv[1:]
     capability = int(architecture[3:])
-    compiled = gluon(capability, int(last)) if which == "gluon" else values(capability, last)
+    make = {"gluon": lambda: gluon(capability, int(last)), "values": lambda: values(capability, last)}
+    compiled = make.get(which, lambda: codes(capability, last))()
     registers, spilled = resources(compiled.asm["cubin"])
     print(
         json.dumps(

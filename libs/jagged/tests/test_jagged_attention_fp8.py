@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from gemworks.jagged import flash_attention, flash_attention_fp8, gdpa, gdpa_fp8
+from gemworks.jagged import explain, flash_attention, flash_attention_fp8, gdpa, gdpa_fp8
 from gemworks.jagged.ops.attention_fp8.reference import dequantize_rows
 from gemworks.jagged.ops.attention_fp8.tiles import KEY_ORDER, TILE, dequantize_tiles, num_tiles, tiles_of_rows
+from gemworks.jagged.testing_rounded import attend, decibels
 
 pytestmark = pytest.mark.reference
 OFFSETS = torch.tensor([0, 37, 37, 38, 90])
@@ -82,17 +83,94 @@ def test_one_graph_for_two_totals():
         assert torch.equal(compiled(q, k, v, sq, sk, sv, offsets), run(q, k, v, sq, sk, sv, offsets))
 
 
-def test_opcheck():
+MASKS = {"full": {}, "causal": {"causal": True}}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("activation", ["softmax", "gelu"])
+@pytest.mark.parametrize("flags", [(True, False), (False, True), (True, True), (None, False)])
+def test_p_and_ds_rounded(flags, activation, mask):
+    """Values and every gradient against loops in float64 that round alike; what rounding costs, in dB; off is off."""
+    offsets = torch.tensor([0, 40, 40, 41, 107])
+    made = [plane(110, True, heads, seed) for seed, heads in enumerate((4, 2, 2))]
+    values = [dequantize_rows(c, s, torch.float32) for c, s in made]
+    origins = tuple(x.clone().requires_grad_() for x in values)
+    (q, sq), (k, sk), (v, sv) = made
+    call = flash_attention_fp8 if activation == "softmax" else gdpa_fp8
+    common = {"scale": 0.2 if activation == "softmax" else 0.05, "causal": False, **MASKS[mask]}
+    options = {"max_length_q": 66, "dtype": torch.float32, "origins": origins}
+    out = call(q, k, v, sq, sk, sv, offsets, quantize_p=flags[0], quantize_ds=flags[1], **common, **options)
+    d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
+    out.backward(d_out)
+    found = (out.detach(), *(x.grad for x in origins))
+    args = (values, d_out, offsets, offsets)
+    common["activation"] = activation
+    alike = attend(*args, **common, quantize_p=bool(flags[0]), quantize_ds=flags[1])
+    exact = attend(*args, **common, quantize_p=False, quantize_ds=False)
+    assert min(decibels(e, x) for e, x in zip(alike, found, strict=True)) > 60
+    cost = [decibels(e, x) for e, x in zip(exact, found, strict=True)]
+    by_p, by_both = bool(flags[0]), bool(flags[0]) or flags[1]
+    # The output enters softmax's dS, so P's rounding reaches dq and dk there.
+    by_grad = by_both if activation == "softmax" else flags[1]
+    for decibel, rounds in zip(cost, (by_p, by_grad, by_grad, by_p), strict=True):
+        assert 25 < decibel < 60 if rounds else decibel > 90, cost
+
+
+def test_the_options_off_change_no_bit():
+    made = [plane(90, True, seed=s) for s in range(3)]
+    values = [dequantize_rows(c, s, torch.bfloat16) for c, s in made]
+    (q, sq), (k, sk), (v, sv) = made
+    d_out = torch.randn(values[2].shape, generator=torch.Generator().manual_seed(9)).bfloat16()
+
+    def run(**options):
+        leaves = [x.clone().requires_grad_() for x in values]
+        out = flash_attention_fp8(q, k, v, sq, sk, sv, OFFSETS, max_length_q=64, origins=tuple(leaves), **options)
+        out.backward(d_out)
+        return [out.detach(), *(x.grad for x in leaves)]
+
+    leaves = [x.clone().requires_grad_() for x in values]
+    out = flash_attention(*leaves, OFFSETS, max_length_q=64)
+    out.backward(d_out)
+    plain = [out.detach(), *(x.grad for x in leaves)]
+    for options in ({}, {"quantize_p": False}, {"prologue": True}):
+        assert all(torch.equal(a, b) for a, b in zip(plain, run(**options), strict=True))
+    rounded = run(quantize_p=True, quantize_ds=True)
+    assert not any(torch.equal(a, b) for a, b in zip(plain, rounded, strict=True))
+
+
+def test_explain_knows_the_options():
+    def told(architecture, op="flash_attention", **options):
+        found = explain(op, architecture=architecture, head_dim=128, **options)
+        return found.backend, found.reason, found.config
+
+    for feature in ("quantize_p", "quantize_ds", "prologue"):
+        backend, reason, config = told("sm_90", features=(feature,))
+        assert backend == "triton"
+        assert f"gluon has no {feature}" in reason
+        assert "block_m=64" in config
+    assert told("sm_90", "gdpa", features=("quantize_ds",))[0] == "triton"
+    backend, reason, _ = told("sm_80", features=("quantize_p",))
+    assert backend == "reference"
+    assert "not for sm_80" in reason
+    with pytest.raises(ValueError, match="only flash_attention_fp8 and gdpa_fp8"):
+        told("sm_90", "rms_norm", features=("quantize_p",))
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_opcheck(rounded):
     (q, sq), (k, sk), (v, sv) = (plane(20, False, seed=s) for s in range(3))
     origins = [torch.zeros(20, HEADS, WIDTH, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    codes = [x.view(torch.uint8) for x in (q, k, v)]
-    offsets = torch.tensor([0, 8, 20])
-    args = (*codes, sq, sk, sv, *origins, torch.bfloat16, offsets, None, [], "", 2, -1, 16, 16, 0.1, "softmax")
-    torch.library.opcheck(
-        torch.ops.gemworks_jagged.attention_fp8.default,
-        (*args, 1 << 30, 1 << 30, "bottom_right", False),
-        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
-    )
+    planes = (*(x.view(torch.uint8) for x in (q, k, v)), sq, sk, sv)
+    how = (torch.bfloat16, rounded or None, rounded, False)
+    settings = (torch.tensor([0, 8, 20]), None, [], "", 2, -1, 16, 16, 0.1, "softmax", 1 << 30, 1 << 30)
+    rest = (*how, *settings, "bottom_right", False)
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    forward = torch.ops.gemworks_jagged.attention_fp8.default
+    torch.library.opcheck(forward, (*planes, *origins, *rest), test_utils=tests)
+    with torch.no_grad():
+        out, lse = forward(*planes, *origins, *rest)
+    backward = torch.ops.gemworks_jagged.attention_fp8_backward.default
+    torch.library.opcheck(backward, (torch.randn_like(out), *planes, out, lse, *rest), test_utils=tests)
 
 
 def tiles(offsets, rows, *, transposed, seed, heads=HEADS, width=WIDTH, size=64.0):
@@ -166,6 +244,10 @@ def test_what_does_not_fit_is_refused():
         flash_attention_fp8(q, k, v[..., :64], sq, sk, sv, OFFSETS, max_length_q=64)
     with pytest.raises(ValueError, match="scales of v's tiles"):
         flash_attention_fp8(q, k, v, sq, sk, None, OFFSETS, max_length_q=64)
+    with pytest.raises(ValueError, match="prologue: got True with tiles"):
+        flash_attention_fp8(q, k, v, sq, sk, sv, OFFSETS, max_length_q=64, prologue=True)
+    with pytest.raises(ValueError, match="quantize_ds: got None, expected True or False"):
+        flash_attention_fp8(q, k, v, sq, sk, sv, OFFSETS, max_length_q=64, quantize_ds=None)
     with pytest.raises(ValueError, match="activation"):
         gdpa_fp8(q, k, v, sq, sk, sv, OFFSETS, max_length_q=64, scale=1.0, activation="swish")
 
@@ -174,7 +256,10 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.parametrize(
     ("which", "architecture", "last"),
     [("gluon", "sm_90", "128"), ("gluon", "sm_90", "64"), ("values", "sm_90", "rows"),
-     pytest.param("values", "sm_100", "tiles", marks=pytest.mark.slow)],
+     pytest.param("values", "sm_100", "tiles", marks=pytest.mark.slow),
+     ("codes", "sm_90", "forward:softmax"), ("codes", "sm_90", "kv:softmax"), ("codes", "sm_90", "q:softmax"),
+     *(pytest.param("codes", "sm_90", f"{step}:gelu", marks=pytest.mark.slow) for step in ("forward", "kv", "q")),
+     *(pytest.param("codes", "sm_100", f"{step}:softmax", marks=pytest.mark.slow) for step in ("forward", "kv", "q"))],
 )  # fmt: skip
 def test_kernels_compile_without_spilling(which, architecture, last, tmp_path):
     pytest.importorskip("triton")
@@ -249,6 +334,34 @@ class TestOnADevice:
         ours.float().square().mean().backward()
         assert v.grad is not None
         assert all(g is not None and g.isfinite().all() for g in (v.grad, origins[0].grad, origins[1].grad))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("activation", ["softmax", "gelu"])
+    @pytest.mark.parametrize("options", [{"prologue": True}, {"quantize_p": True, "quantize_ds": True}])
+    def test_codes_in_the_prologue(self, options, activation, dtype):
+        """Against float64 that rounds alike: what is left is bf16's own rounding of operands and results."""
+        offsets, total = on_device()
+        made = [plane(total, True, heads, seed) for seed, heads in enumerate((4, 2, 2))]
+        values = [dequantize_rows(c, s, torch.float32) for c, s in made]
+        origins = tuple(x.to("cuda", dtype).requires_grad_() for x in values)
+        planes = [x.cuda() for x in (*(c for c, _ in made), *(s for _, s in made))]
+        call = flash_attention_fp8 if activation == "softmax" else gdpa_fp8
+        scale = 0.2 if activation == "softmax" else 0.05
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            out = call(*planes, offsets, max_length_q=512, scale=scale, origins=origins, dtype=dtype, **options)
+            d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).bfloat16()
+            out.backward(d_out.to("cuda", dtype))
+        finally:
+            torch.set_float32_matmul_precision(before)
+        flags = {name: options.get(name, False) for name in ("quantize_p", "quantize_ds")}
+        host = offsets.cpu()
+        rule = {"scale": scale, "activation": activation, "causal": False}
+        expected = attend(values, d_out, host, host, **rule, **flags)
+        found = (out.detach(), *(x.grad for x in origins))
+        least = 36 if dtype == torch.bfloat16 else 60
+        assert min(decibels(e, x.cpu()) for e, x in zip(expected, found, strict=True)) > least
 
     @pytest.mark.parametrize("width", [64, 128])
     @pytest.mark.parametrize("case", ["self", "cross", "grouped", "large", "past"])

@@ -4,7 +4,9 @@
 
 Needs gemworks.jagged beside gemworks.precision. Checks first: attention of the dequantised values. Lengths uniform on
 [1, max], normal q, k and v, four heads of 128. `tiles`: one scale for 128 rows of a sequence and head, both products on
-the FP8 units; `squares`: multiplied out exactly in front of bf16 attention.
+the FP8 units; `squares`: multiplied out exactly in front of bf16 attention, or (`gemworks_prologue`) as the kernel
+loads them; `squares_p`, `squares_ds`, `squares_p_ds`: with P, dS, or both rounded to MXFP8 on the way. `sqnr_db` is
+that of the output to bf16 attention's, with direction fwd_bwd the lowest of those of dq, dk and dv.
 """
 
 from __future__ import annotations
@@ -25,6 +27,11 @@ from gemworks.precision.probe import sqnr_db
 from torch import Tensor
 
 Row = dict[str, object]
+ROUNDED = {
+    "squares_p": {"quantize_p": True},
+    "squares_ds": {"quantize_ds": True},
+    "squares_p_ds": {"quantize_p": True, "quantize_ds": True},
+}
 
 
 def time_runs(
@@ -85,9 +92,11 @@ def main(arguments: list[str] | None = None) -> int:
             a.codes, b.codes, c.codes, a.scales, b.scales, c.scales, offsets, origins=origins, **options
         )
 
-    def by_squares() -> Tensor:
+    def by_squares(origins: tuple[Tensor, Tensor, Tensor] | None = None, **rounded: Any) -> Tensor:
         a, b, c = squares
-        return flash_attention_fp8(a.codes, b.codes, c.codes, a.scales, b.scales, c.scales, offsets, **options)
+        return flash_attention_fp8(
+            a.codes, b.codes, c.codes, a.scales, b.scales, c.scales, offsets, origins=origins, **options, **rounded
+        )
 
     tiles = quantise(q, k, v)
     plain = flash_attention(q, k, v, offsets, **options)
@@ -98,6 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("CHECK FAILED attention_fp8: not timed", flush=True)
         return 1
     noise = {"tiles": sqnr_db(plain, fp8(tiles)), "squares": sqnr_db(plain, by_squares())}
+    noise["squares_p"] = sqnr_db(plain, by_squares(quantize_p=True))
     flops = 4.0 * float((lengths.double() ** 2).sum()) * heads * width
     d_out = bench.randn(total + 3, heads, width)[:total].clone()
     leaves = (q.clone().requires_grad_(), k.clone().requires_grad_(), v.clone().requires_grad_())
@@ -110,24 +120,42 @@ def main(arguments: list[str] | None = None) -> int:
 
         return step
 
+    def gradients(run: Callable[[], object]) -> list[Tensor]:
+        run()
+        return [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
+
     forward: dict[tuple[str, str], Callable[[], object]] = {
         ("bf16", "gemworks_bf16"): lambda: flash_attention(q, k, v, offsets, **options),
         ("tiles", "gemworks"): lambda: fp8(tiles),
         ("tiles", "gemworks_with_casts"): lambda: fp8(quantise(q, k, v)),
         ("squares", "gemworks"): by_squares,
+        ("squares", "gemworks_prologue"): lambda: by_squares(prologue=True),
+        ("squares_p", "gemworks"): lambda: by_squares(quantize_p=True),
     }
     both: dict[tuple[str, str], Callable[[], object]] = {
         ("bf16", "gemworks_bf16"): trained(lambda: flash_attention(*leaves, offsets, **options)),
         ("tiles", "gemworks_with_casts"): trained(
             lambda: fp8(quantise(leaves[0].detach(), leaves[1].detach(), leaves[2].detach()), leaves)
         ),
+        ("squares", "gemworks"): trained(lambda: by_squares(leaves)),
+        ("squares", "gemworks_prologue"): trained(lambda: by_squares(leaves, prologue=True)),
+        **{
+            (format, "gemworks"): trained(lambda flags=flags: by_squares(leaves, **flags))
+            for format, flags in ROUNDED.items()
+        },
     }
+    exact, errors = gradients(both["bf16", "gemworks_bf16"]), dict[str, float]()
+    for (format, _), run in both.items():
+        if format != "bf16":
+            found = [sqnr_db(a, b) for a, b in zip(exact, gradients(run), strict=True)]
+            errors[format] = min(found)
+            print(f"{format}: dq, dk, dv {', '.join(f'{x:.2f}' for x in found)} dB to those of bf16", flush=True)
     facts: Row = {
         "shape": f"B{batch} max{longest}", "law": "uniform", "mean_len": round(total / batch, 1),
         "max_len": int(lengths.max()), "bwd_factor": 2.5,
     }  # fmt: skip
     time_runs(bench, forward, flops, noise, facts | {"direction": "fwd"})
-    time_runs(bench, both, 3.5 * flops, noise, facts | {"direction": "fwd_bwd"})
+    time_runs(bench, both, 3.5 * flops, errors, facts | {"direction": "fwd_bwd"})
     bench.path = chosen.out / "attention_fp8.csv"
     bench.save()
     return 0

@@ -216,7 +216,8 @@ def _gpu(index: int) -> _Gpu:
     return _Gpu(f"sm_{found.major}{found.minor}", found.multi_processor_count)
 
 
-FEATURES = ("masked", "grouped", "shared_query", "bias", "qk_norm", "rope")
+CODE_FEATURES = ("quantize_p", "quantize_ds", "prologue")
+FEATURES = ("masked", "grouped", "shared_query", "bias", "qk_norm", "rope", *CODE_FEATURES)
 
 
 def explain(
@@ -241,7 +242,7 @@ def explain(
         value_dim: width of v's heads; None for H.
         max_length_k: the bound of the key lengths.
         features: of an attention call: "masked" (causal or a window), "grouped" (fewer key heads), "shared_query",
-            "bias", "qk_norm", "rope".
+            "bias", "qk_norm", "rope"; of `flash_attention_fp8` and `gdpa_fp8` "quantize_p", "quantize_ds", "prologue".
 
     Raises:
         ValueError: unknown op or feature; nothing supports the request (the message says what is supported).
@@ -260,6 +261,12 @@ def explain(
     unknown = [f for f in features if f not in FEATURES]
     if unknown:
         raise ValueError(f"features: got {', '.join(unknown)}, expected some of {', '.join(FEATURES)}")
+    of_codes = [f for f in CODE_FEATURES if f in features]
+    if of_codes and (op not in ("flash_attention", "gdpa") or "shared_query" in features or "bias" in features):
+        raise ValueError(
+            f"features: got {', '.join(of_codes)} with {op} {features}; only flash_attention_fp8 and gdpa_fp8 have "
+            "them, which take no shared query and no bias"
+        )
     place = architecture_of(device) if architecture is None else architecture
     width = head_dim or 128
     shape = None
@@ -284,6 +291,8 @@ def explain(
         reasons = [*refusals, f"takes {str(dtype).removeprefix('torch.')} on {place}"]
         if shape is None or rule.backend == "reference":
             return Explanation(op, rule.backend, rule.config, "; ".join(reasons))
+        if any(f in CODE_FEATURES for f in features):
+            return Explanation(op, rule.backend, _code_configurations(shape), "; ".join(reasons))
         why = table.fused_refusal(shape, place)
         reasons += [] if why is None else [f"backward in two kernels: {why}"]
         front = [f for f in ("qk_norm", "rope") if f in features]
@@ -296,6 +305,11 @@ def _call_refusal(
     rule: Rule, op: str, features: tuple[str, ...], shape: table.Shape | None, architecture: str
 ) -> str | None:
     """Why a rule that takes the op does not take this call of it, or None."""
+    asked = [f for f in CODE_FEATURES if f in features]
+    if asked and rule.backend == "gluon":
+        return f"gluon has no {' or '.join(asked)} (tiles of FP8 have their own rounding of P)"
+    if asked and shape is not None and rule.backend == "triton":
+        return table.codes_refusal(shape.dtype, max(shape.head_dim, shape.value_dim), architecture)
     if rule.backend != "gluon":
         return None
     if op == "block_attention" and "grouped" in features:
@@ -311,6 +325,13 @@ def _configurations(shape: table.Shape, architecture: str) -> str:
         steps = {step: table.choose(step, shape, architecture) for step in table.STEPS}
     else:
         steps = {"forward": table.choose("forward", shape, architecture), "backward": fused}
+    return "; ".join(f"{step}: {choice}" for step, choice in steps.items())
+
+
+def _code_configurations(shape: table.Shape) -> str:
+    """What attention_fp8's kernels that read codes take."""
+    width = max(shape.head_dim, shape.value_dim)
+    steps = {step: table.codes_config(step, shape.activation, shape.dtype, width) for step in table.STEPS}
     return "; ".join(f"{step}: {choice}" for step, choice in steps.items())
 
 

@@ -33,6 +33,8 @@ ATTENTION = {
     ("tiles", "gemworks"): ("FP8 products, tiles of 128 rows", "#1a365d"),
     ("tiles", "gemworks_with_casts"): ("the same with the casts of q, k, v", "#3182ce"),
     ("squares", "gemworks"): ("squares of 32, exact in bf16", "#a0aec0"),
+    ("squares", "gemworks_prologue"): ("squares, multiplied out as they are loaded", "#38a169"),
+    ("squares_p_ds", "gemworks"): ("the same, P and dS rounded to MXFP8", "#b83280"),
 }
 FUSED = {
     ("linear_fused", "fp8_block128", "gemworks_unfused"): ("squares of inputs, casts by themselves", "#90cdf4"),

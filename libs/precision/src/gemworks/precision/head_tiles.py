@@ -58,10 +58,19 @@ class HeadTiles:
         codes = self.codes
         if self.transposed:
             count, heads, width, _ = codes.shape
-            position = torch.tensor(KEY_ORDER, device=codes.device).argsort()
-            codes = codes.permute(0, 3, 1, 2).reshape(count * TILE, heads, width)[tile * TILE + position[place]]
+            codes = codes.permute(0, 3, 1, 2).reshape(count * TILE, heads, width)[tile * TILE + position_of_key(place)]
         values = codes.view(torch.float8_e4m3fn).to(torch.float32)
         return (values * scale_values(self.scales)[tile][:, :, None]).to(dtype)
+
+
+def position_of_key(key: Tensor) -> Tensor:
+    """Where a transposed tile has its keys, the inverse of `KEY_ORDER`: by arithmetic, as a table would have to be
+    copied to the device, which waits for it.
+
+    >>> position_of_key(torch.tensor(KEY_ORDER)).tolist() == list(range(TILE))
+    True
+    """
+    return key // 16 * 16 + key // 2 % 4 * 4 + key // 8 % 2 * 2 + key % 2
 
 
 def num_tiles(rows: int, num_samples: int) -> int:
@@ -128,8 +137,8 @@ def _reference(x: Tensor, offsets: Tensor, transposed: bool) -> HeadTiles:
     codes = torch.where((scales == E8M0_NAN)[tile][:, :, None], spec.nan_code, codes)
     if transposed:
         by_place = torch.zeros(count, TILE, heads, width, dtype=torch.uint8, device=x.device)
-        by_place[tile, place] = codes
-        codes = by_place[:, torch.tensor(KEY_ORDER, device=x.device)].permute(0, 2, 3, 1)
+        by_place[tile, position_of_key(place)] = codes
+        codes = by_place.permute(0, 2, 3, 1)
     return HeadTiles(codes.contiguous(), scales, offsets, rows)
 
 

@@ -140,9 +140,9 @@ def _width(head_dim: int) -> int:
     return max(16, next_power_of_two(head_dim))
 
 
-def _precision(x: Tensor) -> str:
+def products_precision(dtype: torch.dtype) -> str:
     """float32 products follow torch's setting; narrower dtypes ignore it."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" or x.dtype != torch.float32 else "tf32"
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" or dtype != torch.float32 else "tf32"
 
 
 def constants_of(p: Problem, config: table.TritonConfig) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def constants_of(p: Problem, config: table.TritonConfig) -> dict[str, Any]:
         "BV": _width(v),
         "BM": config.block_m,
         "BN": config.block_n,
-        "PRECISION": _precision(p.q),
+        "PRECISION": products_precision(p.q.dtype),
         "BY_POSITION": p.bias is not None and p.bias.position is not None,
         "BUCKETS": 0 if p.bias is None else p.bias.buckets,
         "num_warps": config.num_warps,

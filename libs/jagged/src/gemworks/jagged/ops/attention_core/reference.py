@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from gemworks.jagged._dense import Mask, admitted_pairs, compute_dtype, padded_groups, without_autocast
 from gemworks.jagged._packing import Group, Plan, pad_rows, split_groups, unpad_rows
+from gemworks.jagged.ops.attention_core.rounding import round_mx
 from gemworks.jagged.ops.gdpa.activations import ACTIVATIONS, DERIVATIVES
 from torch import Tensor
 
@@ -23,12 +24,18 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Rule:
-    """What is computed: `scale`, softmax or the name of an activation, and the admitted pairs."""
+    """What is computed: `scale`, softmax or the name of an activation, and the admitted pairs.
+
+    Attributes:
+        round_p, round_ds: round P, and dS, with `round_mx` along the contraction of each product that reads it.
+    """
 
     scale: float
     activation: str
     mask: Mask
     shared_query: bool
+    round_p: bool = False
+    round_ds: bool = False
 
     @property
     def is_softmax(self) -> bool:
@@ -57,8 +64,11 @@ def forward_reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, rule: Rule) -
         if rule.is_softmax:
             weights, lse_bNL = _softmax(logits, group, rule, num_heads)
             sums.append(lse_bNL.reshape(-1, 1))
+            if rule.round_p:
+                weights = _round_weights(weights, lse_bNL)
         else:
             weights = _masked(ACTIVATIONS[rule.activation](logits), group, rule, num_heads)
+            weights = round_mx(weights, -1) if rule.round_p else weights
         outs.append(torch.matmul(weights, v_bMKV).reshape(-1, v.shape[-1]))
     padded = torch.cat(outs) if outs else q.new_zeros(0, v.shape[-1], dtype=wide)
     out = unpad_rows(padded, plan.layout_q, num_heads).to(q.dtype)
@@ -86,6 +96,9 @@ def backward_reference(
         dS = P * (dP - rowsum(dO * O))    softmax
         dS = act'(scale * Q K^T) * dP     an activation
         dQ = scale * dS K,  dK = scale * dS^T Q
+
+    Rounding (`rule.round_p`, `rule.round_ds`) is for operands of products: P in dV alone, dS in dQ (along keys) and in
+    dK (along queries).
 
     Args:
         out, lse: of the forward; needed for softmax only.
@@ -116,8 +129,13 @@ def backward_reference(
         else:
             weights = _masked(ACTIVATIONS[rule.activation](logits), group, rule, num_heads)
             ds = _masked(DERIVATIVES[rule.activation](logits).mul_(dp), group, rule, num_heads)
+        if rule.round_p:
+            weights = _round_queries(_own_queries(weights, group, num_heads), num_heads)
+        ds_of_k = ds
+        if rule.round_ds:
+            ds_of_k, ds = _round_queries(ds, num_heads), round_mx(ds, -1)
         dvs.append(torch.matmul(weights.mT, d_bMXV).reshape(-1, v.shape[-1]))
-        dks.append(torch.matmul(ds.mT, q_bMXH).mul_(rule.scale).reshape(-1, q.shape[-1]))
+        dks.append(torch.matmul(ds_of_k.mT, q_bMXH).mul_(rule.scale).reshape(-1, q.shape[-1]))
         dq = torch.matmul(ds, k_bMKH).mul_(rule.scale)
         dqs.append(dq.view(shape[0], num_heads, -1, q.shape[-1]) if rule.shared_query else dq.reshape(-1, q.shape[-1]))
     if not dqs:
@@ -171,3 +189,23 @@ def _masked(x: Tensor, group: Group, rule: Rule, num_heads: int) -> Tensor:
     assert admitted is not None
     by_head = x.view(x.shape[0], num_heads, -1, x.shape[-1])
     return (by_head * admitted[:, None].to(x.dtype)).view(x.shape)
+
+
+def _round_weights(weights: Tensor, lse_bNL: Tensor) -> Tensor:
+    """Softmax's, as kernels have them before the division by the sum: 2^(logit - an integer)."""
+    part = torch.exp2(lse_bNL - lse_bNL.ceil()).nan_to_num(1.0)  # of a row without a key: its weights are 0
+    part = part.view(*weights.shape[:-1], 1)
+    return round_mx(weights * part, -1) / part
+
+
+def _round_queries(x: Tensor, num_heads: int) -> Tensor:
+    """Along the query rows of each head; `x` is [b, M, G * L, K]."""
+    by_head = x.view(x.shape[0], num_heads, -1, x.shape[-1])
+    return round_mx(by_head, 2).reshape(x.shape)
+
+
+def _own_queries(x: Tensor, group: Group, num_heads: int) -> Tensor:
+    """Zeros in the rows that pad the queries."""
+    own = torch.arange(group.length_q, device=x.device) < group.lengths_q_b[:, None]
+    by_head = x.view(x.shape[0], num_heads, -1, x.shape[-1])
+    return (by_head * own[:, None, :, None]).view(x.shape)

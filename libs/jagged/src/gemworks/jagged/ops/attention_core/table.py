@@ -22,6 +22,7 @@ FUSED_HEAD_DIM = 128
 TRITON_ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON_MAX_HEAD_DIM = 256
+CODES_ARCHITECTURES = ("sm_90", "sm_100")  # of plain Triton that reads E4M3 codes: below sm_89 it has no such type
 MAX_TIME_BUCKETS = 64  # a shift by more is undefined
 FEW_QUERIES = 64  # rows of a shared query up to which a second consumer group would have nothing to do
 SHORT_KEYS = 256  # bound of the keys up to which a tile's K and V are a few kilobytes that the L2 cache must deliver
@@ -187,6 +188,16 @@ BIASED: dict[Step, TritonConfig] = {
 }
 
 
+# Kernels that read codes, multiples of 32 rows: what compiles without spilling for two-byte elements and widths up to
+# 128, rounding included; CODES_SMALL for the rest, and for dK and dV of activations, which take more registers.
+CODES: dict[Step, TritonConfig] = {
+    "forward": TritonConfig(64, 64, 8, 2),
+    "backward_kv": TritonConfig(32, 64, 8, 2),
+    "backward_q": TritonConfig(32, 64, 8, 2),
+}
+CODES_SMALL = TritonConfig(32, 32, 8, 1)
+
+
 @dataclass(frozen=True)
 class Shape:
     """What the choice depends on.
@@ -314,6 +325,22 @@ def triton_config(step: Step, shape: Shape) -> TritonConfig:
     if shape.biased and width == 128 and shape.dtype.itemsize == 2:
         return BIASED[step]
     return TRITON[step, kind, shape.dtype.itemsize, width]
+
+
+def codes_refusal(dtype: torch.dtype, width: int, architecture: str) -> str | None:
+    """Why the kernels that multiply codes out as they load them do not take a call, or None."""
+    if architecture not in CODES_ARCHITECTURES:
+        return f"kernels that read codes are compiled for {', '.join(CODES_ARCHITECTURES)}, not for {architecture}"
+    if dtype not in TRITON_DTYPES or width > TRITON_MAX_HEAD_DIM:
+        return f"they take bf16, fp16 and fp32, and head widths up to {TRITON_MAX_HEAD_DIM}"
+    return None
+
+
+def codes_config(step: Step, activation: str, dtype: torch.dtype, width: int) -> TritonConfig:
+    """Of attention_fp8's kernels that multiply codes out as they load them."""
+    if dtype.itemsize > 2 or width > 128 or (step == "backward_kv" and activation != SOFTMAX):
+        return CODES_SMALL
+    return CODES[step]
 
 
 def bias_config(shape: Shape) -> TritonConfig:
