@@ -1,9 +1,10 @@
-"""Times the configurations of the BlockAttention kernels on a GPU, each compared with the shipped one first.
+"""Times the configurations of the BlockAttention kernels on a GPU, each compared with one of another language first.
 
     python libs/jagged/benchmarks/block_variants.py --shard 3/8    # beforehand: compiles a share of them
     python libs/jagged/benchmarks/block_variants.py --out block_variants.csv
+    python libs/jagged/benchmarks/block_variants.py --block 128 --direction fwd --out block_variants_128.csv
 
-What wins belongs into `block_config` of gemworks/jagged/ops/block_attention/launch.py.
+What wins belongs into `block_config` or `gluon_config` of gemworks/jagged/ops/block_attention/launch.py.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ Runner = Callable[[], list[Tensor]]
 class Batch:
     """q, k, v, dO of 4 heads of 128, views of one projection, and what the kernels write into."""
 
-    def __init__(self, lengths: Tensor, heads: int, width: int, tail: int = 0) -> None:
+    def __init__(self, lengths: Tensor, heads: int, width: int, block: int, tail: int = 0) -> None:
+        self.block = block
         generator = torch.Generator("cuda").manual_seed(0)
         self.offsets, self.total = offsets_from_lengths(lengths).cuda(), int(lengths.sum()) + tail
-        self.table = BlockSchedule.make(self.offsets, total=self.total).table_S3
+        self.table = BlockSchedule.make(self.offsets, total=self.total, block=block).table_S3
         shape = (self.total, 3 * heads, width)
         qkv = torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
         self.qkv, self.grad = qkv, torch.empty_like(qkv)
@@ -51,7 +53,7 @@ class Batch:
 
     def args(self, rope: torch.dtype | None, norm: bool, causal: bool = False) -> BlockArgs:
         cos, sin = (None, None) if rope is None else (self.tables.cos_TJ.to(rope), self.tables.sin_TJ.to(rope))
-        return BlockArgs(self.table, cos, sin, self.q.shape[2] ** -0.5, 64, causal, norm, 1e-6)
+        return BlockArgs(self.table, cos, sin, self.q.shape[2] ** -0.5, self.block, causal, norm, 1e-6)
 
     def runner(self, direction: str, args: BlockArgs, config: Any) -> Runner:
         from gemworks.jagged.ops.block_attention import launch
@@ -72,19 +74,23 @@ class Batch:
         return backward
 
 
-def configs(direction: str, rope: bool, norm: bool) -> list[Any]:
+def configs(block: int, direction: str, rope: bool, norm: bool) -> list[Any]:
     """The shipped one first."""
     from gemworks.jagged.ops.block_attention.launch import BlockConfig, block_config, gluon_config
 
     name: Any = "forward" if direction == "fwd" else "backward"
-    shipped = block_config(64, name, dtype=torch.bfloat16, group=1, rope=rope, qk_norm=norm)
+    plain = block_config(block, name, dtype=torch.bfloat16, group=1, rope=rope, qk_norm=norm)
+    shipped = gluon_config(block, name)
+    if block == 128:  # 128 registers a thread let two programs of eight warps onto a multiprocessor
+        caps, others = (None, 128) if direction == "fwd" else (None,), [plain, BlockConfig(16)]
+        others += [BlockConfig(8, 128)] if direction == "fwd" else []
+        return list(dict.fromkeys([shipped, *(BlockConfig(8, cap, gluon=True) for cap in caps), *others]))
     caps = (128, 168) if direction == "fwd" else (168, None)
-    gluon = [gluon_config(64, name), *(BlockConfig(4, cap, gluon=True) for cap in caps)]
-    return list(dict.fromkeys([shipped, *gluon]))
+    return list(dict.fromkeys([shipped, plain, *(BlockConfig(4, cap, gluon=True) for cap in caps)]))
 
 
-def compare(batch: Batch, direction: str, args: BlockArgs, config: Any, shipped: Any) -> float:
-    """Relative error of `config` against the shipped one, everything written."""
+def compare(batch: Batch, direction: str, args: BlockArgs, config: Any, other: Any) -> float:
+    """Relative error of `config` against another one, everything written."""
 
     def results(config: Any) -> list[Tensor]:
         for x in (batch.out, batch.grad):
@@ -92,7 +98,7 @@ def compare(batch: Batch, direction: str, args: BlockArgs, config: Any, shipped:
         return [x.clone() for x in batch.runner(direction, args, config)()]
 
     worst = 0.0
-    for got, exact in zip(results(config), results(shipped), strict=True):
+    for got, exact in zip(results(config), results(other), strict=True):
         assert bool(got.isfinite().all()), "not everything was written, or not finite"
         assert_near(got, exact, direction)
         worst = max(worst, float((got.float() - exact.float()).norm() / exact.float().norm()))
@@ -103,13 +109,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("block_variants.csv"))
     parser.add_argument("--shard", default="", metavar="I/N")
+    parser.add_argument("--block", type=int, choices=(64, 128), default=64)
+    parser.add_argument("--direction", action="append", choices=("fwd", "bwd"), help="only this; both by default")
     args = parser.parse_args()
-    small = Batch(torch.tensor([0, 1, 63, 64, 65, 0, 200, 640, 3]), 4, 128, tail=70)
+    block = args.block
+    small = Batch(torch.tensor([0, 1, 63, 64, 65, 0, 200, 640, 3]), 4, 128, block, tail=70)
     fronts = ((None, False), (torch.float16, False), (torch.float32, False), (torch.float16, True))
     everything = [
         (direction, rope, norm, config)
-        for direction, (rope, norm) in itertools.product(("fwd", "bwd"), fronts)
-        for config in configs(direction, rope is not None, norm)
+        for direction, (rope, norm) in itertools.product(args.direction or ("fwd", "bwd"), fronts)
+        for config in configs(block, direction, rope is not None, norm)
     ]
     if args.shard:
         index, count = map(int, args.shard.split("/"))
@@ -125,15 +134,17 @@ def main() -> None:
     common["command"] = " ".join(["python libs/jagged/benchmarks/block_variants.py", *sys.argv[1:]])
     shape = Shape()
     lengths = block_lengths(shape.num_sequences, shape.max_length)
-    batch = Batch(lengths, shape.num_heads, shape.head_dim)
-    common |= {"shape": f"B{shape.num_sequences} max{shape.max_length} block64", "head_dim": str(shape.head_dim)}
+    batch = Batch(lengths, shape.num_heads, shape.head_dim, block)
+    common |= {"shape": f"B{shape.num_sequences} max{shape.max_length} block{block}", "head_dim": str(shape.head_dim)}
     common |= {"impl": report.OURS, "law": "mean70", "mean_len": f"{lengths.double().mean():.1f}", "seed": str(SEED)}
     common["max_len"] = str(int(lengths.max()))
     with args.out.open("w", newline="") as file:
         writer: csv.DictWriter[str] = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
         for direction, rope, norm, config in everything:
-            shipped = configs(direction, rope is not None, norm)[0]
+            # Gluon is compared with plain Triton, and that with what is shipped.
+            known = configs(block, direction, rope is not None, norm)
+            other = next(c for c in known if c.gluon != config.gluon)
             moved = (4 if direction == "fwd" else 7) * batch.dout.numel() * 2
             moved += 0 if rope is None else 2 * batch.tables.cos_TJ.numel() * rope.itemsize
             front = "norm rope" if norm else "rope" if rope else "plain"
@@ -141,8 +152,8 @@ def main() -> None:
             row["tables"] = "" if rope is None else str(rope).removeprefix("torch.")
             settings = batch.args(rope, norm)
             try:
-                compare(small, direction, small.args(rope, norm), config, shipped)
-                row["error"] = f"{compare(batch, direction, settings, config, shipped):.1e}"
+                compare(small, direction, small.args(rope, norm), config, other)
+                row["error"] = f"{compare(batch, direction, settings, config, other):.1e}"
                 t = Time.of(clock.sample(batch.runner(direction, settings, config), 10)[2:])
                 row |= {"ms": f"{t.ms:.4f}", "ms_p20": f"{t.ms_p20:.4f}", "ms_p80": f"{t.ms_p80:.4f}"}
                 rate = moved / t.ms / 1e6

@@ -1,4 +1,6 @@
-"""Times every selectable variant of the attention kernels on a GPU, each checked against the plain Triton kernel first.
+"""Times every selectable variant of the attention kernels on a GPU, each checked first.
+
+Gluon is checked against the table's plain Triton, plain Triton against what the table ships.
 
     python libs/jagged/benchmarks/variants.py --out variants.csv --budget-s 540
 
@@ -31,7 +33,13 @@ from gemworks.jagged.ops.attention_core import table
 from gemworks.jagged.ops.attention_core.reference import Rule
 from gemworks.jagged.ops.attention_core.table import FusedConfig, GluonConfig, TritonConfig
 from torch import Tensor
+from warp_specialised import SpecialisedConfig
 
+NARROW = {
+    f"B{b} max256 {law} width64": Case("flash_attention", "self", b, 256, law, 64)
+    for b in (256, 1152)
+    for law in ("uniform", "mean70", "zipf12")
+}
 CASES = {
     "B256 max1024": Case("flash_attention", "self", 256, 1024),
     "B128 max2048": Case("flash_attention", "self", 128, 2048),
@@ -41,6 +49,7 @@ CASES = {
     "B128 max2048 window100": Case("flash_attention", "self", 128, 2048, window=100),
     "B128 max2048 causal": Case("flash_attention", "self", 128, 2048, causal=True),
     "B1024 max1024": Case("flash_attention", "self", 1024, 1024, "ones"),
+    **NARROW,
 }
 # The same kinds of work on a few short sequences, for --check
 SMALL = {
@@ -52,6 +61,7 @@ SMALL = {
     "B128 max2048 window100": Case("flash_attention", "self", 9, 700, window=100),
     "B128 max2048 causal": Case("flash_attention", "self", 9, 700, causal=True),
     "B1024 max1024": Case("flash_attention", "self", 32, 300, "ones"),
+    **{name: Case("flash_attention", "self", 9, 256, case.law, 64) for name, case in NARROW.items()},
 }
 ACTIVATIONS = ("fast_gelu", "softmax")
 COLUMNS: tuple[str, ...] = (
@@ -84,7 +94,7 @@ def three_groups(block: int, stages: int, resident: int, **options: bool) -> Glu
     return GluonConfig(block, stages, 3, 160, resident, **options)
 
 
-def forward(*configs: GluonConfig | TritonConfig) -> tuple[Variant, ...]:
+def forward(*configs: GluonConfig | TritonConfig | SpecialisedConfig) -> tuple[Variant, ...]:
     """With the scale folded into the activation wherever that is possible."""
     return tuple(("forward", c, isinstance(c, GluonConfig)) for c in configs)
 
@@ -96,6 +106,20 @@ def pair(step: str, *configs: GluonConfig | TritonConfig) -> tuple[Variant, ...]
 BOTH_PEERS: tuple[Variant, ...] = (("forward", PEER, None), ("backward", PEER, None))
 FUSED = ("backward", FusedConfig(2, 2, early=True, ahead=True), None)
 IN_TWO = ("backward", None, None)  # the pair of kernels that the table names
+SHIPPED = "shipped"  # whatever the table names for the shape
+TRITON_PAIR = "plain Triton pair"  # delta and the pair in plain Triton, as the table configures it
+TRITON: tuple[Variant, ...] = (
+    ("forward", SHIPPED, None),
+    ("backward", SHIPPED, None),
+    *forward(*(TritonConfig(m, 64, w, s) for m, w in ((64, 4), (128, 8)) for s in (2, 3))),
+    ("backward", TRITON_PAIR, None),
+)
+# The same kernel with descriptors as it is, and specialised by warps
+SPECIALISED: tuple[Variant, ...] = (
+    ("forward", SHIPPED, None),
+    *forward(SpecialisedConfig(64, 3, specialised=False)),
+    *forward(*(SpecialisedConfig(n, s) for n, s in ((64, 2), (64, 3), (128, 2)))),
+)
 GROUPS: dict[str, Group] = {
     "forward softmax": Group(
         (
@@ -115,6 +139,17 @@ GROUPS: dict[str, Group] = {
             three_groups(64, 3, 2, one_release=True, in_turn=True),
         ),
         activations=("fast_gelu",),
+    ),
+    "narrow softmax short": Group(
+        forward(
+            three_groups(64, 3, 2),
+            two_groups(128, 2, 2, one_release=True, chained=True),
+            three_groups(64, 3, 2, one_release=True),
+            two_groups(64, 4, 2),
+            GluonConfig(64, 2, 1),
+        ),
+        tuple(NARROW),
+        ("softmax",),
     ),
     "forward one-row sequences": Group(
         forward(
@@ -201,9 +236,16 @@ GROUPS: dict[str, Group] = {
             *pair("backward_q", *(GluonConfig(64, n, 2, 240) for n in (2, 3, 4))),
         )
     ),
-    "triton": Group(
+    # Plain Triton, and plain Triton specialised by warps, at every attention target that is missed
+    "triton": Group(TRITON),
+    "triton short keys": Group(TRITON, ("B256 max2048 kv256", "B128 max2048 seeds256"), ("fast_gelu",)),
+    "triton few queries": Group(TRITON, ("B128 max2048 seeds64",), ("fast_gelu",)),
+    "triton one-row sequences": Group(TRITON, ("B1024 max1024",), ("softmax",)),
+    "specialised": Group(SPECIALISED),
+    "specialised short keys": Group(SPECIALISED, ("B256 max2048 kv256", "B128 max2048 seeds256"), ("fast_gelu",)),
+    "specialised one-row sequences": Group(SPECIALISED, ("B1024 max1024",), ("softmax",)),
+    "triton steps": Group(
         (
-            *forward(*(TritonConfig(m, 64, w, s) for m, w in ((64, 4), (128, 8)) for s in (2, 3))),
             *pair("backward_kv", *(TritonConfig(m, 128, 8, 2) for m in (32, 64))),
             *pair("backward_q", *(TritonConfig(128, n, 8, 2) for n in (32, 64))),
         )
@@ -215,6 +257,7 @@ def run_step(
     p: Any, variant: Variant, out: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor
 ) -> tuple[Callable[[], None], list[Tensor]]:
     """A closure that runs the variant, and the tensors that it fills."""
+    import warp_specialised
     from gemworks.jagged.ops.attention_core import launch, launch_hopper
 
     step, config, fold = variant
@@ -223,6 +266,8 @@ def run_step(
         mine, fresh = torch.empty_like(d_out), torch.empty_like(lse)
         if gluon:
             return lambda: launch_hopper.forward(p, mine, fresh, config, fold=bool(fold)), [mine]
+        if isinstance(config, SpecialisedConfig):
+            return lambda: warp_specialised.forward(p, mine, fresh, config), [mine]
         return lambda: launch.triton_forward(p, mine, fresh, config), [mine]
     if step == "backward":
         dtype = torch.float32 if p.rule.shared_query else p.q.dtype
@@ -238,8 +283,9 @@ def run_step(
             return lambda: launch_hopper.backward_fused(p, d_out, lse, sums(), dq, dk, dv, config), [dq, dk, dv]
 
         def pair() -> None:
-            launch.triton_backward_kv(p, d_out, lse, delta, dk, dv, table.triton_config("backward_kv", p.shape))
-            launch.triton_backward_q(p, d_out, lse, delta, dq, table.triton_config("backward_q", p.shape))
+            rows = sums()
+            launch.triton_backward_kv(p, d_out, lse, rows, dk, dv, table.triton_config("backward_kv", p.shape))
+            launch.triton_backward_q(p, d_out, lse, rows, dq, table.triton_config("backward_q", p.shape))
 
         return pair, [dq, dk, dv]
     if step == "backward_kv":
@@ -252,6 +298,25 @@ def run_step(
     if gluon:
         return lambda: launch_hopper.backward_q(p, d_out, lse, delta, dq, config), [dq]
     return lambda: launch.triton_backward_q(p, d_out, lse, delta, dq, config), [dq]
+
+
+def resolved(p: Any, variant: Variant) -> Variant:
+    step, config, _ = variant
+    if config != SHIPPED:
+        return variant
+    if step == "backward":
+        return step, table.choose_fused(p.shape, p.architecture), None
+    chosen = table.choose(step, p.shape, p.architecture)  # pyright: ignore[reportArgumentType]
+    return step, chosen, isinstance(chosen, GluonConfig)
+
+
+def twin_of(p: Any, step: Any, config: Any) -> Variant:
+    """What a variant is compared with: the table's plain Triton; for that and its like what the table ships."""
+    if step == "backward":
+        return step, table.choose_fused(p.shape, p.architecture) if config == TRITON_PAIR else TRITON_PAIR, None
+    if isinstance(config, GluonConfig):
+        return step, table.triton_config(step, p.shape), None
+    return step, table.choose(step, p.shape, p.architecture), None
 
 
 def run_peer(x: Inputs, step: str) -> Callable[[], object]:
@@ -308,13 +373,15 @@ def measure(
         out = torch.empty_like(x.d_out)
         launch.triton_forward(p, out, lse, table.triton_config("forward", p.shape))
         delta = launch.compute_delta(out, x.d_out) if softmax else lse
-        twins: dict[str, list[Tensor]] = {}
+        twins: dict[Variant, list[Tensor]] = {}
         lengths = (x.lengths_k if x.case.kind == "pool" else x.lengths_q).double()
         common |= {"law": x.case.law, "mean_len": f"{lengths.mean():.1f}", "max_len": str(int(lengths.max()))}
         common |= {"seed": str(x.case.seed), "bwd_factor": str(BWD_FACTOR)}
         for variant in listed.variants if only is None else [listed.variants[only]]:
+            variant = resolved(p, variant)
             step, config, _fold = variant
-            row = common | {"op": "flash_attention" if softmax else "gdpa", "shape": x.case.shape, "head_dim": "128"}
+            row = common | {"op": "flash_attention" if softmax else "gdpa", "shape": x.case.shape}
+            row["head_dim"] = str(x.case.head_dim)
             row |= {"direction": DIRECTIONS[step], "impl": report.OURS, "setting": str(config or "pair")}
             if config == PEER:  # softmax, whatever we compute: once for both
                 if (shape, step) not in peers and not check:
@@ -332,9 +399,9 @@ def measure(
             if variant[2]:
                 row["setting"] += " fold"
             try:
-                if step not in twins:
-                    plain = table.triton_config("forward" if step == "backward" else step, p.shape)  # pyright: ignore[reportArgumentType]
-                    run, twins[step] = run_step(p, (step, plain, None), out, x.d_out, lse, delta)
+                twin = twin_of(p, step, config)
+                if twin not in twins:
+                    run, twins[twin] = run_step(p, twin, out, x.d_out, lse, delta)
                     run()
                 run, filled = run_step(p, variant, out, x.d_out, lse, delta)
                 for t in filled:
@@ -342,7 +409,7 @@ def measure(
                 run()
                 errors = [
                     float((t.float() - exact.float()).norm() / exact.float().norm())
-                    for t, exact in zip(filled, twins[step], strict=True)
+                    for t, exact in zip(filled, twins[twin], strict=True)
                 ]
                 row["error"] = f"{max(errors):.1e}"
                 if not max(errors) < 2e-2:

@@ -243,7 +243,8 @@ def main(backend: str, architecture: str, dtype: str, width: str, masked: str) -
     # What a batch of long sequences takes; "gluon" is the whole table.
     done: set[Any] = set()
     steps = ("forward",) if backend == "gluon-usual" else table.STEPS
-    for (step, kind, lengths), config in table.GLUON.items():
+    shipped = table.GLUON | (table.GLUON_NARROW if int(width) == table.NARROW_HEAD_DIM else {})
+    for (step, kind, lengths), config in shipped.items():
         if backend == "gluon-usual" and lengths != "long":
             continue
         for activation in activations_of(backend, kind):

@@ -214,7 +214,9 @@ def test_bias(kind: str, mask: dict[str, Any], dtype: torch.dtype) -> None:
         assert error <= 2 * TOLERANCE[dtype], f"{name}: {error:.2e}"
 
 
-GLUON_CONFIGS = sorted({(step, kind, config) for (step, kind, _), config in table.GLUON.items()}, key=str)
+GLUON_CONFIGS = sorted(
+    {(step, kind, c) for t in (table.GLUON, table.GLUON_NARROW) for (step, kind, _), c in t.items()}, key=str
+)
 GLUON_SHAPES = [
     (torch.bfloat16, 128, "cross"),
     (torch.bfloat16, 128, "shared"),

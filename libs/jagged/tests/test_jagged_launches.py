@@ -79,8 +79,7 @@ def test_launches_give_every_parameter(
     out = x.new_zeros(rows_q, 2, 128)
     lse = torch.zeros(2, rows_q)
     dq = torch.zeros(rows_q, 2, 128, dtype=torch.float32 if shared else x.dtype)
-    for step, kind, lengths in table.GLUON:
-        config = table.GLUON[step, kind, lengths]
+    for (step, _, _), config in (*table.GLUON.items(), *table.GLUON_NARROW.items()):
         if step == "forward":
             launch_hopper.forward(p, out, lse, config)
         elif step == "backward_kv":

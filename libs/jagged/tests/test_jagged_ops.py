@@ -240,6 +240,20 @@ def test_every_supported_call_has_a_configuration() -> None:
     assert table.choose("forward", dataclasses.replace(shape, dtype=torch.float16), "sm_75") is None
 
 
+def test_narrow_heads_have_entries_of_their_own() -> None:
+    """Heads of 64 with the same lengths take them; wider heads and longer keys do not."""
+    for (step, kind, lengths), config in table.GLUON_NARROW.items():
+        activation = "softmax" if kind == "softmax" else "gelu"
+        bound, rows = (256, 0) if lengths == "short" else (1024, 0)
+        shape = table.Shape(activation, torch.bfloat16, 64, 64, False, False, False, bound, rows)
+        assert shape.lengths == lengths
+        assert table.choose(step, shape, "sm_90") == config
+        wide = dataclasses.replace(shape, head_dim=128, value_dim=128)
+        assert table.choose(step, wide, "sm_90") == table.GLUON[step, kind, lengths] != config
+        long = dataclasses.replace(shape, max_length_k=1024)
+        assert table.choose(step, long, "sm_90") == table.GLUON[step, kind, "long"]
+
+
 def test_choice_is_constant_within_a_length_bucket_t1() -> None:
     """T1: only the bucketed bound enters, and only as short or long keys."""
     shape = table.Shape("gelu", torch.bfloat16, 128, 128, False, False, False, 512)

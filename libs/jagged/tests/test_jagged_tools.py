@@ -113,6 +113,19 @@ def test_executed_rates_stand_beside_useful_ones(targets: Any) -> None:
     assert "executed" not in targets.cases_block(targets.Rows([whole]), main=False)
 
 
+def test_kinds_of_triton_stand_beside_what_is_shipped(targets: Any) -> None:
+    common = {"op": "gdpa", "shape": "B2 max9", "law": "uniform", "direction": "fwd", "commit": "abc", "note": ""}
+    settings = (
+        ("GluonConfig(block=64) fold", "1.0", "400", ""),
+        ("TritonConfig(block_m=64)", "3.0", "130", ""),
+        ("TritonConfig(block_m=128)", "2.0", "200", ""),
+        ("SpecialisedConfig(block_n=64, specialised=True)", "", "", "WRONG: not timed"),
+    )
+    rows = [common | {"setting": s, "ms": ms, "tflops": t, "note": n} for s, ms, t, n in settings]
+    last = targets.triton_block(rows).splitlines()[-1]
+    assert last == "| `gdpa` B2 max9 | uniform | fwd | 1.000 ms, 400 | 2.000 ms, 200 |  | WRONG |"
+
+
 def test_every_target_is_a_case_of_the_benchmark(targets: Any) -> None:
     import torch
     from gemworks.jagged.bench import blocks, norms

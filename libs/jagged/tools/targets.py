@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 ROWS = ROOT / "docs/measured/jagged_h200.csv"
 SOURCES = (ROWS,)
 COUNTERS = ROOT / "docs/measured/jagged_counters_h200.csv"
+TRITON = ROOT / "docs/measured/jagged_plain_triton_h200.csv"
 PAGE = ROOT / "docs/jagged.md"
 README = ROOT / "libs/jagged/README.md"
 OURS = "gemworks"
@@ -297,6 +298,35 @@ def counters_block(counters: Sequence[Row], rows: Rows) -> str:
     return table(columns, lines)
 
 
+def triton_block(rows: Sequence[Row]) -> str:
+    """Per shape and direction the shipped kernel beside the best of each kind in Triton, all of one process each."""
+
+    def kind(setting: str) -> str:
+        if setting.startswith("SpecialisedConfig"):
+            return "by warps" if "specialised=True" in setting else "descriptors"
+        return "plain" if setting.startswith(("TritonConfig", "plain Triton")) else "shipped"
+
+    kinds = ("shipped", "plain", "descriptors", "by warps")
+    found: dict[tuple[str, ...], dict[str, list[Row]]] = {}
+    for r in rows:
+        key = (f"`{r['op']}` {r['shape']}", r["law"], r["direction"])
+        found.setdefault(key, {}).setdefault(kind(r["setting"]), []).append(r)
+    lines = []
+    for key, here in found.items():
+        cells = []
+        for name in kinds:
+            timed = [r for r in here.get(name, []) if r["ms"]]
+            if timed:
+                best = min(timed, key=lambda r: float(r["ms"]))
+                cells.append(f"{float(best['ms']):.3f} ms, {float(best['tflops']):.0f}")
+            else:
+                cells.append(here[name][0]["note"].partition(":")[0] if name in here else "")
+        lines.append((*key, *cells))
+    commits = ", ".join(dict.fromkeys(r["commit"] for r in rows))
+    head = ("op, shape", "law", "", "shipped", "plain Triton", "with descriptors", "specialised by warps")
+    return f"Milliseconds and TFLOP/s of the best configuration of each kind, at {commits}.\n\n{table(head, lines)}"
+
+
 def coverage_block(rows: Rows) -> str:
     """How many of the benchmark's cases have rows, and which have none."""
     measured = {(r["op"], r["shape"], r["law"], r["head_dim"]) for r in rows.rows if r["impl"] == OURS and r["ms"]}
@@ -366,6 +396,7 @@ def blocks() -> dict[str, Callable[[], str]]:
         "sweep plot": sweep_block,
         "refusals": lambda: refusals_block(rows()),
         "counters": lambda: counters_block(read(COUNTERS), rows()),
+        "triton": lambda: triton_block(read(TRITON)),
     }
 
 
@@ -391,7 +422,8 @@ def filled(text: str, link: str = "measured/") -> str:
         at = text.find(begin)
         if at >= 0:
             stop = text.index(end, at)
-            needs = {"counters": COUNTERS, "sweep plot": ROWS.with_suffix(".sweep.png")}.get(name, ROWS)
+            others = {"counters": COUNTERS, "triton": TRITON, "sweep plot": ROWS.with_suffix(".sweep.png")}
+            needs = others.get(name, ROWS)
             made = make().replace(LINK, link) if needs.exists() else "Not measured yet."
             text = f"{text[: at + len(begin)]}\n{made}\n\n{text[stop:]}"
     return text

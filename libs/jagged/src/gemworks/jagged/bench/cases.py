@@ -98,6 +98,7 @@ CASES: tuple[Case, ...] = (
     *(Case("gdpa", "self", b, n, causal=True, activation="silu") for b, n in ((256, 1024), (128, 2048))),
     *(Case("flash_attention", "self", b, n, causal=True) for b, n in ((256, 1024), (128, 2048))),
     *(Case(op, "self", 16, 16384) for op in BOTH),
+    *(Case("gdpa", kind, 16, 16384, rows=256) for kind in ("pffn", "pool")),
     Case("gdpa", "pffn", 256, 1024, rows=256),
     Case("gdpa", "pffn", 256, 1024, rows=128),
     *(Case("flash_attention", "pool", 128, 2048, rows=n) for n in (64, 256)),

@@ -22,10 +22,12 @@ OTHERS, OTHER_WIDTHS = (
     ("rms_norm", "rms_norm affine", "rms_norm affine residual", "rms_norm add", "layer_norm affine"),
     (512,),
 )
+ODD_WIDTHS = (1000, 3000)  # tiles of the next power of two, and rows that begin off the boundaries of long loads
 LATE = ("rms_norm", "rms_norm add")  # measured last, where time may run out
 CASES: tuple[tuple[str, int], ...] = (
     *((variant, width) for width in MAIN_WIDTHS for variant in MAIN),
     *((variant, width) for variant in OTHERS for width in OTHER_WIDTHS),
+    *((variant, width) for width in ODD_WIDTHS for variant in MAIN),
 )
 
 
