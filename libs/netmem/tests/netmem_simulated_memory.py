@@ -43,7 +43,7 @@ class Handle:
     def __init__(self, shared: Shared, index: int) -> None:
         self.shared, self.index = shared, index
 
-    def barrier(self, channel: int = 0) -> None:
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         self.shared.barrier.wait()
 
     def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:

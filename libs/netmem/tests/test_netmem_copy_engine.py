@@ -23,7 +23,8 @@ from gemworks.netmem.copy_engine import (
     few_ctas_options,
     verify_copy_engines,
 )
-from gemworks.netmem.symmetric import wait_for_all
+from gemworks.netmem.errors import CollectiveTimeoutError
+from gemworks.netmem.symmetric import _Watch, wait_for_all
 from netmem_ranks import run_ranks as run_processes
 from netmem_simulated_memory import CPU, Rank, Shared, run_ranks
 from torch import nn
@@ -232,3 +233,61 @@ def test_nobody_goes_on_before_all_have_come():
     assert order == ["came"] * 3 + ["went"] * 3
     with pytest.raises(RuntimeError, match="second: 1 of 2 ranks came"):
         wait_for_all(store, "second", 2, timeout_s=0.02)
+
+
+class Point:
+    """What an event says of the device: over, not over, or lost."""
+
+    def __init__(self, over: bool | Exception) -> None:
+        self.over = over
+
+    def query(self) -> bool:
+        if isinstance(self.over, Exception):
+            raise self.over
+        return self.over
+
+
+def until(condition) -> bool:
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end:
+        time.sleep(5e-3)
+    return condition()
+
+
+@pytest.mark.parametrize("last", [False, RuntimeError("launch failure")])
+def test_a_collective_that_waits_too_long_is_named(last, caplog):
+    me: Any = Rank(Shared(1), 0)
+    comm = CopyEngineAllGather(me, CPU, memory=me, timeout_s=0.2)
+    comm._watch.issued("rank 0: first", Point(True))
+    comm._watch.issued("rank 0: gather number 7", Point(last))
+    assert until(lambda: comm._watch.late is not None)
+    assert "gather number 7" in caplog.text
+    assert str(last) in caplog.text or last is False
+    with pytest.raises(CollectiveTimeoutError, match=r"gather number 7 .*a peer did not come"):
+        comm.allocate((4,), dtype=torch.float32, device=CPU)
+
+
+def test_what_is_over_is_not_named_and_the_watch_rests(caplog):
+    watch = _Watch(0.2)
+    for _ in range(2):
+        watch.issued("gather", Point(True))
+        assert until(lambda: watch._thread is None)
+    assert watch.late is None
+    assert not caplog.records
+
+
+def test_every_barrier_has_a_time_out():
+    me: Any = Rank(Shared(1), 0)
+    seen = []
+
+    def barrier_of(comm: Any) -> torch.Tensor:
+        x = comm.allocate((4,), dtype=torch.float32, device=CPU).fill_(1.0)
+        comm.buffer_of(x).handle.barrier = lambda channel=0, timeout_ms=0: seen.append((channel, timeout_ms))
+        return x
+
+    gather = CopyEngineAllGather(me, CPU, memory=me, timeout_s=2.5)
+    x = barrier_of(gather)
+    gather(x, x, me)
+    reduce = CopyEngineReduceScatter(me, CPU, memory=me, timeout_s=2.5)
+    reduce(torch.empty(4), barrier_of(reduce), me, dist.ReduceOp.SUM)
+    assert seen == [(channel, 2500) for channel in range(4)]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
+from gemworks.netmem import sealed
 from gemworks.netmem.arena import PinnedArena
 from gemworks.netmem.errors import ParkedStateError
 from gemworks.netmem.movers import DelayedMover
@@ -188,6 +191,8 @@ def test_collectives_on_parked_state_are_refused_on_every_rank(tmp_path):
         lambda emb: emb.state_dict(),
         lambda emb: copy.deepcopy(emb),
         lambda emb: emb.double(),
+        lambda emb: pickle.dumps(emb.weight),
+        lambda emb: torch._foreach_add([emb.weight], 1.0),  # pyright: ignore[reportPrivateImportUsage]
         lambda emb: emb.eval()(torch.zeros(1, dtype=torch.int64)),
     ],
 )
@@ -266,3 +271,164 @@ def test_bad_names():
         stash.add("a", [])
     with pytest.raises(ValueError, match="expected one of"):
         stash.park("b")
+
+
+@pytest.mark.parametrize("kwargs", [{"foreach": True}, {"fused": True}, {}])
+def test_optimizers_of_parked_parameters_are_refused(kwargs):
+    stash = make_stash()
+    weight = nn.Parameter(torch.ones(50, 16))
+    optimizer = torch.optim.Adam([weight], **kwargs)
+    weight.grad = torch.ones(50, 16)
+    stash.add("table", [weight])
+    stash.park("table", wait=True)
+    with pytest.raises(ParkedStateError, match="'table'"):
+        optimizer.step()
+    stash.restore("table")
+    optimizer.step()
+    assert weight.isfinite().all()
+
+
+def test_what_was_compiled_before_refuses_parked_tensors_and_runs_after():
+    stash = make_stash()
+    weight = nn.Parameter(torch.ones(50, 16))
+    double = torch.compile(lambda w: (w * 2).sum(), backend="eager")
+    assert double(weight) == 1600
+    stash.add("table", [weight])
+    stash.park("table", wait=True)
+    with pytest.raises(Exception, match="'table'"):  # dynamo may wrap the error
+        double(weight)
+    stash.restore("table")
+    assert double(weight) == 1600
+
+
+def test_a_function_that_saved_the_tensor_itself_is_refused_in_backward():
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(w)
+            return x * w
+
+        @staticmethod
+        def backward(ctx, *grad_outputs):
+            (w,) = ctx.saved_tensors
+            return grad_outputs[0] * w, None
+
+    stash = make_stash()
+    table, x = torch.full((100,), 3.0), torch.ones(100, requires_grad=True)
+    out = Scale.apply(x, table).sum()
+    stash.add("table", [table])
+    stash.park("table", wait=True)
+    with pytest.raises(ParkedStateError, match="'table'"):
+        out.backward(retain_graph=True)
+    stash.restore("table")
+    out.backward()
+    assert x.grad is not None
+    assert x.grad.unique().tolist() == [3.0]
+
+
+def test_two_stashes_do_not_park_one_storage():
+    first, second = make_stash(1), make_stash(2)
+    table = torch.ones(100)
+    first.add("a", [table])
+    second.add("b", [table])
+    for wait in (False, True):
+        first.park("a", wait=wait)
+        second.park("b", wait=True)
+        first.restore("a")
+        table.fill_(7.0)
+        second.restore("b")
+        assert table.unique().tolist() == [7.0]
+        assert type(table) is torch.Tensor
+
+
+def test_a_stash_that_is_dropped_while_parked_holds_nobody_up():
+    stash = make_stash()
+    table = torch.ones(100)
+    stash.add("table", [table])
+    stash.park("table", wait=True)
+    del stash, table
+    gc.collect()
+    other, kept = make_stash(), torch.ones(100)
+    other.add("kept", [kept])
+    other.park("kept", wait=True)
+    other.restore("kept")
+    assert not sealed._held
+    assert not sealed._originals
+
+
+class FailingMover(DelayedMover):
+    """Refuses a copy."""
+
+    def __init__(self, way: str, number: int) -> None:
+        super().__init__(0, max_delay=20, chunk_bytes=256)
+        self.left = {way: number}
+
+    def copy(self, way, target, source, after):
+        self.left[way] = self.left.get(way, 0) - 1
+        if self.left[way] == 0:
+            raise OSError("no copy")
+        return super().copy(way, target, source, after)
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_an_error_in_the_midst_leaves_what_can_be_restored(way):
+    mover = FailingMover(way, 2)
+    stash = StateStash(PinnedArena(1 << 20, pin=False), device="cpu", min_bytes=64, mover=mover)
+    tensors = [torch.full((100,), float(i)) for i in range(3)]
+    stash.add("all", tensors)
+
+    def round_trip() -> None:
+        stash.park("all", wait=True)
+        stash.restore("all")
+
+    with pytest.raises(OSError, match="no copy"):
+        round_trip()
+    stash.restore("all")
+    assert [x.unique().tolist() for x in tensors] == [[0.0], [1.0], [2.0]]
+    assert {type(x) for x in tensors} == {torch.Tensor}
+    assert stash._arena.stats().num_live == 0
+    assert not sealed._held
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_state_of_fsdp2_is_parked_inside_its_dtensors(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        losses = []
+        for parked in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 1))
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            stash = make_stash()
+            if parked:
+                stash.add_optimizer("adam", optimizer)
+                stash.around_step("adam", optimizer)
+            for _ in range(4):
+                loss = model(torch.ones(8, 64)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            if parked:
+                stash.park("adam", wait=True)
+                weight = next(model.parameters())
+                moment = optimizer.state[weight]["exp_avg"]
+                assert isinstance(moment, DTensor)
+                assert isinstance(weight, DTensor)
+                assert moment._local_tensor.untyped_storage().nbytes() == 0
+                assert moment.placements == weight.placements
+                for use in (lambda x: x + 1, lambda x: x.to_local(), lambda x: x.full_tensor(), copy.deepcopy):
+                    with pytest.raises(ParkedStateError, match="'adam'"):
+                        use(moment)
+                stash.restore("adam")
+                assert type(moment) is DTensor
+                assert moment.full_tensor().isfinite().all()
+        assert losses[:4] == losses[4:]
+    finally:
+        dist.destroy_process_group()

@@ -16,6 +16,7 @@ from gemworks.netmem.copy_engine import (
 from gemworks.netmem.errors import (
     CodecError,
     CollectiveMismatchError,
+    CollectiveTimeoutError,
     InfeasibleBudgetError,
     ModifiedAfterSaveError,
     NetmemError,
@@ -41,6 +42,7 @@ __all__ = [
     "Codec",
     "CodecError",
     "CollectiveMismatchError",
+    "CollectiveTimeoutError",
     "CopyArbiter",
     "CopyEngineAllGather",
     "CopyEngineReduceScatter",

@@ -25,6 +25,7 @@ from gemworks.netmem.codec import has_triton
 from gemworks.netmem.overlap import Activity, Trace, read_trace
 from gemworks.netmem.symmetric import (
     NUM_BUFFERS,
+    TIMEOUT_S,
     ReduceScatterRings,
     SymmetricMemory,
     SymmetricRings,
@@ -46,6 +47,8 @@ class CopyEngineAllGather(SymmetricRings):
         device: this rank's GPU.
         num_buffers: buffers per distinct size.
         memory: symmetric memory; None: torch's.
+        timeout_s: longest wait for a peer. Then the device ends it by an error; a log line before it names the
+            collective, and so does the `CollectiveTimeoutError` of the next call.
 
     All ranks make the same calls in the same order, as with any collective.
     """
@@ -55,6 +58,7 @@ class CopyEngineAllGather(SymmetricRings):
 
         Raises:
             RuntimeError: the oldest buffer of the ring is still in use; more are needed.
+            CollectiveTimeoutError: an earlier gather waited too long for a peer.
         """
         return self.take(size, dtype, device)
 
@@ -82,12 +86,12 @@ class CopyEngineAllGather(SymmetricRings):
         own = output_tensor.view(-1)[rank * n : (rank + 1) * n]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor.view(-1))
-        handle.barrier(channel=0)
+        self.barrier(buffer, 0)
         for step in range(1, world):
             # each rank starts with its next neighbour, so that no GPU is pushed to by everyone at once
             peer = (rank + step) % world
             handle.get_buffer(peer, (n,), output_tensor.dtype, rank * n).copy_(own, non_blocking=True)
-        handle.barrier(channel=1)
+        self.barrier(buffer, 1)
         self.mark_done(buffer)
         return None
 
@@ -103,7 +107,7 @@ class CopyEngineReduceScatter(ReduceScatterRings):
     barrier waits for a peer.
 
     Args:
-        group, device, num_buffers, memory: as for `CopyEngineAllGather`.
+        group, device, num_buffers, memory, timeout_s: as for `CopyEngineAllGather`.
     """
 
     def __init__(
@@ -113,8 +117,9 @@ class CopyEngineReduceScatter(ReduceScatterRings):
         *,
         num_buffers: int = NUM_BUFFERS,
         memory: SymmetricMemory | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
-        super().__init__(group, device, num_buffers=num_buffers, memory=memory)
+        super().__init__(group, device, num_buffers=num_buffers, memory=memory, timeout_s=timeout_s)
         if device.type == "cuda":
             for dtype, mean in itertools.product((torch.bfloat16, torch.float32), (False, True)):
                 parts = torch.zeros((group.size(), 4096), dtype=dtype, device=device)
@@ -142,11 +147,11 @@ class CopyEngineReduceScatter(ReduceScatterRings):
         handle = buffer.handle
         own, output = input_tensor.view(-1)[rank * n : (rank + 1) * n], output_tensor.view(-1)
         parts = input_tensor.new_empty((world, n))
-        handle.barrier(channel=2)
+        self.barrier(buffer, 2)
         for step in range(1, world):
             peer = (rank + step) % world
             parts[peer].copy_(handle.get_buffer(peer, (n,), input_tensor.dtype, rank * n), non_blocking=True)
-        handle.barrier(channel=3)  # nobody reads this rank's input any more
+        self.barrier(buffer, 3)  # nobody reads this rank's input any more
         # own part first: the buffer may be handed out again as soon as it is marked
         _sum_parts(own, parts, rank, output, op == dist.ReduceOp.AVG)
         self.mark_done(buffer)
@@ -186,7 +191,11 @@ class FallbackAllGather:
 
 
 def copy_engine_all_gather(
-    model: nn.Module, group: dist.ProcessGroup | None = None, *, num_buffers: int = NUM_BUFFERS
+    model: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    num_buffers: int = NUM_BUFFERS,
+    timeout_s: float = TIMEOUT_S,
 ) -> CopyEngineAllGather | FallbackAllGather:
     """Let every FSDP2 module in a model gather its parameters over copy engines.
 
@@ -194,6 +203,7 @@ def copy_engine_all_gather(
         model: after `fully_shard`; the modules share the buffers.
         group: FSDP2's shard group; None: the default group.
         num_buffers: buffers per distinct size.
+        timeout_s: as for `CopyEngineAllGather`.
 
     Returns:
         What was installed: on failure of the capability check the fallback, after a `RuntimeWarning` with the reason.
@@ -212,7 +222,9 @@ def copy_engine_all_gather(
     device = next(p.device for p in model.parameters())
     problem = copy_engine_problem(group, device)
     if problem is None:
-        comm: CopyEngineAllGather | FallbackAllGather = CopyEngineAllGather(group, device, num_buffers=num_buffers)
+        comm: CopyEngineAllGather | FallbackAllGather = CopyEngineAllGather(
+            group, device, num_buffers=num_buffers, timeout_s=timeout_s
+        )
     else:
         warnings.warn(f"copy-engine all-gather is off, the ordinary one runs: {problem}", RuntimeWarning, stacklevel=2)
         comm = FallbackAllGather(problem)
@@ -222,12 +234,16 @@ def copy_engine_all_gather(
 
 
 def copy_engine_reduce_scatter(
-    model: nn.Module, group: dist.ProcessGroup | None = None, *, num_buffers: int = NUM_BUFFERS
+    model: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    num_buffers: int = NUM_BUFFERS,
+    timeout_s: float = TIMEOUT_S,
 ) -> CopyEngineReduceScatter | None:
     """Let every FSDP2 module in a model reduce its gradients by copy-engine pulls and one local sum.
 
     Args:
-        model, group, num_buffers: as for `copy_engine_all_gather`.
+        model, group, num_buffers, timeout_s: as for `copy_engine_all_gather`.
 
     Returns:
         What was installed; None, after a `RuntimeWarning` with the reason, where copy engines can't be used: FSDP2's
@@ -253,7 +269,7 @@ def copy_engine_reduce_scatter(
             f"copy-engine reduce-scatter is off, the ordinary one runs: {problem}", RuntimeWarning, stacklevel=2
         )
         return None
-    comm = CopyEngineReduceScatter(group, device, num_buffers=num_buffers)
+    comm = CopyEngineReduceScatter(group, device, num_buffers=num_buffers, timeout_s=timeout_s)
     for module in modules:
         module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
     return comm

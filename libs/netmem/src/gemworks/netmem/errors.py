@@ -43,3 +43,7 @@ class ParkedStateError(NetmemError, RuntimeError):
 
 class CollectiveMismatchError(NetmemError, ValueError):
     """The ranks of a group called a collective with shapes, dtypes or splits that do not match."""
+
+
+class CollectiveTimeoutError(NetmemError, RuntimeError):
+    """A collective over symmetric memory waited too long for a peer; the device's work is lost."""

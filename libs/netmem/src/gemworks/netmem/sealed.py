@@ -13,29 +13,19 @@ parked:
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+Refuse = Callable[[str, str], None]
+"""A bound method that raises the error which names the group (first) and what wanted it."""
 
-class Owner(Protocol):
-    """Who parks tensors."""
-
-    parked: dict[int, str]
-    """Names of groups by the address of each storage that is not on the device."""
-
-    def refuse(self, name: str, what: str) -> None:
-        """Raise the error that names the group and what wanted it."""
-        ...
-
-
-# Subclasses with data of their own (DTensor) keep their class.
-_KINDS = (torch.Tensor, nn.Parameter)
 _READABLE = (
     "shape", "dtype", "device", "layout", "grad", "grad_fn", "requires_grad", "is_leaf", "ndim", "itemsize",
     "nbytes", "is_sparse", "is_cuda", "is_cpu", "is_meta", "is_nested", "is_quantized", "_version",
@@ -52,12 +42,26 @@ _HARMLESS = frozenset(
 )
 
 
-def seal(tensor: torch.Tensor, owner: Owner, name: str) -> bool:
-    """Refuse its use from now on. False for a class of its own, which stays as it is."""
-    if type(tensor) not in _KINDS:
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that have its memory: those inside a wrapper such as DTensor, else itself."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            inner = getattr(tensor, name)
+            if isinstance(inner, torch.Tensor):  # newer torch names DTensor's mesh too
+                yield from plain_tensors(inner)
+    else:
+        yield tensor
+
+
+def seal(tensor: torch.Tensor, name: str, refuse: Refuse) -> bool:
+    """Refuse its use from now on. False for one that is sealed, or whose class can't be changed."""
+    if "_parked_by" in vars(tensor):
         return False
-    vars(tensor)["_parked_by"] = (owner, name)
-    tensor.__class__ = _sealed_class(type(tensor))
+    try:
+        tensor.__class__ = _sealed_class(type(tensor))
+    except TypeError:  # an object laid out by a class in C
+        return False
+    vars(tensor)["_parked_by"] = (refuse, name)
     return True
 
 
@@ -69,17 +73,17 @@ def unseal(tensor: torch.Tensor) -> None:
 
 @functools.cache
 def _sealed_class(kind: type[torch.Tensor]) -> type[torch.Tensor]:
-    def refuse(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def refused(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _HARMLESS:
             # a tensor restored on another thread meanwhile has no owner any more
             for x in tree_leaves((args, kwargs)):
                 if isinstance(x, torch.Tensor) and "_parked_by" in vars(x):
-                    owner, name = vars(x)["_parked_by"]
-                    owner.refuse(name, torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func)))
+                    refuse, name = vars(x)["_parked_by"]
+                    refuse(name, torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func)))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    return type(f"Parked{kind.__name__}", (kind,), {"__slots__": (), "__torch_function__": classmethod(refuse)})
+    return type(f"Parked{kind.__name__}", (kind,), {"__slots__": (), "__torch_function__": classmethod(refused)})
 
 
 _COLLECTIVES = (
@@ -88,38 +92,57 @@ _COLLECTIVES = (
     "alltoall", "alltoall_base", "broadcast", "gather", "recv", "recv_anysource", "reduce", "reduce_scatter",
     "reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send",
 )  # fmt: skip
-_owners: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock = threading.Lock()
+# Who holds each storage that is not on the device, of all stashes, by its address. Weakly: a stash that is dropped with
+# what it has parked leaves an entry that means nothing.
+_held: dict[int, tuple[weakref.WeakMethod[Refuse], str]] = {}
 _originals: dict[str, Any] = {}
 
 
-def watch_collectives(owner: Owner) -> None:
-    """Collectives refuse the owner's parked storages, until nobody has any."""
-    _owners.add(owner)
-    if not _originals and dist.is_available():
-        own = vars(dist.ProcessGroup)  # pybind's descriptors; what getattr gives would no longer bind
-        for name in set(_COLLECTIVES) & own.keys():  # torch 2.11 has fewer of them
-            _originals[name] = own[name]
-            setattr(dist.ProcessGroup, name, _checked(name, getattr(dist.ProcessGroup, name)))
+def hold(storage: torch.UntypedStorage, name: str, refuse: Refuse) -> None:
+    """Collectives refuse the storage from now on, and no other stash takes it."""
+    with _lock:
+        _held[storage._cdata] = (weakref.WeakMethod(refuse), name)
+        if not _originals and dist.is_available():
+            own = vars(dist.ProcessGroup)  # pybind's descriptors; what getattr gives would no longer bind
+            for method in set(_COLLECTIVES) & own.keys():  # torch 2.11 has fewer of them
+                _originals[method] = own[method]
+                setattr(dist.ProcessGroup, method, _checked(method, getattr(dist.ProcessGroup, method)))
 
 
-def unwatch_collectives(owner: Owner) -> None:
-    """The owner has nothing parked; the last one gives `ProcessGroup` its own methods back."""
-    _owners.discard(owner)
-    if not _owners:
-        for name, original in _originals.items():
-            setattr(dist.ProcessGroup, name, original)
-        _originals.clear()
+def release(storage: torch.UntypedStorage) -> None:
+    """The storage is on the device again; the last one gives `ProcessGroup` its own methods back."""
+    with _lock:
+        _held.pop(storage._cdata, None)
+        for address in [address for address, (refuse, _) in _held.items() if refuse() is None]:
+            del _held[address]
+        if not _held:
+            for method, original in _originals.items():
+                setattr(dist.ProcessGroup, method, original)
+            _originals.clear()
+
+
+def refusal(storage: torch.UntypedStorage) -> Callable[[str], None] | None:
+    """What raises for a storage that some stash holds, given what wanted it."""
+    entry = _held.get(storage._cdata)
+    refuse = entry and entry[0]()
+    return functools.partial(refuse, entry[1]) if entry and refuse else None
+
+
+def refuse_held(values: Any, what: str) -> None:
+    """Raise if a tensor among those values has memory that some stash holds."""
+    if _held:
+        for x in tree_leaves(values):
+            if isinstance(x, torch.Tensor) and x.layout is torch.strided:
+                refuse = refusal(x.untyped_storage())
+                if refuse is not None:
+                    refuse(what)
 
 
 def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for x in tree_leaves((args, kwargs)):
-            if isinstance(x, torch.Tensor) and x.layout is torch.strided:
-                for owner in list(_owners):
-                    group = owner.parked.get(x.untyped_storage()._cdata)
-                    if group is not None:
-                        owner.refuse(group, f"the collective {name}")
+        refuse_held((args, kwargs), f"the collective {name}")
         return original(*args, **kwargs)
 
     return call

@@ -6,8 +6,9 @@ mistake (checkpoints, eval, collectives, any torch function given the tensor) is
 it back in time.
 
 Not seen, and so a crash or wrong bytes: a *view* that is not in the group, made before parking, outside of collectives;
-what autograd saved of the tensor for a backward while it is parked; C++ code that holds it; tensor subclasses
-(collectives do refuse their storages). `guard()` sees the first.
+what operators saved of the tensor for a backward while it is parked; C++ code that holds it; a wrapper such as DTensor
+that is not in the group, though it has the memory of one that is. `guard()` sees the first. A stash belongs to one
+thread.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gemworks.netmem.arena import Block, Fence, PinnedArena
 from gemworks.netmem.checks import check_all, check_kind, check_number, checked_device
 from gemworks.netmem.errors import ParkedStateError, PinnedMemoryExhaustedError
 from gemworks.netmem.movers import CHUNK_BYTES, Mover, as_bytes, mover_for
-from gemworks.netmem.sealed import seal, unseal, unwatch_collectives, watch_collectives
+from gemworks.netmem.sealed import hold, plain_tensors, refusal, refuse_held, release, seal, unseal
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -62,13 +63,8 @@ class _Guard(TorchDispatchMode):
         self._stash = stash
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        parked = self._stash.parked
-        if parked and not self._stash._moving:
-            for x in tree_leaves((args, kwargs)):
-                if isinstance(x, torch.Tensor) and x.layout is torch.strided:
-                    name = parked.get(x.untyped_storage()._cdata)
-                    if name is not None:
-                        self._stash.refuse(name, str(func))
+        if not self._stash._moving:
+            refuse_held((args, kwargs), str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -113,7 +109,6 @@ class StateStash:
         self._warned = False
         self._restored_at_step: set[str] = set()
         self._moving = False
-        self.parked: dict[int, str] = {}
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
@@ -196,36 +191,48 @@ class StateStash:
             if group.place is Place.DEVICE:
                 mark = self._mover.mark()
                 tensors = list(group.tensors())
-                for tensor in tensors:
-                    storage = tensor.untyped_storage()
-                    # one that is in the dict is of this group or of another one that came first
-                    if storage._cdata in self.parked or storage.nbytes() < max(1, self._min_bytes):
-                        continue
-                    try:
-                        block = self._arena.allocate(storage.nbytes())
-                    except PinnedMemoryExhaustedError as error:
-                        if not self._warned:
-                            self._warned = True
-                            warnings.warn(
-                                f"host memory is exhausted, state stays on the device: {error}",
-                                RuntimeWarning,
-                                stacklevel=2,
-                            )
-                        continue
-                    up = self._mover.copy("up", block.data, as_bytes(storage), [mark, *block.fences])
-                    block.fences.clear()
-                    group.items.append(_Item(storage, storage.nbytes(), block, up))
-                    self.parked[storage._cdata] = name
-                group.place = Place.LEAVING
-                group.sealed += [
-                    x for x in tensors if self.parked.get(x.untyped_storage()._cdata) == name and seal(x, self, name)
-                ]
-                if self.parked:
-                    watch_collectives(self)
+                try:
+                    for tensor in tensors:
+                        for part in plain_tensors(tensor):
+                            self._send(group, name, part.untyped_storage(), mark)
+                finally:
+                    # after an error too: what has left can be restored
+                    group.place = Place.LEAVING
+                    self._seal(group, name, tensors)
             if wait:
                 self._free(group)
             else:
                 self.poll()
+
+    def _send(self, group: _Group, name: str, storage: torch.UntypedStorage, mark: Fence) -> None:
+        # one that is held is of this group or of another one that came first, of whatever stash
+        if refusal(storage) is not None or storage.nbytes() < max(1, self._min_bytes):
+            return
+        try:
+            block = self._arena.allocate(storage.nbytes())
+        except PinnedMemoryExhaustedError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"host memory is exhausted, state stays on the device: {error}", RuntimeWarning, stacklevel=3
+                )
+            return
+        try:
+            up = self._mover.copy("up", block.data, as_bytes(storage), [mark, *block.fences])
+        except BaseException:
+            self._arena.free(block, list(block.fences))
+            raise
+        block.fences.clear()
+        group.items.append(_Item(storage, storage.nbytes(), block, up))
+        hold(storage, name, self._refuse)
+
+    def _seal(self, group: _Group, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """The group's tensors that have memory which left, and what is inside them, refuse to be used."""
+        left = {item.storage._cdata for item in group.items}
+        for tensor in tensors:
+            parts = list(plain_tensors(tensor))
+            if any(part.untyped_storage()._cdata in left for part in parts):
+                group.sealed += [x for x in (tensor, *parts) if seal(x, name, self._refuse)]
 
     def _free(self, group: _Group) -> None:
         if group.place is Place.LEAVING:
@@ -262,19 +269,18 @@ class StateStash:
             self.prefetch(name)
             if group.place is Place.DEVICE:
                 return
-            for item in group.items:
+            while group.items:
+                item = group.items[-1]
                 fence = item.down if item.down is not None else item.up
                 # a group restored while it was leaving: its owner may write to it now, so the outgoing copy has to be
                 # over
                 self._mover.compute_waits(fence)
                 self._arena.free(item.block, [fence])
-                del self.parked[item.storage._cdata]
-            group.items.clear()
+                release(item.storage)
+                group.items.pop()  # after an error here, another restore goes on from it
             for tensor in group.sealed:
                 unseal(tensor)
             group.sealed.clear()
-            if not self.parked:
-                unwatch_collectives(self)
             group.place = Place.DEVICE
 
     # -- restore points ------------------------------------------------------------------------------------------------
@@ -302,14 +308,9 @@ class StateStash:
             ParkedStateError: names the group, where it is, and what wanted it.
         """
         if self._group(name).place is not Place.DEVICE:
-            self.refuse(name, what)
+            self._refuse(name, what)
 
-    def refuse(self, name: str, what: str) -> None:
-        """Raise for a group that is not on the device.
-
-        Raises:
-            ParkedStateError: names the group, where it is, and what wanted it.
-        """
+    def _refuse(self, name: str, what: str) -> None:
         place = self._groups[name].place.value
         raise ParkedStateError(
             f"{what} needs group {name!r}, which is {place}; call restore({name!r}) first or add a restore point"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
+import threading
 import time
 import weakref
 from collections import Counter
@@ -15,17 +17,24 @@ from typing import Any, ClassVar, Protocol
 import torch
 import torch.distributed as dist
 from gemworks.netmem.checks import check_kind, check_number
+from gemworks.netmem.errors import CollectiveTimeoutError
 from torch.distributed.distributed_c10d import Store
 
 # Each size gets a ring of this many buffers: one being filled, one being copied out, one that FSDP2 still holds, one
 # to spare.
 NUM_BUFFERS = 4
+# How long a barrier may spin for a peer. NCCL's groups have the same default.
+TIMEOUT_S = 600.0
+# A wait that is too long is named this much before the device ends it: afterwards the process may be gone.
+_NAMED_EARLIER_S = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 class SymmetricHandle(Protocol):
     """What `torch.distributed._symmetric_memory.rendezvous` returns."""
 
-    def barrier(self, channel: int = 0) -> None: ...
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None: ...
 
     def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor: ...
 
@@ -57,9 +66,11 @@ class _TorchSymmetricMemory:
     _count: ClassVar[Counter[str]] = Counter()
 
     def empty(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        import torch.distributed._symmetric_memory as symm_mem
+        from torch._C._distributed_c10d import _SymmetricMemory
 
-        buffer = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
+        # Not `symm_mem.empty`: newer torch takes from a pool, where a rank that has let an older buffer go gets its
+        # memory again, with the handle of then, while a rank that still holds it waits in the rendezvous alone.
+        buffer = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         # Torch 2.11 zeroes the whole allocation, signals included, by a memset on the default stream that nobody waits
         # for (pytorch/pytorch#192308). A peer may signal its first barrier right after the rendezvous: if that comes
         # before the memset, the signal is lost and the barrier never ends.
@@ -136,6 +147,56 @@ class Buffer:
     done: torch.cuda.Event | None = None
 
 
+class Fence(Protocol):
+    """A CUDA event, or what stands for one."""
+
+    def query(self) -> bool: ...
+
+
+class _Watch:
+    """Says which collective a rank waits in, without a call to the device in time.
+
+    The device ends a barrier that waits too long by a trap, and whatever the process does next fails with an error that
+    names nothing. So a thread looks, once nothing was issued for almost as long, whether the last collective is over.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._after_s = max(0.5 * timeout_s, timeout_s - _NAMED_EARLIER_S)
+        self._last: tuple[float, str, Fence] | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self.late: str | None = None
+
+    def issued(self, what: str, done: Fence) -> None:
+        """A collective was issued; it is over when `done` is."""
+        with self._lock:
+            self._last = (time.monotonic(), what, done)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="gemworks-symmetric-watch", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                assert self._last is not None
+                issued_s, what, done = self._last
+                left_s = issued_s + self._after_s - time.monotonic()
+                if left_s <= 0:
+                    self._thread = self._last = None
+                    break
+            time.sleep(left_s)
+        try:
+            over, state = done.query(), "is not over"
+        except RuntimeError as error:
+            over, state = False, f"failed ({error})"
+        if not over:
+            self.late = (
+                f"{what} {state} {self._after_s:g} s after it was issued: a peer did not come, or came to another "
+                f"collective; the device ends the wait by an error (timeout_s)"
+            )
+            _log.error("%s", self.late)
+
+
 class SymmetricRings:
     """Rings of symmetric buffers, one per size. All ranks ask in the same order, so a fixed order of use agrees."""
 
@@ -146,13 +207,16 @@ class SymmetricRings:
         *,
         num_buffers: int = NUM_BUFFERS,
         memory: SymmetricMemory | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         check_number("num_buffers", num_buffers, 2, whole=True)
+        check_number("timeout_s", timeout_s, 1e-3)
         check_kind("device", device, torch.device)
         if group is None:
             raise ValueError("group: expected a process group, got None; torch.distributed.group.WORLD is the default")
         self._group, self._device, self._num = group, device, num_buffers
         self._memory = memory or _TorchSymmetricMemory()
+        self._timeout_ms, self._watch, self._num_calls = math.ceil(1e3 * timeout_s), _Watch(timeout_s), 0
         self._rings: dict[int, list[Buffer]] = {}
         self._next: dict[int, int] = {}
         self._compute = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -162,7 +226,10 @@ class SymmetricRings:
 
         Raises:
             RuntimeError: the oldest buffer of the ring is still in use; more are needed.
+            CollectiveTimeoutError: an earlier collective waited too long for a peer.
         """
+        if self._watch.late is not None:
+            raise CollectiveTimeoutError(self._watch.late)
         num_bytes = math.prod(int(n) for n in size) * dtype.itemsize
         ring = self._rings.setdefault(num_bytes, [])
         if len(ring) < self._num:
@@ -198,11 +265,19 @@ class SymmetricRings:
                     return buffer
         raise ValueError("tensor: expected one from allocate(), got another one")
 
+    def barrier(self, buffer: Buffer, channel: int) -> None:
+        """On the device, until every rank is there; too long a wait ends in a trap, so in an error of the next call."""
+        buffer.handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
+
     def mark_done(self, buffer: Buffer) -> None:
         """After the last work of this rank's stream on the buffer."""
         if self._compute is not None:
             buffer.done = torch.cuda.Event()
             buffer.done.record(torch.cuda.current_stream(self._device))
+            if not torch.cuda.is_current_stream_capturing():  # such an event can't be asked
+                what = f"{type(self).__name__} number {self._num_calls} over {buffer.data.numel()} bytes"
+                self._watch.issued(f"rank {self._group.rank()}: {what}", buffer.done)
+        self._num_calls += 1
 
 
 class ReduceScatterRings(SymmetricRings):
