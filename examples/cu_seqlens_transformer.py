@@ -1,8 +1,8 @@
 """A plain PyTorch transformer over packed sequences: `flash_attn_varlen_func` swapped for ours in one line.
 
-The model keeps its `cu_seqlens` interface (int32 [B + 1], as flash-attn wants it) and its weights. It runs on a GPU if
-there is one, in bf16 as flash-attn asks. Where flash-attn is not installed, and on a CPU, attention sequence by sequence
-stands in for it, so that the swap can be checked anywhere.
+The model keeps its `cu_seqlens` interface (int32 [B + 1], as flash-attn wants it) and its weights. It runs on a GPU
+if there is one, in bf16 as flash-attn asks. Where flash-attn is not installed, and on a CPU, attention sequence by
+sequence stands in for it, so that the swap can be checked anywhere.
 
 Letters: T rows of all sequences, D width, N heads, H head width.
 """

@@ -137,6 +137,55 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
+# The commands that run something, one after the other; a line with the exit code of each.
+REAL = """
+import json, sys, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+from gemworks.cli.app import run
+
+Path("probed.py").write_text("import torch\\n\\ndef make():\\n    return torch.nn.Linear(128, 128), [torch.randn(64, 128)]\\n")
+sys.path.insert(0, ".")
+kernels = [{"ph": "X", "cat": "kernel", "name": "n" * 200, "ts": 9.0 * i, "dur": 5.0, "args": {"stream": 7}} for i in range(9)]
+Path("trace.json").write_text(json.dumps({"traceEvents": kernels, "deviceProperties": [{"id": 0, "numSms": 132}]}))
+SETS = "data.num_samples=128 data.batch_size=32 data.max_length=8 data.prefetch=0 model.dim=32 train.max_steps=2"
+HOST = "--cluster h200 --gpus 8 --shard 8 --table-group 4 --replica-shard 2"
+for line in (
+    f"train --preset tiny --set {SETS} --run-dir first",
+    "eval first",
+    "checkpoint inspect first",
+    "checkpoint reshard first second --parts 2",
+    "probe probed:make --candidate mxfp8 --min-sqnr-db 10",
+    "trace trace.json",
+    f"plan simulate {HOST}",
+    f"plan ranks {HOST} --rank 3",
+    "plan search --gpus 64 --keep 2 --top 3",
+):
+    print("CODE", run(line.split()), *line.split()[:2], flush=True)
+"""
+
+
+@pytest.mark.parametrize("where", ["terminal", "no colour", "piped"])
+def test_commands_that_run_something(where: str, tmp_path: Path) -> None:
+    """On a terminal no line is wider than it; without colour there is none; piped text is plain."""
+    if where == "piped":
+        done = piped(program=REAL)
+        assert "\x1b" not in done.stdout + done.stderr
+        code, text = done.returncode, done.stdout
+    else:
+        code, text = in_terminal(program=REAL, **({"NO_COLOR": "1"} if where == "no colour" else {}))
+        colours = set(COLOUR.findall(text)) - PLAIN
+        assert (colours == set()) == (where == "no colour"), colours
+    assert code == 0, text[-3000:]
+    shown = CONTROL.sub("", text)
+    codes = re.findall(r"^CODE (\d+) (\w+)", shown, re.MULTILINE)
+    assert [name for _, name in codes] == "train eval checkpoint checkpoint probe trace plan plan plan".split()
+    assert {exit_code for exit_code, _ in codes} == {"0"}, shown[-3000:]
+    if where != "piped":
+        wide = [line for line in re.split(r"[\r\n]", shown) if len(line) > 80]
+        assert wide == []
+
+
 # A benchmark program of two steps, in the place of gemworks.jagged.bench.
 SUITE = """
 from gemworks.cli import app, bench
