@@ -74,7 +74,7 @@ class Transformer(nn.Module):
 
 def main() -> None:
     torch.manual_seed(0)
-    dtype, tolerance = (torch.bfloat16, 2e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
+    dtype, tolerance = (torch.bfloat16, 3e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
     model = Transformer(theirs).to(DEVICE, dtype)
     lengths = torch.tensor([5, 1, 0, 130, 64])
     cu_seqlens = nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(DEVICE)
