@@ -144,9 +144,11 @@ from pathlib import Path
 warnings.simplefilter("ignore")
 from gemworks.cli.app import run
 
-Path("probed.py").write_text("import torch\\n\\ndef make():\\n    return torch.nn.Linear(128, 128), [torch.randn(64, 128)]\\n")
+model = "torch.nn.Linear(128, 128), [torch.randn(64, 128)]"
+Path("probed.py").write_text(f"import torch\\n\\ndef make():\\n    return {model}\\n")
 sys.path.insert(0, ".")
-kernels = [{"ph": "X", "cat": "kernel", "name": "n" * 200, "ts": 9.0 * i, "dur": 5.0, "args": {"stream": 7}} for i in range(9)]
+kernel = {"ph": "X", "cat": "kernel", "name": "n" * 200, "dur": 5.0, "args": {"stream": 7}}
+kernels = [kernel | {"ts": 9.0 * i} for i in range(9)]
 Path("trace.json").write_text(json.dumps({"traceEvents": kernels, "deviceProperties": [{"id": 0, "numSms": 132}]}))
 SETS = "data.num_samples=128 data.batch_size=32 data.max_length=8 data.prefetch=0 model.dim=32 train.max_steps=2"
 HOST = "--cluster h200 --gpus 8 --shard 8 --table-group 4 --replica-shard 2"
@@ -175,13 +177,14 @@ def test_commands_that_run_something(where: str, tmp_path: Path) -> None:
         assert "\x1b" not in done.stdout + done.stderr
         code, text = done.returncode, done.stdout
     else:
-        code, text = in_terminal(program=REAL, **({"NO_COLOR": "1"} if where == "no colour" else {}))
+        code, text = in_terminal(program=REAL, NO_COLOR="1") if where == "no colour" else in_terminal(program=REAL)
         colours = set(COLOUR.findall(text)) - PLAIN
         assert (colours == set()) == (where == "no colour"), colours
     assert code == 0, text[-3000:]
     shown = CONTROL.sub("", text)
     codes = re.findall(r"^CODE (\d+) (\w+)", shown, re.MULTILINE)
-    assert [name for _, name in codes] == "train eval checkpoint checkpoint probe trace plan plan plan".split()
+    expected = ["train", "eval", "checkpoint", "checkpoint", "probe", "trace", "plan", "plan", "plan"]
+    assert [name for _, name in codes] == expected
     assert {exit_code for exit_code, _ in codes} == {"0"}, shown[-3000:]
     if where != "piped":
         # commands that print records (a name of a kernel, a layer's figures) or a sentence let the terminal fold them

@@ -42,6 +42,7 @@ def test_search_ranks_includes_the_published_plan_and_gives_every_loser_a_reason
         f"      experts {result.best.plan.text().split('; experts ')[1].split(';')[0]}",
     ]
     assert max(map(len, text.splitlines())) <= 80
+    assert published.sparse is not None
     late = dataclasses.replace(published, sparse=dataclasses.replace(published.sparse, sync_every=16))
     shown = dataclasses.replace(result, ranked=[dataclasses.replace(result.ranked[0], plan=late)]).text()
     assert "\n    tables averaged every 16 steps\n" in shown
