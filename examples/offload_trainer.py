@@ -83,13 +83,14 @@ def main() -> None:
         }
         for _ in range(6)
     ]
-    plain, offloading = make_model(), make_model()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    batches = [{name: values.to(device) for name, values in inputs.items()} for inputs in batches]
+    plain, offloading = make_model().to(device), make_model().to(device)
     Trainer(plain, gradient_accumulation_steps=2).train(batches)
-    device = None if torch.cuda.is_available() else "cpu"
     trainer = OffloadingTrainer(
         offloading,
         host_bytes=8 << 20,
-        device=device,
+        device=None if device == "cuda" else device,
         gradient_accumulation_steps=2,
         callbacks=[lambda step, loss: print(f"step {step}: loss {loss:.4f}")],
     )
@@ -98,7 +99,7 @@ def main() -> None:
     print(f"{stats}")
     for name, weight in plain.state_dict().items():
         assert torch.equal(weight, offloading.state_dict()[name]), name
-    print("the same bits as without offloading")
+    print(f"on {device}: the same bits as without offloading")
 
 
 if __name__ == "__main__":

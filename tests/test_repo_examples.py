@@ -39,6 +39,14 @@ def test_slow_example(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "an example leaves nothing behind"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", QUICK)
+def test_example_on_a_gpu(name: str, tmp_path: Path) -> None:
+    """These two move their model to a GPU that is there, and say so."""
+    assert "on cuda" in run_example(name, tmp_path)
+    assert list(tmp_path.iterdir()) == [], "an example leaves nothing behind"
+
+
 def test_the_table_names_every_example() -> None:
     text = (ROOT / "examples/README.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\| \[(\w+\.py)\]", text, re.MULTILINE)) == PROGRAMS

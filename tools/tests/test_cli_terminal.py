@@ -18,7 +18,7 @@ pytestmark = pytest.mark.reference
 
 PROGRAM = "from gemworks.cli.app import main; main()"
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-PLAIN = {"\x1b[0m", "\x1b[1m", "\x1b[2m", "\x1b[3m", "\x1b[1;2m"}  # bold, faint and italic are no colours
+PLAIN = {"\x1b[0m", "\x1b[1m", "\x1b[2m", "\x1b[3m", "\x1b[1;2m", "\x1b[2;3m"}  # bold, faint and italic are no colours
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -135,6 +135,63 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     done = subprocess.run(["bash", "-c", command], env=environment(), capture_output=True, text=True, check=False)
     assert done.stdout == "{\n"
     assert "Traceback" not in done.stderr
+
+
+# The commands that run something, one after the other; a line with the exit code of each.
+REAL = """
+import json, sys, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+from gemworks.cli.app import run
+
+model = "torch.nn.Linear(128, 128), [torch.randn(64, 128)]"
+Path("probed.py").write_text(f"import torch\\n\\ndef make():\\n    return {model}\\n")
+sys.path.insert(0, ".")
+kernel = {"ph": "X", "cat": "kernel", "name": "n" * 200, "dur": 5.0, "args": {"stream": 7}}
+kernels = [kernel | {"ts": 9.0 * i} for i in range(9)]
+Path("trace.json").write_text(json.dumps({"traceEvents": kernels, "deviceProperties": [{"id": 0, "numSms": 132}]}))
+SETS = "data.num_samples=128 data.batch_size=32 data.max_length=8 data.prefetch=0 model.dim=32 train.max_steps=2"
+HOST = "--cluster h200 --gpus 8 --shard 8 --table-group 4 --replica-shard 2"
+for line in (
+    f"train --preset tiny --set {SETS} --run-dir first",
+    "eval first",
+    "checkpoint inspect first",
+    "checkpoint reshard first second --parts 2",
+    "probe probed:make --candidate mxfp8 --min-sqnr-db 10",
+    "trace trace.json",
+    "plan simulate --gpus 64 --shard 64",
+    f"plan ranks {HOST} --rank 3",
+    "plan search --gpus 64 --keep 2 --top 3",
+):
+    print("CODE", run(line.split()), *line.split()[:2], flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "where", ["terminal", *(pytest.param(w, marks=pytest.mark.slow) for w in ("no colour", "piped"))]
+)
+def test_commands_that_run_something(where: str, tmp_path: Path) -> None:
+    """Tables of train, eval and plan are no wider than the terminal; NO_COLOR means none; piped text is plain."""
+    if where == "piped":
+        done = piped(program=REAL)
+        assert "\x1b" not in done.stdout + done.stderr
+        code, text = done.returncode, done.stdout
+    else:
+        code, text = in_terminal(program=REAL, NO_COLOR="1") if where == "no colour" else in_terminal(program=REAL)
+        colours = set(COLOUR.findall(text)) - PLAIN
+        assert (colours == set()) == (where == "no colour"), colours
+    assert code == 0, text[-3000:]
+    shown = CONTROL.sub("", text)
+    codes = re.findall(r"^CODE (\d+) (\w+)", shown, re.MULTILINE)
+    expected = ["train", "eval", "checkpoint", "checkpoint", "probe", "trace", "plan", "plan", "plan"]
+    assert [name for _, name in codes] == expected
+    assert {exit_code for exit_code, _ in codes} == {"0"}, shown[-3000:]
+    if where != "piped":
+        # commands that print records (a name of a kernel, a layer's figures) or a sentence let the terminal fold them
+        folded = r"(?:^|(?<=\n))CODE 0 eval.*?CODE 0 trace \S+\n"
+        tables = re.sub(folded, "", shown, flags=re.DOTALL)
+        wide = [line for line in re.split(r"[\r\n]", tables) if len(line) > 80]
+        assert wide == []
 
 
 # A benchmark program of two steps, in the place of gemworks.jagged.bench.

@@ -35,7 +35,18 @@ def test_search_ranks_includes_the_published_plan_and_gives_every_loser_a_reason
         "if cross-zone were 2x slower",
     ]
     json.loads(result.to_json())
-    assert published.text() in result.text(top=10**6)
+    text = result.text(top=10**6)
+    assert "256 x 16     2 x 16 x 128      8 x 256 x 2" in text, "the published plan has its line"
+    assert text.splitlines()[1:3] == [
+        f"best  dense shard {result.best.plan.dense.shard} x replica {result.best.plan.dense.replica}",
+        f"      experts {result.best.plan.text().split('; experts ')[1].split(';')[0]}",
+    ]
+    assert max(map(len, text.splitlines())) <= 80
+    assert published.sparse is not None
+    late = dataclasses.replace(published, sparse=dataclasses.replace(published.sparse, sync_every=16))
+    shown = dataclasses.replace(result, ranked=[dataclasses.replace(result.ranked[0], plan=late)]).text()
+    assert "\n    tables averaged every 16 steps\n" in shown
+    assert " ".join(result.best.validation.split()) in " ".join(text.split()), "folded, not cut"
 
 
 def test_the_reason_names_the_items_that_cost_most_and_a_slower_tier_costs_time() -> None:

@@ -190,9 +190,13 @@ def architecture_of(device: torch.device | str) -> str:
     """ "cpu", or "sm_90" and the like for a CUDA device (asks the driver once, reads no device memory)."""
     if not isinstance(device, torch.device):
         try:
-            device = torch.device(device)
+            found = torch.device(device)
         except (RuntimeError, TypeError):
-            raise ValueError(f"device: got {device!r}, expected one that torch has here, e.g. 'cpu'") from None
+            found = None
+        # torch built for CUDA makes a CUDA device where there is none
+        if found is None or (found.type == "cuda" and not torch.cuda.is_available()):
+            raise ValueError(f"device: got {device!r}, expected one that torch has here, e.g. 'cpu'")
+        device = found
     return device.type if device.type != "cuda" else _gpu_of(device).architecture
 
 

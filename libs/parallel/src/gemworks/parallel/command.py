@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from gemworks.parallel import presets
+from gemworks.parallel._lines import folded
 from gemworks.parallel.cluster import ClusterSpec
 from gemworks.parallel.describe import describe
 from gemworks.parallel.picture import draw_plan
@@ -107,8 +108,9 @@ def answer(question: Question, request: Request) -> Answer:
         return Answer(text=step.text(), json=step.to_json())
     _write(request, plan, cluster, model, None)
     placement = place(plan, cluster, model_traffic(plan, model))
+    said = "\n".join([placement.text(), *folded(config.validation)])
     if question == "place":
-        return Answer(text=f"{placement.text()}\n{config.validation}", json=_placement_json(placement, config))
+        return Answer(text=said, json=_placement_json(placement, config))
     holdings = describe(
         placement.layout,
         cluster,
@@ -116,7 +118,7 @@ def answer(question: Question, request: Request) -> Answer:
         tables=model.tables if plan.sparse is not None else (),
         ranks=request.ranks,
     )
-    return Answer(text=f"{placement.text()}\n{config.validation}\n\n{holdings.text()}", json=holdings.to_json())
+    return Answer(text=f"{said}\n\n{holdings.text()}", json=holdings.to_json())
 
 
 def _table_group(question: Question, request: Request, cluster: ClusterSpec, model: ModelProfile) -> int | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemworks.parallel._check import kind
+from gemworks.parallel._lines import plan_lines
 from gemworks.parallel.cluster import ClusterSpec
 from gemworks.parallel.layout import Layout
 from gemworks.parallel.tables import TableShards, TableSpec, shard_tables
@@ -29,7 +30,7 @@ class Description:
 
     def text(self) -> str:
         """The same for people; stable, so that two runs can be compared with diff."""
-        lines = [f"plan     {self.plan}", f"cluster  {self.cluster}", ""]
+        lines = [*plan_lines(self.plan, "plan     "), f"cluster  {self.cluster}", ""]
         lines.append(f"{'axis':22} {'size':>6} {'groups':>7}  tier")
         lines += [f"{a['axis']:22} {a['size']:>6} {a['num_groups']:>7}  {a['tier'] or '-'}" for a in self.axes]
         for r in self.ranks:
@@ -50,8 +51,7 @@ class Description:
                 )
             for t in r.get("stored", []):
                 lines.append(
-                    f"          stores  buffer dim {t['dim']} rows {t['first']}..{t['last']} of {t['rows']} between "
-                    "steps"
+                    f"          stores  dim {t['dim']} rows {t['first']}..{t['last']} of {t['rows']} between steps"
                 )
         return "\n".join(lines)
 

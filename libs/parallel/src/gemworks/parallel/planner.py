@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemworks.parallel._check import kind, whole
+from gemworks.parallel._lines import folded, plan_lines
 from gemworks.parallel.cluster import ClusterSpec, Tier
 from gemworks.parallel.memory import GIB, infeasible_report
 from gemworks.parallel.placement import Split
@@ -54,19 +55,26 @@ class SearchResult:
     seconds: float
 
     def text(self, top: int = 10) -> str:
-        """The first `top` plans, the reasons of the losers, and the sensitivity."""
-        lines = [f"{len(self.ranked)} plans fit, {len(self.infeasible)} do not; {self.seconds:.1f} s", ""]
-        lines.append(f"{'':>3} {'step ms':>9} {'MFU':>6} {'GiB':>6}  plan")
+        """The first `top` plans, the reasons of the losers, and the sensitivity; at most 80 columns wide.
+
+        A plan is the sizes of its views' axes, in the order of the heading; the best is also written out.
+        """
+        lines = [f"{len(self.ranked)} plans fit, {len(self.infeasible)} do not; {self.seconds:.1f} s"]
+        lines += [*plan_lines(self.best.plan.text(), "best  "), "", *_heading(self.best.plan)]
         for i, c in enumerate(self.ranked[:top]):
             s = c.simulation
             assert s is not None
-            lines.append(
-                f"{i + 1:>3} {s.step_us / 1e3:>9.2f} {s.mfu:>6.1%} {s.memory.total / GIB:>6.1f}  {c.plan.text()}"
-            )
-            if c.reason:
-                lines.append(f"{'':>28}{c.reason}")
-        lines += [f"  - {c.plan.text()}: {c.reason.splitlines()[0]}" for c in self.infeasible[:3]]
-        return "\n".join([*lines, "", *self.sensitivity, self.best.validation])
+            figures = f"{i + 1:>3} {s.step_us / 1e3:>9.2f} {s.mfu:>6.1%} {s.memory.total / GIB:>6.1f}"
+            lines.append(f"{figures}  {_sizes(c.plan)}")
+            lines += [f"    {late}"] if (late := _averaged(c.plan)) else []
+            lines += folded(c.reason, " " * 6, " " * 4) if c.reason else []
+        for c in self.infeasible[:3]:
+            late = f" ({late})" if (late := _averaged(c.plan)) else ""
+            lines += folded(f"{_sizes(c.plan)}{late}: {c.reason.splitlines()[0]}", " " * 6, "  - ")
+        lines.append("")
+        for sentence in (*self.sensitivity, self.best.validation):
+            lines += folded(sentence)
+        return "\n".join(lines)
 
     def to_json(self, top: int = 50) -> str:
         """The same for machines."""
@@ -194,6 +202,35 @@ def why_slower(loser: Simulation, best: Simulation) -> str:
         return "as fast as the best"
     causes = ", ".join(f"{k} +{delta[k] / 1e3:.2f} ms" for k in worse)
     return f"{slower / 1e3:.2f} ms slower: {causes}"
+
+
+_VIEW_WIDTHS: Mapping[View, int] = {"dense": 11, "experts": 16, "sparse": 0}  # of 131,072 GPUs, the last one is free
+
+
+def _heading(plan: ParallelPlan) -> list[str]:
+    """Three lines: each view's axes under its name, in the order of `_sizes`."""
+    axes = {view: list(reversed(plan.sizes(view))) for view in plan.views()}
+    cells = {view: [f"{view} {names[0]}", *(f"x {name}" for name in names[1:])] for view, names in axes.items()}
+    lines = []
+    for row in range(max(map(len, cells.values()))):
+        figures = f"{'':>3} {'step ms':>9} {'MFU':>6} {'GiB':>6}" if row == 0 else " " * 27
+        words = [(cells[view][row] if row < len(cells[view]) else "").ljust(_VIEW_WIDTHS[view]) for view in cells]
+        lines.append(f"{figures}  {'  '.join(words)}".rstrip())
+    return lines
+
+
+def _sizes(plan: ParallelPlan) -> str:
+    """The sizes alone, a column per view: "16 x 256      2 x 16 x 128      2 x 2048 x 1"."""
+    cells = [
+        " x ".join(map(str, reversed(plan.sizes(view).values()))).ljust(_VIEW_WIDTHS[view]) for view in plan.views()
+    ]
+    return "  ".join(cells).rstrip()
+
+
+def _averaged(plan: ParallelPlan) -> str:
+    """What sizes do not say of a plan."""
+    late = plan.sparse is not None and plan.sparse.sync_every > 1
+    return f"tables averaged every {plan.sparse.sync_every} steps" if late and plan.sparse is not None else ""
 
 
 class _Search:

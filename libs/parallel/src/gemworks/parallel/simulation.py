@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemworks.parallel._check import kind, one_of
+from gemworks.parallel._lines import folded, plan_lines
 from gemworks.parallel.cluster import ClusterSpec, Tier
 from gemworks.parallel.costs import GroupShape
 from gemworks.parallel.lengths import expected_imbalance
@@ -76,9 +77,9 @@ class Simulation:
         return self.local_mfu * self.scaling_ratio
 
     def text(self) -> str:
-        """For people; stable."""
+        """For people; stable, and at most 80 columns wide."""
         lines = [
-            f"plan     {self.plan.text()}",
+            *plan_lines(self.plan.text(), "plan     "),
             f"model    {self.model}",
             f"cluster  {self.cluster}",
             f"step     {self.step_us / 1e3:.2f} ms",
@@ -93,7 +94,8 @@ class Simulation:
         for label, (calls, us, tier) in self.collectives.items():
             lines.append(f"{label:44} {calls:>5} {us / 1e3:>9.3f}  {tier or '-'}")
         sent = ", ".join(f"{t} {b / 1e9:.2f} GB" for t, b in self.bytes_by_tier.items())
-        return "\n".join([*lines, "", f"sent per rank: {sent or '-'}", "memory", self.memory.text(), self.validation])
+        lines += ["", f"sent per rank: {sent or '-'}", "memory", self.memory.text(), *folded(self.validation)]
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, without the timeline."""

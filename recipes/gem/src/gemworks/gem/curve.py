@@ -71,7 +71,16 @@ def draw(path: Path, rows: list[dict[str, Any]], summary: dict[str, Any]) -> Non
         f"GEM {summary.get('preset', '')} on {summary.get('source', '')}", loc="left", color=INK, weight="bold"
     )
     if train or valid:
-        left.legend(frameon=False, loc="lower left", fontsize=9, labelcolor=INK)
+        # beside the title: inside, it lay over the baselines of short runs
+        left.legend(
+            frameon=False,
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            borderaxespad=0,
+            ncols=2,
+            fontsize=9,
+            labelcolor=INK,
+        )
     if has_test:
         _test_panel(figure.add_subplot(grid[1]), summary)
     figure.savefig(path)
