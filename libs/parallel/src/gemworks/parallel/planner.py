@@ -209,7 +209,7 @@ _VIEW_WIDTHS: Mapping[View, int] = {"dense": 11, "experts": 16, "sparse": 0}  # 
 
 def _heading(plan: ParallelPlan) -> list[str]:
     """Three lines: each view's axes under its name, in the order of `_sizes`."""
-    axes = {view: list(reversed(plan.sizes(view))) for view in plan.views()}
+    axes: dict[View, list[str]] = {view: list(reversed(plan.sizes(view))) for view in plan.views()}
     cells = {view: [f"{view} {names[0]}", *(f"x {name}" for name in names[1:])] for view, names in axes.items()}
     lines = []
     for row in range(max(map(len, cells.values()))):
