@@ -210,7 +210,9 @@ _VIEW_WIDTHS: Mapping[View, int] = {"dense": 11, "experts": 16, "sparse": 0}  # 
 def _heading(plan: ParallelPlan) -> list[str]:
     """Three lines: each view's axes under its name, in the order of `_sizes`."""
     axes: dict[View, list[str]] = {view: list(reversed(plan.sizes(view))) for view in plan.views()}
-    cells = {view: [f"{view} {names[0]}", *(f"x {name}" for name in names[1:])] for view, names in axes.items()}
+    cells: dict[View, list[str]] = {
+        view: [f"{view} {names[0]}", *(f"x {name}" for name in names[1:])] for view, names in axes.items()
+    }
     lines = []
     for row in range(max(map(len, cells.values()))):
         figures = f"{'':>3} {'step ms':>9} {'MFU':>6} {'GiB':>6}" if row == 0 else " " * 27
