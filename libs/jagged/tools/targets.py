@@ -78,7 +78,15 @@ TARGETS = (
     ),
     *(
         Target(f"{op}", f"{rows}x{width}", copy_share=(0.85, 0.85), law="")
-        for width, rows in ((128, 1 << 20), (512, 1 << 18), (1024, 1 << 18), (2048, 1 << 18), (8192, 1 << 17))
+        for width, rows in (
+            (128, 1 << 20),
+            (512, 1 << 18),
+            (1000, 1 << 18),
+            (1024, 1 << 18),
+            (2048, 1 << 18),
+            (3000, 1 << 18),
+            (8192, 1 << 17),
+        )
         for op in ("rms_norm residual", "layer_norm affine residual")
     ),
 )

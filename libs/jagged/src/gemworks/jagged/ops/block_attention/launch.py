@@ -50,13 +50,15 @@ def block_config(
 
 @cache
 def gluon_config(block: int, direction: Literal["forward", "backward"]) -> BlockConfig:
-    """Three programs of 64 rows on an SM, four in a forward: 168 and 128 registers a thread.
+    """Three programs of 64 rows on an SM, four in a forward: 168 and 128 registers a thread. Of 128 rows two in a forward.
+
+    A backward of 128 rows has shared memory for one program, whatever its registers.
 
     >>> gluon_config(64, "backward")
     BlockConfig(num_warps=4, max_registers=168, gluon=True)
     """
     if block == 128:
-        return BlockConfig(8, None, gluon=True)
+        return BlockConfig(8, 128 if direction == "forward" else None, gluon=True)
     return BlockConfig(4, 128 if direction == "forward" else 168, gluon=True)
 
 
