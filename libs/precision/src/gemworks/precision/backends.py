@@ -172,14 +172,8 @@ def _te_rule(op: str, kind: GemmKind, shape: Shape, device: DeviceSpec) -> str |
 
 
 def _te_kernel(op: str, kind: GemmKind, device: DeviceSpec) -> str:
-    if kind is GemmKind.MXFP8 or device.capability != 90:
-        seen = "not run on our machines"
-    else:
-        seen = (
-            "the same bits as ours on an H200"
-            if kind is GemmKind.FP8_BLOCK128
-            else "the benchmark compares it with ours"
-        )
+    run = kind is not GemmKind.MXFP8 and device.capability == 90
+    seen = "the same bits as ours on an H200" if run else "not run on our machines"
     return f"Transformer Engine's Linear, {te_backend.RECIPES[kind]} (its own casts; {seen})"
 
 
