@@ -50,9 +50,9 @@ def block_config(
 
 @cache
 def gluon_config(block: int, direction: Literal["forward", "backward"]) -> BlockConfig:
-    """Three programs of 64 rows on an SM, four in a forward: 168 and 128 registers a thread. Of 128 rows two in a forward.
+    """Three programs of 64 rows on an SM, four in a forward: 168 and 128 registers a thread.
 
-    A backward of 128 rows has shared memory for one program, whatever its registers.
+    Of 128 rows two in a forward; a backward has shared memory for one, whatever its registers.
 
     >>> gluon_config(64, "backward")
     BlockConfig(num_warps=4, max_registers=168, gluon=True)
