@@ -49,13 +49,23 @@ def test_training_is_counted_without_starts_and_kills():
 def test_the_page_tells_the_long_run():
     text = long_run(ROWS)
     assert "`base` on one NVIDIA H200, commit abc1234" in text
-    assert "2 pieces, 1.2 minutes of training in 2.8 minutes; 1 kill, gone" in text
+    assert "2 pieces, 1.2 minutes of training (20 were the aim) in 2.8 minutes; 1 kill, gone" in text
     assert "(50 steps): 30, 20, 20 s" in text
     assert "step 50 to 350: NE 0.8000 (first 7 lines)" in text
     assert "median 100, 10 % 100, 90 % 110; median from start to start 105, 100, 100." in text
-    assert "memory in use: 500 to 510 MiB" in text
+    assert "memory in use: 500 to 510 MiB; at the end of each start 500, 510, 500." in text
+    assert "cut off" not in text
     assert text.count("another GPU was measured beside it") == 1
     assert "there is no `long_run_h200.csv`" in long_run(ROWS[:2])
+
+
+def test_a_piece_without_an_end_was_cut_off():
+    assert "Piece 2 was cut off from outside" in long_run(ROWS[:-1])
+
+
+def test_memory_read_after_the_trainer_had_gone_is_none():
+    gone = line(2, 65.0, 400, mib=0.0)
+    assert "memory in use: 500 to 510 MiB; at the end of each start 500, 510, 500." in long_run([*ROWS[:-1], gone])
 
 
 def test_curves_need_a_line_after_a_start(tmp_path: Path):

@@ -12,6 +12,7 @@ from gemworks.gem.ladder.tables import Row
 STARTS = ("started", "started again")
 PICTURE = "long_run_h200.png"
 AVERAGED = 10  # lines of the log that make the NE at the start and at the end
+AIM_MINUTES = 20  # of training
 
 
 @dataclass
@@ -50,6 +51,17 @@ def second(row: Row) -> float:
     return float(row["second"])
 
 
+def has_memory(line: Row) -> bool:
+    """Whether the trainer was still there when the memory beside its line was read."""
+    return bool(line["memory_mib"]) and float(line["memory_mib"]) > 0
+
+
+def last_memory(span: Span) -> str:
+    """MiB of its last line that has any; `?` without one."""
+    known = [line["memory_mib"] for line in span.lines if has_memory(line)]
+    return f"{float(known[-1]):.0f}" if known else "?"
+
+
 def spans(rows: Sequence[Row]) -> list[Span]:
     """The lives of the trainer, in order."""
     found: list[Span] = []
@@ -84,7 +96,7 @@ def long_run(rows: Sequence[Row]) -> str:
         f"{where}{', commit ' + ' '.join(sorted(told['commit'])) if told['commit'] else ''}, by "
         "`recipes/gem/benchmarks/long_run.py`; pieces are processes of their own, each of which goes on from the files "
         "that the one before it cut.\n",
-        f"- {len(walls)} pieces, {trained_seconds(rows) / 60:.1f} minutes of training in "
+        f"- {len(walls)} pieces, {trained_seconds(rows) / 60:.1f} minutes of training ({AIM_MINUTES} were the aim) in "
         f"{sum(walls.values()) / 60:.1f} minutes; {kills} kill{'s' if kills != 1 else ''}, gone on with after "
         f"it. Until a start's first line ({lines[0]['step']} steps): {starts} s.",
         f"- step {lines[0]['step']} to {lines[-1]['step']}: NE {_mean(first, 'ne'):.4f} (first {len(first)} lines) to "
@@ -99,8 +111,17 @@ def long_run(rows: Sequence[Row]) -> str:
             + ", ".join(f"{median(float(line['samples_per_s']) for line in s.steady):.0f}" for s in lives if s.steady)
             + "."
         )
-    if memory := [float(line["memory_mib"]) for line in steady or lines if line["memory_mib"]]:
-        text.append(f"- memory in use: {min(memory):.0f} to {max(memory):.0f} MiB.")
+    if memory := [float(line["memory_mib"]) for line in steady or lines if has_memory(line)]:
+        text.append(
+            f"- memory in use: {min(memory):.0f} to {max(memory):.0f} MiB; at the end of each start "
+            + ", ".join(last_memory(span) for span in lives)
+            + "."
+        )
+    text += [
+        f"- Piece {piece} was cut off from outside: it has no end, and no files to go on from."
+        for piece in walls
+        if not any(row["piece"] == piece and row["event"].startswith("ended") for row in rows)
+    ]
     text += [f"- {note}." for note in sorted(told["note"])]
     return "\n".join(text) + "\n"
 
@@ -132,7 +153,7 @@ def curves(path: Path, rows: Sequence[Row]) -> bool:
     figure, panels = plt.subplots(3, 1, figsize=(9, 7), sharex=True, layout="constrained")
     for axes, key, label in zip(panels, ("ne", "samples_per_s", "memory_mib"), ("NE", "samples/s", "MiB"), strict=True):
         for span in lives:
-            known = [line for line in span.steady if line[key]]
+            known = [line for line in span.steady if (has_memory(line) if key == "memory_mib" else line[key])]
             minutes = [(before[span.piece] + second(line)) / 60 for line in known]
             axes.plot(minutes, [float(line[key]) for line in known], color="#2b6cb0", linewidth=1)
         for row in rows:
