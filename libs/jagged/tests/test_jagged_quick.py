@@ -190,6 +190,7 @@ def test_torch_is_asked_once_about_a_device(monkeypatch: pytest.MonkeyPatch) -> 
         asked.append(index)
         return SimpleNamespace(major=9, minor=index % 2, multi_processor_count=100 + index)
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     dispatch._gpu.cache_clear()
