@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from gemworks.netmem.codec import BUILTIN, get_codec
 from gemworks.netmem.collectives import QuantizedCollective, split_rows
@@ -27,8 +29,11 @@ def check_everything(rank: int, world: int) -> None:
     check_cases(rank, world, ALL_CASES if world == 3 else FEW_CASES, "cpu")
 
 
-def check_everything_on_gpus(rank: int, world: int) -> None:
-    check_cases(rank, world, ALL_CASES, f"cuda:{rank}")
+def check_codec_on_gpus(rank: int, world: int, codec: str) -> None:
+    for case in [case for case in ALL_CASES if case[0] == codec]:
+        start = time.monotonic()
+        check_cases(rank, world, [case], f"cuda:{rank}")
+        print(f"rank {rank}: {case}, {len(SHAPES)} shapes, {time.monotonic() - start:.1f} s", flush=True)
 
 
 def check_cases(rank: int, world: int, cases: list[tuple[str, torch.dtype]], device: str) -> None:

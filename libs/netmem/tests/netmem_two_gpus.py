@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from gemworks.netmem import CollectiveTimeoutError, copy_engine_all_gather
 from gemworks.netmem.copy_engine import CopyEngineAllGather
+from gemworks.netmem.symmetric import NUM_BUFFERS
 from torch import nn
 
 
@@ -64,7 +65,7 @@ def check_many_steps(rank: int, world: int, num_steps: int = 200, num_models: in
 
 
 def check_a_missing_peer(rank: int, world: int) -> None:
-    """Rank 1 stays away from the second gather: rank 0's ends within the time-out, and is named."""
+    """Rank 1 stays away, first from a rendezvous, then from a barrier: rank 0's waits end in time, and are named."""
     device, group = torch.device("cuda", rank), _world()
     comm = CopyEngineAllGather(group, device, timeout_s=3.0)
 
@@ -77,17 +78,24 @@ def check_a_missing_peer(rank: int, world: int) -> None:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("gemworks.netmem").addHandler(handler)
-    gather()
+    for _ in range(NUM_BUFFERS):  # a ring that isn't full yet asks for a rendezvous, on the host, before any barrier
+        gather()
     torch.cuda.synchronize()
+    print(f"rank {rank}: {NUM_BUFFERS} gathers together", flush=True)
     if rank == 0:
+        start = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match="rendezvous for 16384 bytes begins: 1 of 2 ranks came"):
+            comm.allocate((4096,), dtype=torch.float32, device=device)
+        assert 2.0 < time.monotonic() - start < 5.0
+        print("refused: a rendezvous that a peer stays away from", flush=True)
         start = time.monotonic()
         gather()
         with pytest.raises(RuntimeError, match=r"CUDA|failure|error"):
             torch.cuda.synchronize()
         assert 2.0 < time.monotonic() - start < 15.0
-        assert any("rank 0: CopyEngineAllGather number 1" in text for text in records), records
+        assert any(f"rank 0: CopyEngineAllGather number {NUM_BUFFERS}" in text for text in records), records
         with pytest.raises(CollectiveTimeoutError, match="a peer did not come"):
             comm.allocate((2048,), dtype=torch.float32, device=device)
         print("named:", records, flush=True)
     else:
-        time.sleep(8.0)  # the peer's memory stays until the wait is over
+        time.sleep(14.0)  # the peer's memory stays until the wait is over

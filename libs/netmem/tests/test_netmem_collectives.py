@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from gemworks.netmem.codec import BUILTIN
 from gemworks.netmem.collectives import QuantizedCollective, split_rows
 from gemworks.netmem.errors import CodecError, CollectiveMismatchError
-from netmem_quantized import check_everything, check_everything_on_gpus, tensor
+from netmem_quantized import check_codec_on_gpus, check_everything, tensor
 from netmem_ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -25,8 +27,10 @@ def test_o7_any_size_equals_one_process(world, tmp_path):
 @pytest.mark.skipif(
     torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="needs two CUDA devices, NCCL"
 )
-def test_o7_any_size_equals_one_process_on_two_gpus(tmp_path):
-    run_ranks(2, check_everything_on_gpus, str(tmp_path / "rendezvous"), backend="nccl")
+@pytest.mark.parametrize("codec", sorted(BUILTIN))  # a test each: most of the time goes into compiling kernels
+def test_o7_any_size_equals_one_process_on_two_gpus(codec, tmp_path):
+    work = functools.partial(check_codec_on_gpus, codec=codec)
+    run_ranks(2, work, str(tmp_path / "rendezvous"), backend="nccl", limit_s=60)
 
 
 def refused(call: Callable[[], Any], *named: str) -> None:

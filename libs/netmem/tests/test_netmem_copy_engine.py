@@ -24,7 +24,7 @@ from gemworks.netmem.copy_engine import (
     verify_copy_engines,
 )
 from gemworks.netmem.errors import CollectiveTimeoutError
-from gemworks.netmem.symmetric import _Watch, wait_for_all
+from gemworks.netmem.symmetric import _TorchSymmetricMemory, _Watch, wait_for_all
 from netmem_ranks import run_ranks as run_processes
 from netmem_simulated_memory import CPU, Rank, Shared, run_ranks
 from torch import nn
@@ -231,8 +231,42 @@ def test_nobody_goes_on_before_all_have_come():
     for thread in ranks:
         thread.join()
     assert order == ["came"] * 3 + ["went"] * 3
-    with pytest.raises(RuntimeError, match="second: 1 of 2 ranks came"):
+    with pytest.raises(CollectiveTimeoutError, match="second: 1 of 2 ranks came"):
         wait_for_all(store, "second", 2, timeout_s=0.02)
+
+
+class PairAlone:
+    """A group of two ranks of which one is here."""
+
+    group_name = "pair alone"
+
+    def __init__(self) -> None:
+        self._store = HashStore()
+
+    def get_group_store(self) -> HashStore:
+        return self._store
+
+    def size(self) -> int:
+        return 2
+
+
+def test_a_rendezvous_that_a_peer_stays_away_from_is_named_in_time():
+    memory: Any = _TorchSymmetricMemory(timeout_s=0.05)
+    with pytest.raises(
+        CollectiveTimeoutError, match=r"rendezvous for 24 bytes begins: 1 of 2 ranks came within 0\.05 s"
+    ):
+        memory.rendezvous(torch.empty(24, dtype=torch.uint8), PairAlone())
+
+
+def _stay(rank: int, world: int) -> None:
+    time.sleep(30.0 * rank)
+
+
+def test_a_rank_that_does_not_end_fails_its_test_in_time(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match=r"ranks \[1\] did not end within 5 s"):
+        run_processes(2, _stay, str(tmp_path / "rendezvous"), limit_s=5.0)
+    assert time.monotonic() - start < 20.0
 
 
 class Point:

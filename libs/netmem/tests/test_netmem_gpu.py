@@ -14,9 +14,12 @@ from gemworks.netmem.bench.stack import StackSize, make_stack
 from gemworks.netmem.budget import Option, Region, StepProfile, evaluate
 from gemworks.netmem.codec import explain_codec, get_codec, kernel_layout
 from gemworks.netmem.collectives import QuantizedCollective
+from gemworks.netmem.ledger import BandwidthLedger, Link
+from gemworks.netmem.meters import allocator_slack
 from gemworks.netmem.movers import CudaMover
 from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.policy import apply_policy
+from gemworks.netmem.profiler import profile
 from gemworks.netmem.stash import StateStash
 
 pytestmark = [
@@ -254,6 +257,32 @@ def test_stash_frees_device_memory():
     assert before - torch.cuda.memory_allocated(device) >= 64 << 20
     stash.restore("table")
     assert torch.equal(table, torch.arange(16 << 20, device=device, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("batch_size", [8, 24])
+def test_o6_the_allocator_stays_within_the_plan(batch_size):
+    """Uniform choices, whose plans have no bytes to spare, in another order and on blocks that other work left."""
+    device = torch.device("cuda", 0)
+    model, batch = make_stack(StackSize(batch=batch_size, length=384, width=128, heads=2, keys=32, depth=3), device)
+    gradients(model, batch)
+    engine = OffloadEngine(PinnedArena(16 << 20), device=device)
+    ledger = BandwidthLedger([Link("host.up", 5e10), Link("host.down", 5e10)], hbm_bytes_per_s=4e12)
+    choices = ["keep", "recompute", "quantise"]
+    step = profile(model, batch, model.regions, ledger=ledger, engine=engine, choices=choices, repeats=1, base_bytes=0)
+    assert step.base_bytes >= allocator_slack(device) == 2 << 20
+    for seed, choice in enumerate([*reversed(choices), *choices]):
+        generator = random.Random(seed)
+        sizes = [generator.randrange(1 << 20, 40 << 20) for _ in range(20)]
+        others = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        del others[::2]
+        plan = evaluate(step, [choice] * len(step.regions))
+        with apply_policy(model, plan, engine=engine):
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            model(batch).backward()
+            peak = torch.cuda.max_memory_allocated(device) - before
+        assert peak <= plan.peak_bytes, (choice, peak, plan.peak_bytes)
+        del others
 
 
 def test_codes_made_by_the_compiler_take_less_memory_and_keep_the_gradients():

@@ -28,7 +28,9 @@ def test_many_fsdp2_steps_of_several_models_do_not_hang(tmp_path):
 
 # NCCL aborts a process whose device is lost, so ranks are processes that print before they end
 _RANK = """
-import os, sys, torch, torch.distributed as dist
+import faulthandler, os, sys
+faulthandler.dump_traceback_later(45, exit=True)  # says where a rank waits
+import torch, torch.distributed as dist
 from netmem_two_gpus import check_a_missing_peer
 rank = int(sys.argv[1])
 torch.cuda.set_device(rank)
@@ -52,10 +54,12 @@ def test_a_peer_that_stays_away_is_named_and_nothing_hangs(tmp_path):
         for rank in range(2)
     ]
     try:
-        texts = [p.communicate(timeout=90)[0] for p in ranks]
+        texts = [p.communicate(timeout=60)[0] for p in ranks]
     finally:
         for p in ranks:
             p.kill()
+        for p in ranks:
+            p.wait(10)
     for rank, text in enumerate(texts):
         assert f"rank {rank} done" in text, text
     assert "named:" in texts[0]

@@ -46,4 +46,4 @@ class CollectiveMismatchError(NetmemError, ValueError):
 
 
 class CollectiveTimeoutError(NetmemError, RuntimeError):
-    """A collective over symmetric memory waited too long for a peer; the device's work is lost."""
+    """A collective over symmetric memory waited too long for a peer; work that waits on the device is lost."""

@@ -51,12 +51,12 @@ def wait_for_all(store: Store, key: str, num_ranks: int, timeout_s: float = 300.
     """On the host, until every rank has come here with this key.
 
     Raises:
-        RuntimeError: not all came in time.
+        CollectiveTimeoutError: not all came in time.
     """
     here, end = store.add(key, 1), time.monotonic() + timeout_s
     while here < num_ranks:
         if time.monotonic() > end:
-            raise RuntimeError(f"{key}: {here} of {num_ranks} ranks came within {timeout_s} s")
+            raise CollectiveTimeoutError(f"{key}: {here} of {num_ranks} ranks came within {timeout_s:g} s")
         time.sleep(1e-3)
         here = store.add(key, 0)
 
@@ -64,6 +64,9 @@ def wait_for_all(store: Store, key: str, num_ranks: int, timeout_s: float = 300.
 class _TorchSymmetricMemory:
     # Rendezvous so far by name of the group, whoever asked for them: all its ranks count alike.
     _count: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
 
     def empty(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         from torch._C._distributed_c10d import _SymmetricMemory
@@ -80,12 +83,15 @@ class _TorchSymmetricMemory:
     def rendezvous(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> SymmetricHandle:
         import torch.distributed._symmetric_memory as symm_mem
 
+        self._count[group.group_name] += 1
+        key = f"gemworks.netmem.symmetric/{self._count[group.group_name]}"
+        store, what = group.get_group_store(), f"rendezvous for {buffer.numel()} bytes"
+        # Torch's own waits as long as the store does, minutes, and names nothing: only who knows that all come goes in.
+        wait_for_all(store, f"{key}: {what} begins", group.size(), self._timeout_s)
         handle = symm_mem.rendezvous(buffer, group.group_name)
         # A rank that is through starts a barrier, which spins until its peers start theirs, and may then load a kernel,
         # for which its device has to be idle. No peer may still be mapping memory by then (decision 0510).
-        self._count[group.group_name] += 1
-        key = f"gemworks.netmem.symmetric/{self._count[group.group_name]}"
-        wait_for_all(group.get_group_store(), key, group.size())
+        wait_for_all(store, f"{key}: {what} ends", group.size(), self._timeout_s)
         return handle  # type: ignore[return-value]
 
 
@@ -215,7 +221,7 @@ class SymmetricRings:
         if group is None:
             raise ValueError("group: expected a process group, got None; torch.distributed.group.WORLD is the default")
         self._group, self._device, self._num = group, device, num_buffers
-        self._memory = memory or _TorchSymmetricMemory()
+        self._memory = memory or _TorchSymmetricMemory(timeout_s)
         self._timeout_ms, self._watch, self._num_calls = math.ceil(1e3 * timeout_s), _Watch(timeout_s), 0
         self._rings: dict[int, list[Buffer]] = {}
         self._next: dict[int, int] = {}
@@ -226,7 +232,8 @@ class SymmetricRings:
 
         Raises:
             RuntimeError: the oldest buffer of the ring is still in use; more are needed.
-            CollectiveTimeoutError: an earlier collective waited too long for a peer.
+            CollectiveTimeoutError: an earlier collective waited too long for a peer; or a new buffer is needed, and a
+                peer did not ask for one of this size within the time-out.
         """
         if self._watch.late is not None:
             raise CollectiveTimeoutError(self._watch.late)
