@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gemworks.gem.data.movielens_files import COLUMNS, DEFAULT_CACHE
 from shell_lines import DOCUMENTS, ROOT, commands, register_recipe, sources, typed
 
 # A pattern that matches the beginning of a command: why no test here runs it.
@@ -101,8 +100,12 @@ def cases() -> list[Any]:
     return found
 
 
-def write_movielens(folder: Path) -> dict[str, str]:
-    """Files of MovieLens-100K's form with 20 users, 30 films and 600 ratings; the hash of each."""
+def write_movielens(root: Path) -> dict[str, str]:
+    """Files of MovieLens-100K's form with 20 users, 30 films and 600 ratings, where `data fetch` would put it; the hash
+    of each."""
+    from gemworks.gem.data.movielens_files import COLUMNS, DEFAULT_CACHE
+
+    folder = root / DEFAULT_CACHE
     users = [f"{user}\t{20 + user}\t{'FM'[user % 2]}\tother\t0000{user % 3}" for user in range(1, 21)]
     items = [f"{item}\tFilm {item}\t{1960 + item}\t{('Drama', 'Comedy War')[item % 2]}" for item in range(1, 31)]
     ratings = [
@@ -117,7 +120,7 @@ def write_movielens(folder: Path) -> dict[str, str]:
 
 def make_root(folder: Path) -> dict[str, str]:
     """What the commands find in their folder, which stands for the repository's root, and their environment."""
-    hashes = write_movielens(folder / DEFAULT_CACHE)
+    hashes = write_movielens(folder)
     site, programs = folder / "_site", folder / "_bin"
     register_recipe(site)
     (site / "sitecustomize.py").write_text(STAND_IN.format(hashes=hashes), encoding="utf-8")
@@ -142,7 +145,7 @@ def make_root(folder: Path) -> dict[str, str]:
     (folder / "trace.json").write_text(json.dumps(trace), encoding="utf-8")
     return os.environ | {
         "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join([str(site), *sources()]),
+        "PYTHONPATH": os.pathsep.join([str(site), *sources(), os.environ["PYTHONPATH"]]),
         "HOME": str(folder),
         "OMP_NUM_THREADS": "1",
         "NO_COLOR": "1",
