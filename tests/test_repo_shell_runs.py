@@ -175,7 +175,7 @@ def test_lines_run(lines: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pattern", SMOKE)
+@pytest.mark.parametrize("pattern", SMOKE, ids=("jagged", "layers"))
 def test_line_runs_on_a_gpu(pattern: str, tmp_path: Path) -> None:
     """Tiny sizes, and on the GPU: every row names it."""
     line = next(line for page in DOCUMENTS for line in lines_of(page) if matching(line, [pattern]))
