@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# shell_lines.py is shared by tests of this folder; importlib mode does not put the folder on the path.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Commands in Markdown, in READMEs as on the site's pages: none that its program would not understand.
 
-`gemworks` lines go through the command line's own parser (test_repo_docs.py also runs those of the site's pages),
-`python -m gemworks...` lines name a module and options that it has, `torchx run` lines are dry runs, `make` lines name
-targets. What else may stand there is listed.
+`gemworks` lines go through the command line's own parser, `python -m gemworks...` lines name a module and options that
+it has, `torchx run` lines are dry runs, `make` lines name targets. What else may stand there is listed.
+test_repo_shell_runs.py runs them.
 """
 
 from __future__ import annotations
@@ -18,31 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shell_lines import DOCUMENTS, ROOT, blocks, commands, register_recipe, sources
 
-ROOT = Path(__file__).resolve().parents[1]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_LOOKED_AT = ("pip install", "torchx status", "torchx log", "torchx cancel")
-DOCUMENTS = sorted(
-    path
-    for pattern in ("*.md", "docs/**/*.md", "libs/**/*.md", "recipes/**/*.md", "tools/**/*.md", "examples/*.md")
-    for path in ROOT.glob(pattern)
-)
-
-
-def blocks(path: Path, *languages: str) -> list[str]:
-    return [match[2] for match in FENCE.finditer(path.read_text(encoding="utf-8")) if match[1] in languages]
-
-
-def commands(path: Path) -> list[str]:
-    """The lines of its `console` blocks that start with `$ `, and those of its `sh` blocks, without comments."""
-    typed, scripts = (
-        [line for block in blocks(path, language) for line in block.replace("\\\n", " ").splitlines()]
-        for language in ("console", "sh")
-    )
-    lines = [line[2:] for line in typed if line.startswith("$ ")] + scripts
-    return [found for line in lines if (found := re.split(r"\s+#", line)[0].strip()) and not found.startswith("#")]
-
-
 COMMANDS = {line: path.relative_to(ROOT).as_posix() for path in DOCUMENTS for line in commands(path)}
 
 
@@ -104,16 +82,10 @@ def test_toml_block_is_toml(path: Path) -> None:
 @pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("torchx run ")], ids=COMMANDS.get)
 def test_torchx_line_is_accepted(line: str, tmp_path: Path) -> None:
     """A dry run, with the entry points that an installation would register."""
-    project = tomllib.loads((ROOT / "recipes/gem/pyproject.toml").read_text(encoding="utf-8"))["project"]
-    info = tmp_path / "site" / "gemworks_gem-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gemworks-gem\nVersion: 0\n")
-    entries = [f"[{g}]\n" + "".join(f"{n} = {t}\n" for n, t in e.items()) for g, e in project["entry-points"].items()]
-    (info / "entry_points.txt").write_text("\n".join(entries))
+    register_recipe(tmp_path / "site")
     words = shlex.split(line)
     command = [sys.executable, "-c", "from torchx.cli.main import main; main()", "run", "--dryrun", *words[2:]]
-    sources = [str(p) for p in (tmp_path / "site", *sorted(ROOT.glob("*/*/src")), ROOT / "tools/src")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sources), "HOME": str(tmp_path)}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sources()]), "HOME": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "=== SCHEDULER REQUEST ===" in done.stdout

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 from gemworks.cli.options import Json
-from gemworks.cli.output import need, new_folder, print_json, quiet, writable
+from gemworks.cli.output import need, new_folder, print_json, print_lines, quiet, writable
 from gemworks.gem.errors import RUN_FAILED
 
 PROCESS_BYTES = 1 << 29  # more than a process with torch, gloo and its part takes
@@ -75,7 +75,7 @@ def convert(
     if json:
         print_json(result)
     else:
-        print(
+        print_lines(
             f"{result['out']}: {len(result['tensors'])} tensors, {result['num_parameters']:,} parameters, "
             f"{result['num_bytes'] / 2**20:.1f} MiB, of step {result['step']}; "
             f"left out: {len(result['left_out'])} embedding tables"
@@ -107,7 +107,7 @@ def reshard(
         print_json(result)
     else:
         steps = " and ".join(str(step) for step in result["steps"])
-        print(
+        print_lines(
             f"{result['out']}: step {steps} in {result['num_parts']} parts, {result['num_tensors']:,} tensors, "
             f"{result['num_bytes'] / 2**20:.1f} MiB; go on with it: gemworks train --run-dir {result['out']}"
         )

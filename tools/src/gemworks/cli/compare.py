@@ -20,6 +20,7 @@ KEY_COLUMNS = (
 NAME_COLUMNS = ("op", "layer", "row")  # one of them is in every file
 SHOWN_COLUMNS = (*NAME_COLUMNS, "shape", "head_dim", "direction", "format", "setting", "attention", "impl", "law")
 TIME_COLUMNS = ("ms", "ms_p20", "ms_p80")
+ROUNDING_MS = 1e-9  # a row may hold a difference of two equal times, which rounding leaves below zero
 Row = Mapping[str, str]
 
 
@@ -55,7 +56,7 @@ def _check_row(place: str, row: Mapping[str | None, str | None]) -> None:
     for name in TIME_COLUMNS:
         text = row.get(name) or ""
         try:
-            wrong = bool(text) and not 0 <= float(text) < math.inf
+            wrong = bool(text) and not -ROUNDING_MS <= float(text) < math.inf
         except ValueError:
             wrong = True
         if wrong:

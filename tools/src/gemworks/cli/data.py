@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from gemworks.cli.options import ConfigFile, Json, Preset, Sets
-from gemworks.cli.output import PICTURES, print_json, quiet, writable
+from gemworks.cli.output import PICTURES, print_json, print_lines, quiet, writable
 
 BAR_WIDTH = 32
 
@@ -40,7 +40,7 @@ def fetch(preset: Preset = None, config: ConfigFile = None, sets: Sets = None, j
         print_json(result)
     else:
         counts = ", ".join(f"{split} {num:,}" for split, num in result["num_samples"].items())
-        print(f"{result['source']}: {counts} samples; {result['what']}")
+        print_lines(f"{result['source']}: {counts} samples; {result['what']}")
 
 
 @data_app.command()

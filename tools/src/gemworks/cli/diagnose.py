@@ -12,7 +12,10 @@ from typing import Annotated, Any
 
 import typer
 from gemworks.cli.options import ConfigFile, Json, Preset, Sets
-from gemworks.cli.output import PICTURES, at_least, print_json, quiet, readable, writable
+from gemworks.cli.output import PICTURES, at_least, print_json, print_lines, quiet, readable, terminal_columns, writable
+
+FIGURES = 40  # columns that KernelTable.to_text puts before a name
+MIN_NAME = 20  # a kernel's name is not cut to less, however narrow the terminal
 
 
 def probe(
@@ -60,7 +63,7 @@ def probe(
     if json:
         print_json({"layers": rows, "recipe": report.recipe.layers})
     else:
-        print(report)
+        print_lines(str(report))
 
 
 def trace(
@@ -103,12 +106,13 @@ def trace(
             }
         )
         return
+    columns = terminal_columns()
     for path, report, table in zip(traces, reports, tables, strict=True):
         print(path)
-        print(report.to_text())
-        print(table.to_text(kernels))
+        print_lines(report.to_text())
+        print(table.to_text(kernels) if columns is None else table.to_text(kernels, max(columns - FIGURES, MIN_NAME)))
     if waits is not None:
-        print(waits.to_text())
+        print_lines(waits.to_text())
 
 
 def mfu(

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,35 @@ def print_json(value: Any) -> None:
     from gemworks.gem.run_dir import json_ready
 
     print(json.dumps(json_ready(value), indent=2, allow_nan=False))
+
+
+def print_lines(text: str) -> None:
+    """Text on standard output. A terminal gets its lines folded between words, what continues a line further in; a
+    word that is longer than the terminal, such as a path, stays whole. Programs that read a pipe get lines as they are.
+    """
+    columns = terminal_columns()
+    if columns is not None:
+        text = "\n".join(part for line in text.splitlines() for part in _fold(line, columns))
+    print(text)
+
+
+def terminal_columns() -> int | None:
+    """Width of the terminal that standard output is; None where it is none."""
+    from rich.console import Console
+
+    return Console().width if sys.stdout.isatty() else None
+
+
+def _fold(line: str, columns: int) -> list[str]:
+    """
+    >>> _fold("  a layer: forward 28.3 dB", 20)
+    ['  a layer: forward', '      28.3 dB']
+    >>> _fold("", 20)
+    ['']
+    """
+    inner = " " * (len(line) - len(line.lstrip()) + 4)
+    folded = textwrap.wrap(line, columns, subsequent_indent=inner, break_long_words=False, break_on_hyphens=False)
+    return folded or [""]
 
 
 def print_error(text: str) -> None:

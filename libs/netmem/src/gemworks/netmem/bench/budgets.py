@@ -237,7 +237,8 @@ def _price_rows(study: Study, kinds: StepProfile) -> None:
             saved = (first.held_bytes - o.held_bytes) / 1e9
             if saved <= 0:
                 continue
-            extra_ms = 1e3 * (o.forward_s + o.backward_s - first.forward_s - first.backward_s)
+            # by direction: of equal times nothing is left, not even a rounding below zero
+            extra_ms = 1e3 * ((o.forward_s - first.forward_s) + (o.backward_s - first.backward_s))
             kind = type(study.model.get_submodule(region.name)).__name__
             study.s.rows.add(
                 "region_price",
