@@ -207,6 +207,16 @@ def test_regrouping_falls_back_where_codes_are_lost():
     assert "fallback=mxfp8" in repr(net)
 
 
+def test_a_layer_that_falls_back_no_longer_insists_on_cublas():
+    """On Hopper cuBLAS has no product of blocks of 32: named as the backend, the next forward would end in an error."""
+    for backend, left in (("scaled_mm", "auto"), ("triton", "triton"), ("reference", "reference")):
+        net = nn.Sequential(nn.Linear(128, 128, bias=False, device="meta"))  # where no backend is asked what it can
+        convert(net, recipe("mxfp8_regroup128", backend=backend, scale_mode="ceil"))
+        with pytest.warns(PrecisionCostWarning, match=f"mxfp8 from now on: as {backend} said"):
+            net[0].demote("mxfp8", f"as {backend} said")
+        assert net[0]._active == recipe("mxfp8", backend=left, scale_mode="ceil")
+
+
 def test_regrouping_takes_row_weights_where_squares_lose_codes():
     net = nn.Sequential(nn.Linear(128, 128, bias=False))
     with torch.no_grad():

@@ -319,6 +319,18 @@ def test_probe_looks_at_each_operand_along_its_contraction():
     assert forward.product == "forward"
 
 
+def test_probe_counts_losses_in_the_blocks_of_each_product_and_none_in_bf16():
+    """Beside a large value a row vanishes: the 31 others of its block of 32, or the 127 of its block of 128."""
+    x, weight, dy = torch.randn(32, 128), torch.randn(128, 128), torch.full((32, 128), 2.0**-20)
+    dy[:, 0] = 1.0
+    wide, narrow, plain = GemmRecipe("fp8_block128"), GemmRecipe("mxfp8"), GemmRecipe("bf16")
+    for dgrad, underflow in ((narrow, 100 * 31 / 128), (wide, 100 * 127 / 128), (plain, 0.0)):
+        chosen = Recipe("mixed", narrow, dgrad, plain)
+        _, found, last = measure_layer(x, weight, dy, chosen).products
+        assert found.underflow_pct == pytest.approx(underflow)
+        assert (last.saturation_pct, last.underflow_pct) == (0.0, 0.0)
+
+
 def test_a_layers_preset_brings_what_it_keeps_and_its_squares():
     own = recipe("mxfp8", seed=3, layers={"a": "fp8_square128"}).for_layer("a")
     assert own == recipe("fp8_square128", seed=3)
