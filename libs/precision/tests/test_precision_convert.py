@@ -272,7 +272,7 @@ def test_explain_names_kernel_reason_and_cost():
     [
         ("mxfp8", 8, "FSDP2 over 8 ranks gathers the weight as square: 128 rows a rank are a multiple of 32"),
         ("mxfp8", 64, "as row: 16 rows a rank are not a multiple of 32: 1x32 along K, requantised for dgrad"),
-        ("fp8_block128", 16, "as bf16: 64 rows a rank are not a multiple of 128, squares would cross ranks"),
+        ("fp8_block128", 16, "as bf16: 64 rows a rank are not a multiple of 128: squares would cross ranks"),
         ("fp8_block128", 3, "as bf16: 1024 rows do not divide by 3 ranks"),
         ("bf16", 8, "as bf16: forward is not quantised"),
     ],
