@@ -25,6 +25,7 @@ from gemworks.precision import (
     support_table,
 )
 from gemworks.precision.backends import choose, device_spec, warn_once
+from gemworks.precision.convert import _row_share
 from gemworks.precision.recipe import PRESETS, GemmKind
 from torch import nn
 
@@ -232,6 +233,17 @@ def test_regrouping_takes_row_weights_where_squares_lose_codes():
     with pytest.warns(PrecisionCostWarning, match="1x128 weights"):
         assert fall_back_where_inexact(net) == ["0"]
     torch.testing.assert_close(net(x), mx_linear(x, net[0].weight), rtol=1e-5, atol=1e-5)
+
+
+def test_row_weights_must_serve_both_directions():
+    """15 binades between neighbouring blocks merge exactly along rows or along columns, 30 do not."""
+    tile = torch.arange(128) // 32
+    exponents = -15.0 * (tile[:, None] % 2) - 2.0 * (tile[None, :] % 2)
+    for scale in (exponents, exponents.t(), 2 * exponents, 2 * exponents.t()):
+        layer = nn.Linear(128, 128)
+        with torch.no_grad():
+            layer.weight.copy_(2.0**scale)
+        assert (_row_share(layer) > 0) == (scale.min() < -20)
 
 
 def test_set_step_reaches_every_layer():

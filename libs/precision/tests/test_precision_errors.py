@@ -309,6 +309,18 @@ def test_probe_keeps_its_floor_to_the_decibel():
         assert probe(layers, [batch], candidates=("mxfp8",), min_sqnr_db=floor).layers[0].decision == decision
 
 
+def test_probe_keeps_to_the_share_of_inexact_codes():
+    """A share, where the report has per cent."""
+    layers, batch = nn.Sequential(nn.Linear(128, 128)), torch.randn(64, 128)
+    batch[:, :32] *= 2.0**12
+    kind = "mxfp8_regroup128"
+    share = probe(layers, [batch], candidates=(kind,)).layers[0].candidates[0].inexact_pct / 100
+    assert 0.1 < share < 0.9
+    for limit, decision in ((1.01 * share, kind), (0.99 * share, "bf16")):
+        chosen = (recipe(kind, max_inexact=limit),)
+        assert probe(layers, [batch], candidates=chosen, min_sqnr_db=0).layers[0].decision == decision
+
+
 def test_probe_looks_at_each_operand_along_its_contraction():
     """Rows of gradients that are far smaller than others vanish in blocks along the rows' dim, not in their own."""
     x, weight = torch.randn(64, 32), torch.randn(32, 32)

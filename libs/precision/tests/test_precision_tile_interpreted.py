@@ -177,6 +177,16 @@ def test_squares_stored_once(kind, mode, num_rows, monkeypatch):
         assert ours.wide.stride() == made.stride()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_squares_of_zeros_keep_the_smallest_scale(kind, monkeypatch):
+    monkeypatch.setattr(triton_casts, "cast_square_kernel", None)
+    x = torch.zeros(128, 160).bfloat16()
+    x[:, 128:] = 1.0
+    ours, expected = (cast(x, None, CastSpec(kind), backend)[0] for backend in ("triton", "reference"))
+    assert torch.equal(ours.scales, expected.scales)
+    assert ours.scales[0, 0] == (0 if kind is GemmKind.MXFP8 else 1)
+
+
 def test_what_does_not_fit_a_tile():
     spec = CastSpec(GemmKind.MXFP8)
     x = torch.empty(32, 64, dtype=torch.bfloat16)
