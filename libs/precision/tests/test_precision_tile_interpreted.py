@@ -249,6 +249,7 @@ def test_gradient_of_an_activation_in_the_kernel(activation):
 
     generator = torch.Generator().manual_seed(7)
     x, dy = (torch.randn(41, 80, generator=generator).mul_(3).bfloat16() for _ in range(2))
+    x[::5] = 0.0  # where the slope of ReLU is 0 by PyTorch's choice
     spec = CastSpec(GemmKind.MXFP8)
     ours = activation_gradient_cast(dy, x, spec, activation, return_y=True, backend="triton")
     expected = activation_gradient_cast(dy, x, spec, activation, return_y=True, backend="reference")
