@@ -84,7 +84,7 @@ def test_empty_words_after_two_dashes_are_the_programs(capsys: pytest.CaptureFix
         ("op,ms\n\xff,1\n", "got no CSV ("),
         ('op,ms\n"' + "x" * 200_000 + '",1\n', "got no CSV (field larger than field limit"),
     ],
-    ids=["cut in a row", "cut in the last value", "too many", "word", "nan", "negative", "empty", "bytes", "huge"],
+    ids=["row cut", "last value cut", "too many", "word", "nan", "negative", "below zero", "empty", "bytes", "huge"],
 )
 def test_a_damaged_csv_is_found_before_anything_is_measured(
     text: str, message: str, capsys: pytest.CaptureFixture[str]
