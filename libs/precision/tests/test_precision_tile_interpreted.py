@@ -133,6 +133,14 @@ def test_modes_and_formats(mode, format):
     check(uneven(32, 48, seed=2).bfloat16(), CastSpec(GemmKind.MXFP8, format, mode))
 
 
+def test_regrouping_e5m2():
+    """Which tiles of bf16 do word by word, not in pairs."""
+    x = uneven(33, 48, seed=6).bfloat16()
+    x[:, :32] *= 2.0**-28
+    x[2, 3] = math.nan
+    assert check(x, CastSpec(GemmKind.MXFP8_REGROUP128, Format.E5M2)) > 0
+
+
 def test_a_transposed_matrix_swaps_the_directions():
     x = uneven(48, 64, seed=4).bfloat16()
     for dim in (0, 1):
