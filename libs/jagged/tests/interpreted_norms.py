@@ -145,6 +145,21 @@ def test_a_row_in_pieces(config: NormConfig, width: int, center: bool, dtype: to
         assert all(torch.equal(p, q) for p, q in zip(got, again, strict=True))
 
 
+@pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("config", [None, IN_PIECES[0]], ids=str)
+def test_eps_counts(config: NormConfig | None, center: bool) -> None:
+    """An eps as large as the variance, forward and backward: 1e-5 would pass for none."""
+    x, dy = random(5, 40, dtype=torch.float32, seed=1), random(5, 40, dtype=torch.float32, seed=2)
+    w = random(40, dtype=torch.float32, seed=3)
+    leaves = [x.double().requires_grad_(), w.double().requires_grad_()]
+    exact, _ = norm_reference(leaves[0], leaves[1], None, None, None, eps=0.7, center=center)
+    y, _ = norm_forward(x, w, None, None, None, eps=0.7, center=center)
+    torch.testing.assert_close(y.double(), exact.detach(), rtol=1e-5, atol=1e-5)
+    got = norm_backward(dy, None, x, w, None, eps=0.7, center=center, config=config)
+    for g, e in zip(got, torch.autograd.grad(exact, leaves, dy.double()), strict=False):
+        torch.testing.assert_close(g.double(), e, rtol=1e-4, atol=1e-4)
+
+
 # numpy says so of 1 / sqrt(0) and 0 * inf in rows that are masked; a GPU does not.
 @pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
