@@ -40,7 +40,8 @@ def compile_all(architecture: str, pattern: str, cache: Path) -> list[dict[str, 
 def assert_norm(line: dict[str, Any]) -> None:
     """Rows move in vectors and, in a backward that sums columns, ahead of time; as many programs fit as are started."""
     name, width, what = line["kernel"].split()
-    assert line["stack_bytes"] <= (8 if width in ("1000", "1536", "3000", "3072", "6000") else 0), line
+    capped = 40 if line["architecture"] == "sm_100" else 8  # under the cap that lets all programs fit
+    assert line["stack_bytes"] <= (capped if width in ("1000", "1536", "3000", "3072", "6000") else 0), line
     if width == "1001":  # no row but every 16th begins where a vector could
         assert line["narrow_loads"] > 0, line
         assert line["async_copies"] == 0, line
