@@ -40,23 +40,28 @@ def implement(model: nn.Module, config: GemConfig, linears: Recipe | None = None
     Raises:
         ValueError: linears are those that a probe chose, and its choice is not given.
     """
-    if config.kernels.linears == PROBE:
-        if linears is None:
-            raise ValueError(
-                "kernels.linears: got 'probe' without what a probe chose (`probe_linears`), expected a recipe such as "
-                "'fp8_block128'"
-            )
-        from gemworks.precision import convert
-
-        convert(model, linears, filter=_takes(config.kernels))
-    elif config.kernels.linears != "bf16":
-        quantise_linears(model, config.kernels)
+    convert_linears(model, config.kernels, linears)
     if config.kernels.activations != "keep":
         treat_activations(model, config)
     if config.train.compile:
         if config.kernels.compile_scope == "layers":
             compile_layers(model, config.kernels, with_forward=config.kernels.activations == "keep")
         compile_dense(model, config.kernels, with_layers=config.kernels.compile_scope == "dense")
+
+
+def convert_linears(model: nn.Module, kernels: KernelConfig, linears: Recipe | None = None) -> None:
+    """Linear layers compute as `kernels.linears` says; arguments and errors are those of `implement`."""
+    if kernels.linears == PROBE:
+        if linears is None:
+            raise ValueError(
+                "kernels.linears: got 'probe' without what a probe chose (`probe_linears`), expected a recipe such as "
+                "'fp8_block128', or the file linears.toml in the run's folder, which says it"
+            )
+        from gemworks.precision import convert
+
+        convert(model, linears, filter=_takes(kernels))
+    elif kernels.linears != "bf16":
+        quantise_linears(model, kernels)
 
 
 def quantise_linears(model: nn.Module, kernels: KernelConfig) -> str:
