@@ -9,7 +9,7 @@ import pytest
 import torch
 from gemworks.gem.data import open_source
 from gemworks.gem.efficiency import H200_BF16_PEAK_FLOPS, count_flops
-from gemworks.gem.layers.__main__ import draw_lengths, main, measure
+from gemworks.gem.layers.__main__ import LAYERS, draw_lengths, main, measure
 from gemworks.gem.layers.parts import Part, linear_product, make_parts
 from gemworks.gem.layers.report import COLUMNS, Measured, chart, rows_of, total_of, worst
 from gemworks.gem.layers.timing import Bound, Time, is_product, split_kernels
@@ -173,6 +173,19 @@ def test_a_bar_ends_at_the_measured_time_and_the_legend_covers_none(tmp_path: Pa
     assert not axes.bbox.overlaps(figures[0].legends[0].get_window_extent())
     assert max(text.get_window_extent().x1 for text in axes.texts) < axes.bbox.x1
     assert not chart(tmp_path / "none.png", [row | {"ms": ""} for row in rows])
+
+
+@pytest.mark.parametrize("num_types", [1, 2])
+def test_every_layer_can_be_asked_for_alone_and_nothing_else(num_types: int, capsys: pytest.CaptureFixture[str]):
+    sets = ["data.batch_size=2", "train.dtype=float32", "data.max_length=8", f"data.num_event_types={num_types}"]
+    config = load_config("tiny", sets=[*sets, f"model.num_event_types={num_types}"])
+    schema = open_source(config.data).schema
+    lengths = {event.name: torch.full((2,), 8) for event in schema.events}
+    names = {part.name.split(".")[-1].split("/")[0] for part in make_parts(config, schema, lengths, CPU)}
+    assert names == set(LAYERS)
+    with pytest.raises(SystemExit):
+        main(["--smoke", "--only", "atention"])
+    assert "argument --only: invalid choice: 'atention'" in capsys.readouterr().err
 
 
 def test_lengths_follow_the_law():
