@@ -32,7 +32,7 @@ def test_local_mfu_of_a_known_case():
     layers = [
         Measured("product", 2, flops, True, time_of(2.0), None, 1.0),
         Measured("norm", 1, 0.0, True, time_of(4.0), None, 0.0),
-        Measured("inside", 0, flops, True, time_of(1.0), None, 0.5),
+        Measured("inside", 0, 3 * flops, True, time_of(1.0), None, 0.5),  # so that no count can stand for another
         Measured("missing", 3, flops, True, None, None, 0.0, "why"),
     ]
     total = total_of(layers, sequence_only=True)
