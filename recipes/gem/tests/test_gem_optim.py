@@ -78,7 +78,7 @@ def test_parameters_of_several_meshes_are_clipped_by_one_norm(clip_norm: float) 
     trainer = make(f"optimizer.clip_norm={clip_norm}")
     experts = frozenset(name for name, _ in trainer.model.named_parameters() if ".interaction.experts." in name)
     tables = trainer.optimizers.tables
-    spread = SimpleNamespace(tables=tables, experts=experts, expert_group=None)
+    spread: Any = SimpleNamespace(tables=tables, experts=experts, expert_group=None)
     optimizers = Optimizers(trainer.model, trainer.config.optimizer, 10, spread)
     parameters = [p for p in trainer.model.dense_parameters() if p.requires_grad]
     generator = torch.Generator().manual_seed(0)

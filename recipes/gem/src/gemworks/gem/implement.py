@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from gemworks.gem.config import GemConfig
 from gemworks.gem.kernels import KernelConfig
-from gemworks.gem.model.events import Sequence
+from gemworks.gem.model.events import EventTokens, Sequence
+from gemworks.gem.model.head import Head
 from gemworks.jagged import RopeTables
 from torch import nn
 from torch._functorch import config as functorch_config
@@ -132,7 +133,9 @@ def compile_dense(model: nn.Module, kernels: KernelConfig, *, with_layers: bool 
     The sequence parts stay eager: their kernels are opaque to the compiler.
     """
     compile_rows(model.get_submodule("tokens"), kernels)
-    compile_head(model.get_submodule("head"), kernels)
+    head = model.get_submodule("head")
+    assert isinstance(head, Head)
+    compile_head(head, kernels)
     for layer in getattr(model, "layers", ()) if with_layers else ():
         for name in ("summary", "gate", "interaction"):
             compile_part(layer.get_submodule(name), kernels)
@@ -156,14 +159,9 @@ def compile_layers(model: nn.Module, kernels: KernelConfig, *, with_forward: boo
             compile_part(layer, kernels)
 
 
-def compile_events(tokens: nn.Module, kernels: KernelConfig) -> None:
-    """Compiles the merge of an event type's columns, and the tables of its rotations where `compile_scope` says "all".
-
-    Args:
-        tokens: an `EventTokens`.
-        kernels: of the run.
-    """
-    compile_rows(tokens.get_submodule("merge"), kernels)
+def compile_events(tokens: EventTokens, kernels: KernelConfig) -> None:
+    """Compiles the merge of an event type's columns, and its rotations' tables where `compile_scope` says "all"."""
+    compile_rows(tokens.merge, kernels)
     if kernels.compile_scope == "all" and tokens.rope is not None:
         tables = torch.compile(tokens.rotations, backend=_backend(kernels))
 
@@ -175,13 +173,13 @@ def compile_events(tokens: nn.Module, kernels: KernelConfig) -> None:
         setattr(tokens, "rotations", rotations)  # noqa: B010 - its type is a method
 
 
-def compile_head(head: nn.Module, kernels: KernelConfig) -> None:
+def compile_head(head: Head, kernels: KernelConfig) -> None:
     """Compiles the head's MLP, or all of it where `compile_scope` says "all"."""
     if kernels.compile_scope == "all":
         head.register_forward_pre_hook(_mark_head)
         compile_part(head, kernels)
     else:
-        compile_rows(head.get_submodule("mlp"), kernels)
+        compile_rows(head.mlp, kernels)
 
 
 def compile_part(module: nn.Module, kernels: KernelConfig) -> None:
