@@ -46,6 +46,15 @@ def test_local_mfu_of_a_known_case():
     assert float(rows["norm"]["share_of_time"]) == pytest.approx(0.5)
 
 
+def test_some_layers_are_no_whole_model():
+    layers = [
+        Measured("hsp", 2, 1e12, True, time_of(2.0), None, 1.0),
+        Measured("head", 1, 1e9, False, time_of(4.0), None, 0.1),
+    ]
+    totals = [[row["layer"] for row in rows_of(layers, {}, whole_model=whole)][2:] for whole in (True, False)]
+    assert totals == [["sequence layers", "whole model"], ["sequence layers"]]
+
+
 def test_l3_nothing_exceeds_its_bound():
     """L3: layers that run at their least time have the bound's MFU, and no more."""
     x = Measured("x", 1, H200_BF16_PEAK_FLOPS * 1e-3, True, time_of(1.0), None, 1.0)

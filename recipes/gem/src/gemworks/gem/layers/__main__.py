@@ -280,7 +280,7 @@ def _report(
         "law": config.data.length_law, "mean_len": f"{lengths_B.double().mean():.1f}",
         "max_len": str(int(lengths_B.max())), "seed": str(args.seed),
     }  # fmt: skip
-    rows = report.rows_of(layers, common)
+    rows = report.rows_of(layers, common, whole_model=not args.only)
     report.append_csv(args.out / args.csv, rows, report.COLUMNS)
     print(f"\n{config.preset}, {attention} attention, {setting}, B{config.data.batch_size}")
     heads = " ".join(f"{name:>8}" for name in ("tensor", "memory", "gaps", "host", "bound"))
