@@ -154,7 +154,7 @@ def _triton_version() -> str:
 
 
 def rows_of(layers: Sequence[Measured], common: Mapping[str, str], *, whole_model: bool = True) -> list[Row]:
-    """One row per layer, then the totals: "sequence layers", and "whole model" unless the layers are only some of it."""
+    """One row per layer, then the totals: "sequence layers", and of a `whole_model` its own."""
     whole = total_of(layers, sequence_only=False)
     rows = []
     for x in layers:
