@@ -55,6 +55,7 @@ def test_convert_writes_the_dense_part(trained: Path, capsys: pytest.CaptureFixt
 
 
 def test_reshard_keeps_every_value_and_goes_on(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (trained / "linears.toml").write_text("what a probe chose")
     assert run(["checkpoint", "reshard", str(trained), "second", "--parts", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     before, after = (files.find(folder / "checkpoints", "last") for folder in (trained, Path("second")))
@@ -63,6 +64,7 @@ def test_reshard_keeps_every_value_and_goes_on(trained: Path, capsys: pytest.Cap
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert found["num_tensors"] == len(one)
+    assert Path("second/linears.toml").read_text() == "what a probe chose"
     assert run(["checkpoint", "inspect", "second", "--against", str(trained)]) == 0
     assert "no tensor differs in name or shape" in capsys.readouterr().out
     assert run(["train", "--run-dir", "second", "--json"]) == 0

@@ -206,6 +206,20 @@ def test_planner_presets_start_no_run(tmp_path):
             "model.time_fraction: got 0.25.*no effect",
         ),
         ("small", ["model.events.liked.window=7"], "model.events.liked.window: got 7.*events.liked.attention=window"),
+        ("tiny", ["kernels.linears_hadamard=true"], "kernels.linears_hadamard: got True.*no effect.*linears is 'bf16'"),
+        ("tiny", ["kernels.linears_stochastic=true"], "kernels.linears_stochastic: got True.*no effect"),
+        ("tiny", ["kernels.compile_scope=layers"], "kernels.compile_scope: got 'layers'.*set train.compile=true too"),
+        (
+            "tiny",
+            ["model.time_encoding=buckets", "kernels.rope_tables=float16"],
+            "kernels.rope_tables: got 'float16'.*'buckets', which rotates nothing",
+        ),
+        (
+            "tiny",
+            ["kernels.fused_qk=false", "kernels.fused_qk_backward=true"],
+            "kernels.fused_qk_backward: got True.*set kernels.fused_qk=true",
+        ),
+        ("tiny", ["model.pooling=gdpa", "kernels.fused_qk_backward=true"], "kernels.fused_qk_backward: got True"),
     ],
 )
 def test_settings_without_effect_are_refused(preset: str, settings: list[str], message: str):
@@ -223,6 +237,10 @@ def test_settings_without_effect_are_refused(preset: str, settings: list[str], m
         ("tiny", ["model.attention=window", "model.window=7"]),
         ("small", ["model.events.liked.attention=window", "model.window=7", "model.events.liked.window=9"]),
         ("tiny", ["model.time_encoding=buckets", "model.num_time_buckets=8"]),
+        ("tiny", ["kernels.linears=fp8_block128", "kernels.linears_hadamard=true", "kernels.linears_stochastic=true"]),
+        ("tiny", ["train.compile=true", "kernels.compile_scope=layers"]),
+        ("tiny", ["kernels.rope_tables=float16", "kernels.fused_qk_backward=true"]),
+        ("tiny", ["model.pooling=gdpa", "model.attention=full", "kernels.fused_qk_backward=true"]),
     ],
 )
 def test_the_same_settings_pass_where_they_have_an_effect(preset: str, settings: list[str]):

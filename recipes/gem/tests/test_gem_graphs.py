@@ -1,6 +1,7 @@
 """The dense part by graphs: padding to buckets changes neither loss nor gradients, and a graph replays what ran."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -84,17 +85,26 @@ def test_padding_to_a_bucket_changes_nothing(variant: str, lengths: str):
         torch.testing.assert_close(own[name], gradient, rtol=1e-4, atol=bound, msg=name)
 
 
-def test_what_a_bucket_held_before_does_not_stay():
-    """A long batch, then a short one of the same bucket: the rows of the first must not be seen."""
+@pytest.mark.parametrize("finite", [True, False])
+def test_what_a_bucket_held_before_does_not_stay(finite: bool):
+    """A long batch, then a short one of the same bucket: the rows of the first must not be seen. If they were not
+    finite, what pads the second would carry that into the gradients of all weights, step after step."""
     config = small("block")
     rows = bucket_rows(config)
     long = random_batch(SCHEMA, {"click": [rows // 8] * 8, "view": [rows // 8] * 8}, seed=1)
     short = random_batch(SCHEMA, {"click": [1] * 8, "view": [2] * 8}, seed=2)
     torch.manual_seed(0)
     step = GraphedStep(Gem(SCHEMA, config), config, loss_of, CPU)
+    tables = [p.detach().clone() for p in step.model.sparse_parameters()]
+    if not finite:
+        long.events["click"].floats_TC.fill_(math.nan)
+        for table in step.model.sparse_parameters():
+            table.data.fill_(math.inf)
     step(long, 1.0)[2]()
     for p in step.model.parameters():
         p.grad = None
+    for table, before in zip(step.model.sparse_parameters(), tables, strict=True):
+        table.data.copy_(before)
     _, loss, backward = step(short, 0.5)
     backward()
     assert step.num_graphs == 1

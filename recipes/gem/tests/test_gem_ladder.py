@@ -105,6 +105,37 @@ def test_every_row_adds_one_thing():
     assert "without torch.compile" in {plan.name for plan in planned_rows(config, leave_one_out=True)}
 
 
+def test_leave_one_out_of_any_row_has_every_row():
+    """A stack whose other settings need what is taken away says so; nothing else of it is lost."""
+    base = load_config("tiny", sets=["model.attention=full"])
+    for rung in RUNGS:
+        plans = {plan.name: plan for plan in planned_rows(base, leave_one_out=True, stack=rung.name)}
+        compiled = build(base)[rung.name].train.compile
+        names = [name for name in plans if name.endswith("without torch.compile")]
+        assert len(names) == compiled, rung.name
+        if compiled and rung.name != "region_budgets":
+            assert not plans[names[0]].config.train.compile
+    refused = {p.name: p.refusal for p in planned_rows(base, leave_one_out=True, stack="region_budgets") if p.refusal}
+    assert list(refused) == ["region_budgets without torch.compile"]
+    assert "kernels.activations: got 'recompute@0.5'" in next(iter(refused.values()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--rows", "norm"],
+        ["--profile", "norm"],
+        ["--local", "norm"],
+        ["--leave-one-out", "--rows", "without fused norms"],
+    ],
+)
+def test_a_row_that_no_ladder_has_is_refused(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It would be left out without a word, on a machine that is lent for minutes."""
+    assert main(["--smoke", "--out", str(tmp_path), *options]) == 2
+    assert f"{options[-2]}: got '{options[-1]}', expected some of " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("attention", ["block", "full"])
 def test_rows_train_to_the_same_loss(attention: str):
     """Real steps: the padded row, and each row that only changes kernels, take the same path in float32."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gemworks.gem.data import open_source
 from gemworks.gem.efficiency import H200_BF16_PEAK_FLOPS, count_flops
-from gemworks.gem.layers.__main__ import draw_lengths, main, measure
+from gemworks.gem.layers.__main__ import LAYERS, draw_lengths, main, measure
 from gemworks.gem.layers.parts import Part, linear_product, make_parts
 from gemworks.gem.layers.report import COLUMNS, Measured, chart, rows_of, total_of, worst
 from gemworks.gem.layers.timing import Bound, Time, is_product, split_kernels
@@ -32,7 +32,7 @@ def test_local_mfu_of_a_known_case():
     layers = [
         Measured("product", 2, flops, True, time_of(2.0), None, 1.0),
         Measured("norm", 1, 0.0, True, time_of(4.0), None, 0.0),
-        Measured("inside", 0, flops, True, time_of(1.0), None, 0.5),
+        Measured("inside", 0, 3 * flops, True, time_of(1.0), None, 0.5),  # so that no count can stand for another
         Measured("missing", 3, flops, True, None, None, 0.0, "why"),
     ]
     total = total_of(layers, sequence_only=True)
@@ -44,6 +44,15 @@ def test_local_mfu_of_a_known_case():
     assert rows["missing"]["ms"] == ""
     assert rows["inside"]["share_of_time"] == ""
     assert float(rows["norm"]["share_of_time"]) == pytest.approx(0.5)
+
+
+def test_some_layers_are_no_whole_model():
+    layers = [
+        Measured("hsp", 2, 1e12, True, time_of(2.0), None, 1.0),
+        Measured("head", 1, 1e9, False, time_of(4.0), None, 0.1),
+    ]
+    totals = [[row["layer"] for row in rows_of(layers, {}, whole_model=whole)][2:] for whole in (True, False)]
+    assert totals == [["sequence layers", "whole model"], ["sequence layers"]]
 
 
 def test_l3_nothing_exceeds_its_bound():
@@ -173,6 +182,19 @@ def test_a_bar_ends_at_the_measured_time_and_the_legend_covers_none(tmp_path: Pa
     assert not axes.bbox.overlaps(figures[0].legends[0].get_window_extent())
     assert max(text.get_window_extent().x1 for text in axes.texts) < axes.bbox.x1
     assert not chart(tmp_path / "none.png", [row | {"ms": ""} for row in rows])
+
+
+@pytest.mark.parametrize("num_types", [1, 2])
+def test_every_layer_can_be_asked_for_alone_and_nothing_else(num_types: int, capsys: pytest.CaptureFixture[str]):
+    sets = ["data.batch_size=2", "train.dtype=float32", "data.max_length=8", f"data.num_event_types={num_types}"]
+    config = load_config("tiny", sets=[*sets, f"model.num_event_types={num_types}"])
+    schema = open_source(config.data).schema
+    lengths = {event.name: torch.full((2,), 8) for event in schema.events}
+    names = {part.name.split(".")[-1].split("/")[0] for part in make_parts(config, schema, lengths, CPU)}
+    assert names == set(LAYERS)
+    with pytest.raises(SystemExit):
+        main(["--smoke", "--only", "atention"])
+    assert "argument --only: invalid choice: 'atention'" in capsys.readouterr().err
 
 
 def test_lengths_follow_the_law():

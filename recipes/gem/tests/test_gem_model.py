@@ -7,6 +7,8 @@ import pytest
 import torch
 from gemworks.gem.config import Activation, EventConfig, GemConfig
 from gemworks.gem.model import Gem
+from gemworks.gem.model.events import EventTokens
+from gemworks.gem.plan import LayerParts, layer_parts
 from gemworks.gem.presets import PRESETS, get_preset
 from gemworks.gem.random_batch import random_batch, select_samples
 from gemworks.gem.schema import Batch, EventType, IdFeature, Schema
@@ -301,6 +303,48 @@ def test_dropout_acts_in_training_only():
     assert not torch.equal(model(batch), model(batch))
     model.eval()
     assert torch.equal(model(batch), model(batch))
+
+
+def test_layers_alternate_as_published():
+    """Kunlun's pairs: PFFN with fresh pooling, then attention with cached pooling; nothing past a type's depth."""
+    config = tiny(skip="alternate", num_layers=4, events={"view": EventConfig(num_layers=2)})
+    deep, shallow = config.model.event("click"), config.model.event("view")
+    first, second = LayerParts(True, True, False), LayerParts(False, False, True)
+    assert [layer_parts(config, deep, i) for i in range(4)] == [first, second, first, second]
+    assert [layer_parts(config, shallow, i) for i in range(4)] == [
+        first,
+        second,
+        *[LayerParts(False, False, False)] * 2,
+    ]
+    whole = tiny(reuse_hsp=False)
+    assert layer_parts(whole, whole.model.event("click"), 1) == LayerParts(True, True, True)
+
+
+def test_seeds_are_normed():
+    """Their length says nothing: pooled attention would otherwise become as sharp as training drives them."""
+    config = tiny(num_layers=1)
+    model, batch = Gem(SCHEMA, config), random_batch(SCHEMA, LENGTHS)
+    before = model(batch)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "seeds" in name:
+                parameter.mul_(7.0)
+    torch.testing.assert_close(model(batch), before, rtol=1e-4, atol=1e-5)
+
+
+def test_positions_are_counted_from_the_newest_event():
+    """So that the newest event of every sample has the same row of the table, whatever the length."""
+    config = tiny(time_encoding="buckets")
+    model, batch = Gem(SCHEMA, config), random_batch(SCHEMA, LENGTHS)
+    seen: list[torch.Tensor] = []
+    for tokens in model.events:
+        assert isinstance(tokens, EventTokens)
+        assert tokens.buckets is not None
+        tokens.buckets.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model(batch)
+    assert [x.tolist() for x in seen] == [
+        [place for length in lengths for place in reversed(range(length))] for lengths in LENGTHS.values()
+    ]
 
 
 def test_meta_device_creates_nothing():

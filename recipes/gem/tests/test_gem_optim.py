@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +70,41 @@ def test_weights_decay_and_vectors_do_not() -> None:
         (True, 0.1),
         (False, 0.0),
     }
+
+
+@pytest.mark.parametrize("clip_norm", [1e-3, 1e6])
+def test_parameters_of_several_meshes_are_clipped_by_one_norm(clip_norm: float) -> None:
+    """As where experts are spread: their norms add up to the whole gradient's, and a small gradient stays as it is."""
+    trainer = make(f"optimizer.clip_norm={clip_norm}")
+    experts = frozenset(name for name, _ in trainer.model.named_parameters() if ".interaction.experts." in name)
+    tables = trainer.optimizers.tables
+    spread: Any = SimpleNamespace(tables=tables, experts=experts, expert_group=None)
+    optimizers = Optimizers(trainer.model, trainer.config.optimizer, 10, spread)
+    parameters = [p for p in trainer.model.dense_parameters() if p.requires_grad]
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(p.shape, generator=generator) for p in parameters]
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient.clone()
+    norm = optimizers.clip()
+    wanted = torch.cat([g.flatten() for g in gradients]).norm()
+    torch.testing.assert_close(norm, wanted)
+    factor = min(1.0, clip_norm / (float(wanted) + 1e-6))
+    for p, gradient in zip(parameters, gradients, strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, gradient * factor)
+
+
+def test_the_gate_remembers_a_refusal_until_it_is_reset() -> None:
+    """Of several batches of a step one is enough, whichever it is."""
+    for bad in (0, 1):
+        gate = GradientGate()
+        for batch in range(3):
+            (y,) = gate(torch.ones(2, requires_grad=True))
+            (y * (math.inf if batch == bad else 1.0)).sum().backward()
+        assert gate.finite is not None
+        assert not gate.finite
+        gate.reset()
+        assert gate.finite is None
 
 
 def test_no_gradient_of_a_tables_size_survives_backward() -> None:

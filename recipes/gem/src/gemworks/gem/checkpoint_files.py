@@ -70,7 +70,10 @@ def find(folder: Path, which: str) -> Path:
 def mark_best(folder: Path, step: int, facts: dict[str, Any]) -> None:
     """Makes the checkpoint of `step` the best one, in one atomic step."""
     partial = folder / ".partial_best.json"
-    partial.write_text(json.dumps({"step": step, **facts}) + "\n", encoding="utf-8")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, **facts}) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(partial, folder / BEST)
 
 

@@ -17,6 +17,7 @@ from gemworks.gem import checkpoint
 from gemworks.gem.config import GemConfig
 from gemworks.gem.data import Source, open_loader, open_source
 from gemworks.gem.device import autocast, resolve_device
+from gemworks.gem.implement import PROBE, convert_linears
 from gemworks.gem.metrics import Predictions
 from gemworks.gem.model.gem import Gem
 from gemworks.gem.ranks import Ranks
@@ -87,6 +88,8 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Evaluates the stored model of a run.
 
+    Linear layers compute by the recipe that the run trained with; nothing is compiled, which rounds otherwise.
+
     Args:
         path: the run's folder.
         split: "train", "valid" or "test".
@@ -107,6 +110,7 @@ def evaluate_run(
     found = checkpoint.find(run.checkpoints, which)
     source = open_source(config.data)
     model = Gem(source.schema, config, device=place)
+    convert_linears(model, config.kernels, run.linears() if config.kernels.linears == PROBE else None)
     step = checkpoint.load_model(found, model)
     tasks = json_ready(task_table(evaluate(model, source, config, split, place), source.schema.tasks))
     primary = source.schema.tasks[0]

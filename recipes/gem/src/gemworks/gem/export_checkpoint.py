@@ -71,8 +71,11 @@ def export_dense(path: str | Path, out: str | Path, *, which: str = "best") -> d
     tensors = {name.removeprefix(MODEL): tensor for name, tensor in state.items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".partial_{out.name}")
-    save_file(tensors, partial, metadata={"format": "pt", "step": str(step), "source": "gemworks-gem"})
-    partial.rename(out)
+    try:
+        save_file(tensors, partial, metadata={"format": "pt", "step": str(step), "source": "gemworks-gem"})
+        partial.rename(out)
+    finally:
+        partial.unlink(missing_ok=True)
     return {
         "checkpoint": str(source),
         "step": step,
@@ -123,7 +126,9 @@ def reshard(path: str | Path, out: str | Path, num_parts: int) -> dict[str, Any]
             files.publish(partial, target.checkpoints / source.name)
         if best is not None:
             shutil.copyfile(run.checkpoints / files.BEST, target.checkpoints / files.BEST)
-        shutil.copyfile(run.config_path, target.config_path)
+        for file in (run.config_path, run.linears_path):
+            if file.is_file():
+                shutil.copyfile(file, out / file.name)
     except BaseException:
         shutil.rmtree(out, ignore_errors=True)
         raise

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from gemworks.gem.config import GemConfig
 from gemworks.gem.kernels import KernelConfig
-from gemworks.gem.model.events import Sequence
+from gemworks.gem.model.events import EventTokens, Sequence
+from gemworks.gem.model.head import Head
+from gemworks.jagged import RopeTables
 from torch import nn
 from torch._functorch import config as functorch_config
 
@@ -40,23 +42,28 @@ def implement(model: nn.Module, config: GemConfig, linears: Recipe | None = None
     Raises:
         ValueError: linears are those that a probe chose, and its choice is not given.
     """
-    if config.kernels.linears == PROBE:
-        if linears is None:
-            raise ValueError(
-                "kernels.linears: got 'probe' without what a probe chose (`probe_linears`), expected a recipe such as "
-                "'fp8_block128'"
-            )
-        from gemworks.precision import convert
-
-        convert(model, linears, filter=_takes(config.kernels))
-    elif config.kernels.linears != "bf16":
-        quantise_linears(model, config.kernels)
+    convert_linears(model, config.kernels, linears)
     if config.kernels.activations != "keep":
         treat_activations(model, config)
     if config.train.compile:
-        if config.kernels.compile_scope == "layers":
+        if config.kernels.compiles_layers:
             compile_layers(model, config.kernels, with_forward=config.kernels.activations == "keep")
-        compile_dense(model, config.kernels, with_layers=config.kernels.compile_scope == "dense")
+        compile_dense(model, config.kernels, with_layers=not config.kernels.compiles_layers)
+
+
+def convert_linears(model: nn.Module, kernels: KernelConfig, linears: Recipe | None = None) -> None:
+    """Linear layers compute as `kernels.linears` says; arguments and errors are those of `implement`."""
+    if kernels.linears == PROBE:
+        if linears is None:
+            raise ValueError(
+                "kernels.linears: got 'probe' without what a probe chose (`probe_linears`), expected a recipe such as "
+                "'fp8_block128', or the file linears.toml in the run's folder, which says it"
+            )
+        from gemworks.precision import convert
+
+        convert(model, linears, filter=_takes(kernels))
+    elif kernels.linears != "bf16":
+        quantise_linears(model, kernels)
 
 
 def quantise_linears(model: nn.Module, kernels: KernelConfig) -> str:
@@ -125,8 +132,10 @@ def compile_dense(model: nn.Module, kernels: KernelConfig, *, with_layers: bool 
 
     The sequence parts stay eager: their kernels are opaque to the compiler.
     """
-    for name in ("tokens", "head.mlp"):
-        compile_rows(model.get_submodule(name), kernels)
+    compile_rows(model.get_submodule("tokens"), kernels)
+    head = model.get_submodule("head")
+    assert isinstance(head, Head)
+    compile_head(head, kernels)
     for layer in getattr(model, "layers", ()) if with_layers else ():
         for name in ("summary", "gate", "interaction"):
             compile_part(layer.get_submodule(name), kernels)
@@ -143,11 +152,34 @@ def compile_layers(model: nn.Module, kernels: KernelConfig, *, with_forward: boo
         with_forward: False only marks rows, for layers whose forward an activation policy has compiled.
     """
     for event in getattr(model, "events", ()):
-        compile_rows(event.merge, kernels)
+        compile_events(event, kernels)
     for layer in getattr(model, "layers", ()):
         layer.register_forward_pre_hook(_mark_layer)
         if with_forward:
             compile_part(layer, kernels)
+
+
+def compile_events(tokens: EventTokens, kernels: KernelConfig) -> None:
+    """Compiles the merge of an event type's columns, and its rotations' tables where `compile_scope` says "all"."""
+    compile_rows(tokens.merge, kernels)
+    if kernels.compile_scope == "all" and tokens.rope is not None:
+        tables = torch.compile(tokens.rotations, backend=_backend(kernels))
+
+        def rotations(offsets_S: torch.Tensor, age_T: torch.Tensor) -> RopeTables:
+            for tensor in (offsets_S, age_T):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            return tables(offsets_S, age_T)
+
+        setattr(tokens, "rotations", rotations)  # noqa: B010 - its type is a method
+
+
+def compile_head(head: Head, kernels: KernelConfig) -> None:
+    """Compiles the head's MLP, or all of it where `compile_scope` says "all"."""
+    if kernels.compile_scope == "all":
+        head.register_forward_pre_hook(_mark_head)
+        compile_part(head, kernels)
+    else:
+        compile_rows(head.mlp, kernels)
 
 
 def compile_part(module: nn.Module, kernels: KernelConfig) -> None:
@@ -195,6 +227,13 @@ def _mark_layer(layer: nn.Module, args: tuple[Any, ...]) -> None:
         mark_sizes(sequence)
 
 
+def _mark_head(head: nn.Module, args: tuple[Any, ...]) -> None:
+    x_BnD, sequences = args
+    torch._dynamo.maybe_mark_dynamic(x_BnD, 0)
+    for sequence in sequences:
+        mark_sizes(sequence)
+
+
 def mark_sizes(sequence: Sequence) -> None:
     """Tells the compiler which sizes vary from batch to batch: rows, samples, and what schedules are cut into.
 
@@ -221,7 +260,7 @@ def treat_activations(model: nn.Module, config: GemConfig) -> None:
     if choice in ("quantise", "offload", "quantise_offload"):
         num_bytes = ARENA_BYTES if device.type == "cuda" else CPU_ARENA_BYTES
         engine = OffloadEngine(PinnedArena(num_bytes, pin=device.type == "cuda"), device=device)
-    compiled = config.train.compile and config.kernels.compile_scope == "layers"
+    compiled = config.train.compile and config.kernels.compiles_layers
     apply_policy(
         model,
         {f"layers.{i}": choice for i in range(config.model.num_layers)},

@@ -18,6 +18,7 @@ PoolKernel = Literal["gemworks", "varlen", "sdpa"]
 PffnKernel = Literal["gemworks", "matmul"]
 PffnWeightsKernel = Literal["torch", "gemworks"]
 NormKernel = Literal["gemworks", "torch"]
+CompileScope = Literal["dense", "layers", "all"]
 ActivationPolicy = Literal[
     "keep", "recompute", "recompute_cheap", "recompute@0.5", "quantise", "offload", "quantise_offload"
 ]
@@ -56,7 +57,8 @@ class KernelConfig:
         linears_stochastic: stochastic rounding of their output gradients.
         activations: what a layer does with what it saves for backward (gemworks.netmem); "recompute@0.5" gives every
             compiled layer a budget of its own, half of what it would keep.
-        compile_scope: what `train.compile` compiles: the dense parts, or whole layers.
+        compile_scope: what `train.compile` compiles: the dense parts, or whole layers, or those and what else passes
+            over all events: the rotations' tables before the layers, and the head's norm and mean after them.
         compile_saves: what compiled parts keep for backward: what torch's rules of thumb say, or the least, so that a
             chain of elementwise work is computed again in backward however long it is.
     """
@@ -81,7 +83,7 @@ class KernelConfig:
     linears_hadamard: bool = False
     linears_stochastic: bool = False
     activations: ActivationPolicy = "keep"
-    compile_scope: Literal["dense", "layers"] = "dense"
+    compile_scope: CompileScope = "dense"
     compile_saves: Literal["usual", "least"] = "usual"
 
     def __post_init__(self) -> None:
@@ -108,9 +110,14 @@ class KernelConfig:
                 f"kernels.attention_format: got 'fp8' with kernels.attention {self.attention!r}, expected 'gemworks'; "
                 f"no other kernel here reads FP8 codes"
             )
-        if self.activations == "recompute@0.5" and self.compile_scope != "layers":
+        if self.activations == "recompute@0.5" and not self.compiles_layers:
             raise ConfigError(
                 f"kernels.activations: got 'recompute@0.5' with kernels.compile_scope {self.compile_scope!r}, expected "
                 f"'layers'; it is the compiler that a layer's budget is for"
             )
         check_counts("kernels", self, "linears_min_features")
+
+    @property
+    def compiles_layers(self) -> bool:
+        """Whether `train.compile` compiles layers as a whole."""
+        return self.compile_scope != "dense"

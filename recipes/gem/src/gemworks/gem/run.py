@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from gemworks.gem import checkpoint
+from gemworks.gem import checkpoint_files as files
 from gemworks.gem.baselines import BaselineResult, BaselineSource, as_dict, baselines
 from gemworks.gem.config import GemConfig
 from gemworks.gem.curve import draw
@@ -114,8 +115,28 @@ class Run:
             self.best_step, self.eval_seconds = host["best_step"], host["eval_seconds"]
             self._eval_due = host["eval_due"]
             self._saved_step = self.trainer.step
+            if not self.ranks.on_first(self._has_best):
+                self.best_ne, self.best_step, self._eval_due = math.inf, -1, True
         self.run_dir.rewind(self.trainer.step)
         self.display.message(f"going on after step {self.trainer.step} of {self.trainer.total_steps}")
+
+    def _has_best(self) -> bool:
+        """Whether the best model that this run goes on with is there, or there was none yet. It becomes the one that
+        `best.json` names: a run that was killed may have written a checkpoint and not yet that it is the best."""
+        folder, step = self.run_dir.checkpoints, self.best_step
+        if step < 0:
+            return True
+        path = files.step_dir(folder, step)
+        try:
+            if step != self.trainer.step:  # which has been read
+                files.verify(path)
+        except files.DamagedCheckpointError as error:
+            kept = f"; it is kept as {files.set_aside(path).name}" if path.is_dir() else ""
+            self.display.message(f"the best model so far, of step {step}, is lost ({error}{kept}): going on without it")
+            return False
+        if files.best_step(folder) != step:
+            files.mark_best(folder, step, {"valid_ne": self.best_ne})
+        return True
 
     def _train(self) -> None:
         trainer = self.trainer

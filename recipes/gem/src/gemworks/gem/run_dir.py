@@ -22,11 +22,14 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gemworks.gem.config import GemConfig
+from gemworks.gem.config import ConfigError, GemConfig
 from gemworks.gem.lock import RunLock
 from gemworks.gem.sinks import Sink, TensorBoardSink, WandbSink, scalars
+
+if TYPE_CHECKING:
+    from gemworks.precision import Recipe
 
 
 def default_run_dir(config: GemConfig) -> Path:
@@ -95,8 +98,9 @@ class RunDir:
             run.close()
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOENT):
                 raise
+            named = f": {error.filename}" if error.filename else ""  # a full disk names no file
             raise ValueError(
-                f"run folder {str(path)!r}: cannot be written ({error.strerror}: {error.filename}); correct that, or "
+                f"run folder {str(path)!r}: cannot be written ({error.strerror}{named}); correct that, or "
                 "choose another folder"
             ) from error
         except ValueError:
@@ -150,8 +154,33 @@ class RunDir:
         return run
 
     def config(self) -> GemConfig:
-        """The configuration of the run."""
-        return GemConfig.from_toml(self.config_path.read_text(encoding="utf-8"))
+        """The configuration of the run.
+
+        Raises:
+            ConfigError: it is damaged, or of a version with other keys.
+        """
+        try:
+            return GemConfig.from_toml(self.config_path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(
+                f"{str(self.config_path)!r}: {error}; the file was changed or damaged, or another version wrote it: "
+                "correct it"
+            ) from error
+
+    def linears(self) -> Recipe | None:
+        """What a probe chose for this run's linears; None where nothing was probed.
+
+        Raises:
+            ValueError: the file is not what a probe wrote.
+        """
+        if not self.linears_path.is_file():
+            return None
+        from gemworks.precision import Recipe  # needs torch, which reading a configuration does without
+
+        try:
+            return Recipe.from_toml(self.linears_path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{self.linears_path}: {error}; correct it, or delete it to probe again") from error
 
     def log(self, kind: str, step: int, **values: Any) -> None:
         """Appends one line to `metrics.jsonl`, and gives its numbers to TensorBoard and the other sinks."""
@@ -183,12 +212,17 @@ class RunDir:
             self._lock = None
 
     def rows(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`, of one kind or all."""
+        """The lines of `metrics.jsonl`, of one kind or all.
+
+        Raises:
+            ValueError: a line is not what a run wrote.
+        """
         if not self.metrics_path.is_file():
             return []
-        lines = self.metrics_path.read_text(encoding="utf-8").splitlines(keepends=True)
-        # a process that was killed may leave half a line at the end
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        rows = []
+        for number, line in enumerate(self.metrics_path.read_bytes().split(b"\n")[:-1], 1):
+            # what follows the last end of a line is half a line of a process that was killed
+            rows.append(_read_json(line, f"{str(self.metrics_path)!r}, line {number}", "correct or delete that line"))
         return [row for row in rows if kind is None or row["kind"] == kind]
 
     def write_report(self, name: str, report: dict[str, Any]) -> Path:
@@ -206,8 +240,15 @@ class RunDir:
         _write(self.summary_path, json.dumps(json_ready(summary), indent=2, allow_nan=False) + "\n")
 
     def summary(self) -> dict[str, Any] | None:
-        """The result, or None when the run did not end well."""
-        return json.loads(self.summary_path.read_text(encoding="utf-8")) if self.summary_path.is_file() else None
+        """The result, or None when the run did not end well.
+
+        Raises:
+            ValueError: the file is not what a run wrote.
+        """
+        if not self.summary_path.is_file():
+            return None
+        fix = "delete it, and the run's end is done again"
+        return _read_json(self.summary_path.read_bytes(), repr(str(self.summary_path)), fix)
 
 
 class _FollowedRunDir(RunDir):
@@ -251,8 +292,21 @@ def _leaves(value: Any, path: str = "") -> dict[str, Any]:
     return {k: v for key, item in value.items() for k, v in _leaves(item, f"{path}.{key}" if path else key).items()}
 
 
+def _read_json(text: bytes, where: str, fix: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: got something that is not JSON ({error}); it was damaged: {fix}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}: got {found!r}, expected a JSON object; it was damaged: {fix}")
+    return found
+
+
 def _write(path: Path, text: str) -> None:
-    """Writes beside the file and renames, so that readers see the old text or the new one."""
+    """Writes beside the file and renames, so that readers see the old text or the new one, after a power cut too."""
     partial = path.with_name(f".partial_{path.name}")
-    partial.write_text(text, encoding="utf-8")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(partial, path)

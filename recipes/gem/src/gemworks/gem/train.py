@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from gemworks.precision import Recipe
     from rich.console import Console
 
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 PIPED_WIDTH = 120  # columns of the summary table where there is no terminal
 
 
@@ -105,12 +108,13 @@ def _train(
         else:
             display.message(f"{folder.path} holds a complete run; nothing is left to do")
     except Exception as error:
-        told = error if isinstance(error, Preempted) else ranks.explain(error)
-        display.message(f"{type(told).__name__}: {told}")
-        with log.open("a", encoding="utf-8") as file:
-            traceback.print_exception(error, file=file)
-            if told is not error:
-                file.write(f"{type(told).__name__}: {told}\n")
+        told = error if isinstance(error, Preempted) else ranks.explain(_named(error, path))
+        with contextlib.suppress(OSError):  # a disk without room has none for this either
+            display.message(f"{type(told).__name__}: {told}")
+            with log.open("a", encoding="utf-8") as file:
+                traceback.print_exception(error, file=file)
+                if told is not error:
+                    file.write(f"{type(told).__name__}: {told}\n")
         _raise(told, error)
     finally:
         display.stop()
@@ -123,14 +127,17 @@ def _probed_before(config: GemConfig, run_dir: str | Path | None) -> Recipe | No
     from gemworks.gem.implement import PROBE
     from gemworks.gem.run_dir import RunDir
 
-    if config.kernels.linears != PROBE or run_dir is None or not (path := RunDir(run_dir).linears_path).is_file():
-        return None
-    from gemworks.precision import Recipe
+    return None if config.kernels.linears != PROBE or run_dir is None else RunDir(run_dir).linears()
 
-    try:
-        return Recipe.from_toml(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; correct it, or delete it to probe again") from error
+
+def _named(error: Exception, folder: Path) -> Exception:
+    """A failed write of a log or a figure, which by itself says neither where nor what to do."""
+    if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
+        return error
+    return RuntimeError(
+        f"run folder {str(folder)!r}: cannot be written any more ({error.strerror}); make room there, and "
+        "start the same command again: it goes on from the newest checkpoint"
+    )
 
 
 def _raise(told: Exception, error: Exception) -> NoReturn:

@@ -17,6 +17,26 @@ def _used_kinds(config: GemConfig) -> set[str]:
     return own if len(model.events) == model.num_event_types else own | {model.attention}
 
 
+def _why_unused_kernel(config: GemConfig, name: str) -> str | None:
+    kernels = config.kernels
+    if name in ("linears_hadamard", "linears_stochastic") and kernels.linears == "bf16":
+        return "kernels.linears is 'bf16', which has no recipe to change; set kernels.linears=fp8_block128 too"
+    if name == "compile_scope" and not config.train.compile:
+        return "train.compile is false; set train.compile=true too"
+    if name == "rope_tables" and config.model.time_encoding != "rotary":
+        return f"model.time_encoding is {config.model.time_encoding!r}, which rotates nothing"
+    if name == "fused_qk_backward":
+        over_tiles = kernels.attention == "gemworks" and kernels.attention_format == "autocast"
+        attends = over_tiles and bool(_used_kinds(config) & {"full", "window"})
+        pools = kernels.pooling == "gemworks" and config.model.pooling == "softmax"
+        if not kernels.fused_qk or not (attends or pools):
+            return (
+                "keys are normed and rotated before attention's kernels; set kernels.fused_qk=true, and attention or "
+                "pooling by gemworks"
+            )
+    return None
+
+
 def why_unused(config: GemConfig, key: str) -> str | None:
     """Why a key has no effect in this configuration, with what to change; None if it has one.
 
@@ -26,6 +46,8 @@ def why_unused(config: GemConfig, key: str) -> str | None:
     """
     model, data = config.model, config.data
     section, _, name = key.partition(".")
+    if section == "kernels":
+        return _why_unused_kernel(config, name)
     if section == "data":
         if name in SYNTHETIC_KEYS and data.source != "synthetic":
             return f"data.source is {data.source!r}, only 'synthetic' data reads it"

@@ -18,12 +18,13 @@ from pathlib import Path
 
 import torch
 from gemworks.gem.config import ConfigError, DataConfig, GemConfig
+from gemworks.gem.config_checks import check
 from gemworks.gem.data import Source, open_source
 from gemworks.gem.device import resolve_device
 from gemworks.gem.implement import PROBE
 from gemworks.gem.ladder import room, rows
 from gemworks.gem.ladder.page import write_page
-from gemworks.gem.ladder.settings import FULL_STACK, RUNGS, WITHOUT, build
+from gemworks.gem.ladder.settings import FULL_STACK, NOT_YET, RUNGS, WITHOUT, build
 from gemworks.gem.ladder.step import StepCost, TrainingRow, compile_small, free, read_batches, run_steps
 from gemworks.gem.ladder.tables import MAIN_LAW, read
 from gemworks.gem.layers.__main__ import measure
@@ -95,8 +96,24 @@ def planned_rows(base: GemConfig, *, leave_one_out: bool, stack: str = FULL_STAC
     full, is_full = configs[stack], stack == FULL_STACK
     yield Planned("full stack" if is_full else stack, f"all rows of the ladder up to {stack}", full, "")
     for name, change in WITHOUT.items():
-        if change(full) != full:
-            yield Planned(f"without {name}" if is_full else f"{stack} without {name}", "", change(full), "")
+        row, config, refusal = f"without {name}" if is_full else f"{stack} without {name}", full, ""
+        try:
+            config = change(full)
+        except ConfigError as error:  # something else of the stack needs it
+            refusal = f"{NOT_YET}{error}"
+        if refusal or config != full:
+            yield Planned(row, "", config, refusal)
+
+
+def check_names(option: str, given: Sequence[str], known: Sequence[str]) -> None:
+    """Refuses a name that means nothing: what it asks for would be left out without a word.
+
+    >>> check_names("--rows", ["norm"], ["stream", "norms"])
+    Traceback (most recent call last):
+    gemworks.gem.typed_config.ConfigError: --rows: got 'norm', expected some of stream, norms
+    """
+    for name in given:
+        check(name in known, option, name, f"some of {', '.join(dict.fromkeys(known))}")
 
 
 class Ladder:
@@ -354,6 +371,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             load_config(args.preset, sets=[*sets, f"model.attention={kind}"])
             for kind in args.attention or ("block", "full")
         ]
+        known = [plan.name for plan in planned_rows(bases[0], leave_one_out=args.leave_one_out, stack=args.stack)]
+        for option in ("rows", "profile", "local"):
+            check_names(f"--{option}", getattr(args, option), known)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

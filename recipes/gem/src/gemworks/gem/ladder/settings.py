@@ -143,6 +143,16 @@ RUNGS: tuple[Rung, ...] = (
         side=True, over="graphs_qk_backward",
     ),
     Rung(
+        "graphs_compiled_ends", "`graphs_fewer_passes`, and rotations' tables and the head's norm and mean compiled",
+        chain(
+            train(cuda_graphs=True),
+            kernels(
+                compile_saves="least", fused_qk_backward=True, pffn_weights="gemworks", compile_scope="all",
+            ),
+        ),
+        side=True, over="graphs_fewer_passes",
+    ),
+    Rung(
         "graphs_epilogue", "CUDA graphs, no float32 copies, and GDPA's norm in its kernel",
         chain(train(cuda_graphs=True), kernels(compile_saves="least", fused_pffn_norm=True)),
         side=True, over="graphs_less_kept",
@@ -229,7 +239,7 @@ WITHOUT: Mapping[str, Change] = {
     "fused norms": kernels(norm="torch"),
     "bf16 stream": kernels(stream="float32"),
     "fp16 rotations": kernels(rope_tables="float32"),
-    "torch.compile": train(compile=False),
+    "torch.compile": chain(kernels(compile_saves="usual"), train(compile=False)),
     "fast GELU": model(pffn_activation="gelu"),
 }
 

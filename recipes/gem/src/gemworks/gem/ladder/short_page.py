@@ -19,7 +19,7 @@ TECHNIQUES = """\
 | GDPA for the PFFN and pooling | `gdpa`, `fast_gelu`, `pffn_epilogue`; pooling is softmax in this preset |
 | schedules of tiles | `shared_schedule` |
 | norms in one pass, bf16 stream | `norms`, `stream`, `half_tables`, `less_kept`, `graphs_late_residual` |
-| compiler | `compiled`, `compiled_norms`, `compiled_qk` |
+| compiler | `compiled`, `compiled_norms`, `compiled_qk`, `graphs_compiled_ends` |
 | CUDA graphs | `cuda_graphs`, `graphs_less_kept`, `graphs_epilogue`, `graphs_batch_x2` |
 | kernels that do others' work | `graphs_qk_backward`, `graphs_pffn_weights`, `graphs_fewer_passes`, `graphs_all` |
 | FP8 linears; by probe; Hadamard, stochastic rounding | `fp8_linears`, `fp8_probed`, `fp8_hadamard`, `fp8_stochastic` |

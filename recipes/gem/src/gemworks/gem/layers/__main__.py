@@ -37,6 +37,10 @@ def draw_lengths(config: GemConfig, seed: int) -> torch.Tensor:
     return values[torch.multinomial(shares, config.data.batch_size, replacement=True, generator=generator)]
 
 
+LAYERS = (
+    *("embeddings", "tokens", "events", "hsp", "pffn", "attention", "layer", "norm", "first summary", "summary"),
+    *("experts", "head"),
+)
 SMALL_BATCH = 128  # of calls that only compile: how a sum is cut into parts follows from the sizes seen first
 WRONG_ANSWER = "WrongAnswer: its output or a gradient is not finite"
 
@@ -175,7 +179,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
-    parser.add_argument("--only", action="append", default=[], metavar="LAYER")
+    parser.add_argument("--only", action="append", default=[], choices=LAYERS, help="of these layer types")
     parser.add_argument("--no-trace", action="store_true", help="times only, not what they go to")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
@@ -276,7 +280,7 @@ def _report(
         "law": config.data.length_law, "mean_len": f"{lengths_B.double().mean():.1f}",
         "max_len": str(int(lengths_B.max())), "seed": str(args.seed),
     }  # fmt: skip
-    rows = report.rows_of(layers, common)
+    rows = report.rows_of(layers, common, whole_model=not args.only)
     report.append_csv(args.out / args.csv, rows, report.COLUMNS)
     print(f"\n{config.preset}, {attention} attention, {setting}, B{config.data.batch_size}")
     heads = " ".join(f"{name:>8}" for name in ("tensor", "memory", "gaps", "host", "bound"))

@@ -14,7 +14,14 @@ import torch
 from gemworks.gem.config import EventSizes, GemConfig
 from gemworks.gem.efficiency import BWD_FACTOR, FlopCount, count_flops
 from gemworks.gem.flop_costs import PairRule, merged_width
-from gemworks.gem.implement import compile_part, compile_rows, mark_sizes, quantise_linears
+from gemworks.gem.implement import (
+    compile_events,
+    compile_head,
+    compile_part,
+    compile_rows,
+    mark_sizes,
+    quantise_linears,
+)
 from gemworks.gem.model.attention import SelfAttention
 from gemworks.gem.model.events import EventTokens, Sequence
 from gemworks.gem.model.head import Head
@@ -136,8 +143,8 @@ def _event_parts(
     """The merge of one event type, and its sequence parts."""
     model = config.model
     merge = EventTokens(event, size, model, config.kernels, device=device)
-    if config.train.compile and config.kernels.compile_scope == "layers":
-        compile_rows(merge.merge, config.kernels)
+    if config.train.compile and config.kernels.compiles_layers:
+        compile_events(merge, config.kernels)
     events, timestamps = _events(len(event.float_names), lengths_B, config, device)
     total = events.timestamps_T.shape[0]
     rows = [_leaf(total, model.embedding_dim, device=device, dtype=torch.float32) for _ in event.ids]
@@ -207,7 +214,7 @@ def _head_part(
         for event, size in zip(schema.events, sizes, strict=True)
     ]
     if config.train.compile:
-        compile_rows(head.mlp, config.kernels)
+        compile_head(head, config.kernels)
     leaves = (x, *(s.s_TD for s in ends), *head.parameters())
     return Part("head", 1, TRAINING * flops.parts["head"], False, lambda: head(x, ends), leaves)
 
@@ -289,7 +296,7 @@ def _sequence_parts(
             linear_product(total, width, width),
         ),
     }
-    whole = config.train.compile and config.kernels.compile_scope == "layers"
+    whole = config.train.compile and config.kernels.compiles_layers
     for name, attribute in (("hsp", "pool"), ("pffn", "pffn"), ("attention", "attention")):
         chosen = [i for i, parts in enumerate(kinds) if getattr(parts, "pools" if name == "hsp" else name)]
         if not chosen:
@@ -353,7 +360,7 @@ def _whole_layer(
     module = _WholeBlock(EventBlock(config, size, 0, device=x_sum.device))
     if config.kernels.linears != "bf16":
         quantise_linears(module, config.kernels)
-    if config.train.compile and config.kernels.compile_scope == "layers":
+    if config.train.compile and config.kernels.compiles_layers:
         compile_part(module, config.kernels)
         mark_sizes(sequence)
         torch._dynamo.maybe_mark_dynamic(x_sum, 0)

@@ -153,8 +153,8 @@ def _triton_version() -> str:
         return ""
 
 
-def rows_of(layers: Sequence[Measured], common: Mapping[str, str]) -> list[Row]:
-    """One row per layer, then the totals: "sequence layers" and "whole model"."""
+def rows_of(layers: Sequence[Measured], common: Mapping[str, str], *, whole_model: bool = True) -> list[Row]:
+    """One row per layer, then the totals: "sequence layers", and of a `whole_model` its own."""
     whole = total_of(layers, sequence_only=False)
     rows = []
     for x in layers:
@@ -176,7 +176,7 @@ def rows_of(layers: Sequence[Measured], common: Mapping[str, str]) -> list[Row]:
         if x.host_ms is not None:
             row["host_ms"] = f"{x.host_ms:.4f}"
         rows.append(row)
-    complete = not {x.is_sequence for x in layers if x.time is not None} < {True, False}
+    complete = whole_model and not {x.is_sequence for x in layers if x.time is not None} < {True, False}
     for name, only in (("sequence layers", True), ("whole model", False)) if complete else (("sequence layers", True),):
         total = total_of(layers, sequence_only=only)
         row = dict.fromkeys(COLUMNS, "") | dict(common)

@@ -166,10 +166,12 @@ class EventTokens(nn.Module):
             offsets_S = torch.arange(batch + 1, device=offsets_S.device) * max_length
         else:
             plan = make_plan(offsets_S, sample_T, max_length, self.sizes, self.config, self.kernels)
-        rope = None
-        if self.rope is not None:
-            half = self.kernels.rope_tables == "float16"
-            dtype = torch.float16 if half else torch.float32
-            rope = self.rope.tables(offsets_S, self.head_dim, total=total, dt=age_T, dtype=dtype)
+        rope = None if self.rope is None else self.rotations(offsets_S, age_T)
         padded = lengths_B if self.kernels.layout == "padded" else None
         return Sequence(s_TD, offsets_S, max_length, rope, plan, padded)
+
+    def rotations(self, offsets_S: Tensor, age_T: Tensor) -> RopeTables:
+        """Cosines and sines of all tokens, by position and age; of an event type with rotations."""
+        assert self.rope is not None
+        dtype = torch.float16 if self.kernels.rope_tables == "float16" else torch.float32
+        return self.rope.tables(offsets_S, self.head_dim, total=age_T.shape[0], dt=age_T, dtype=dtype)

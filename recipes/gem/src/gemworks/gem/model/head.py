@@ -68,12 +68,17 @@ class _MeanPool(torch.autograd.Function):
         return torch.repeat_interleave(grad_BD, lengths_B, dim=0, output_size=ctx.total), None
 
 
+@torch.compiler.allow_in_graph  # Dynamo's own way through an autograd function makes an instance of it, and warns
+def _mean_pool(s_TD: Tensor, offsets_S: Tensor) -> Tensor:
+    out = _MeanPool.apply(s_TD, offsets_S)
+    assert isinstance(out, Tensor)
+    return out
+
+
 def _mean(s_TD: Tensor, sequence: Sequence) -> Tensor:
     """Mean of each sample's real rows, [B, D]; 0 for none."""
     if sequence.lengths_B is None:
-        out = _MeanPool.apply(s_TD, sequence.offsets_S)
-        assert isinstance(out, Tensor)
-        return out
+        return _mean_pool(s_TD, sequence.offsets_S)
     rows_BLD = s_TD.view(-1, sequence.max_length, s_TD.shape[-1])
     row_L = torch.arange(sequence.max_length, device=s_TD.device)
     inside_BL = (row_L < sequence.lengths_B[:, None]).float()
