@@ -74,3 +74,37 @@ def test_a_compiled_peer_starts_no_workers(monkeypatch):
     monkeypatch.setattr(config, "compile_threads", 4)
     assert callable(bench_run.compiled(torch.sin))
     assert get_compile_threads() == 1
+
+
+def test_turns_are_bursts_as_long_as_asked_and_clocks_are_read_in_them(monkeypatch):
+    """On a clock of our own: the first replay takes a second, as the upload of a graph does; later ones 1 and 4 ms."""
+    now, log, lowered = [0.0], list[int](), [1980]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = -1.0
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def synchronize(self) -> None:
+            assert self.at >= 0
+            lowered[0] = 1500 + log[-1]
+
+        def elapsed_time(self, later: "Event") -> float:
+            return 1e3 * (later.at - self.at)
+
+    def replay(which: int, seconds: float) -> None:
+        now[0] += 1.0 if which not in log else seconds
+        log.append(which)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(bench_run.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(bench_run, "clock_mhz", lambda device: lowered[0])
+    run = bench_run.Bench(torch.device("cuda"), smoke=True)
+    times = run.time_in_turns([lambda: replay(1, 1e-3), lambda: replay(2, 4e-3)], [0.4, 0.0], num_turns=2)
+    assert torch.tensor(times).allclose(torch.tensor([[1.0] * 3, [4.0] * 3]))
+    turn = [1] * 2 * 200 + [2] * 2 * 5  # the half of each untimed
+    assert log == [1, 1, 2, 2, *turn, *turn]
+    assert run.clocks == {0: 1501, 1: 1502}

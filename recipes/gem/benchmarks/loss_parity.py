@@ -136,6 +136,8 @@ def run_one(name: str, seed: int, chosen: argparse.Namespace) -> str:
         "dtype": config.train.dtype,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "seconds": round(time.perf_counter() - start, 1),
+        "commit": commit(),  # of the model: a run that goes on may be of a later one
+        "torch": str(torch.__version__),
     }
     path = result_path(chosen.work, name, seed)
     torch.save({"logits": logits, "labels": labels.to(torch.uint8), "curve": curve, "facts": facts}, f"{path}.part")
@@ -287,15 +289,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write(path: Path, rows: list[dict[str, Any]], differences: dict[str, list[float]]) -> None:
-    """Rows of single models, and of what is known of each recipe over seeds."""
-    shared = {"command": "python " + " ".join(sys.argv), "commit": commit(), "torch": torch.__version__}
+    """Rows of single models, and of what is known of each recipe over seeds, with the commits of all its models."""
+    command = {"command": "python " + " ".join(sys.argv)}
     means = []
     for name, values in differences.items():
         if len(values) > 1:
             mean, low, high = seeds_interval(values)
             percent = {"ne_difference_percent": mean, "low_percent": low, "high_percent": high}
-            means.append({"recipe": name, "seed": f"mean of {len(values)}", **percent})
-    write_rows(path, COLUMNS, [row | shared for row in [*rows, *means]])
+            models = [row for row in rows if row["recipe"] == name and "ne_difference_percent" in row]
+            of = {
+                key: ", ".join(dict.fromkeys(row[key] for row in models if key in row)) for key in ("commit", "torch")
+            }
+            means.append({"recipe": name, "seed": f"mean of {len(values)}", **percent, **of})
+    write_rows(path, COLUMNS, [row | command for row in [*rows, *means]])
 
 
 def write_rows(path: Path, columns: Sequence[str], rows: list[dict[str, Any]]) -> None:

@@ -118,9 +118,10 @@ def plot(rows: Sequence[Row], curves: Sequence[Row], path: Path) -> bool:
         _curve_differences(axes[0, 1], curves, first)
     _final(axes[0, -1], differences, first)
     num_seeds = max(len(values) for values in differences.values())
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows if row["ne"]))
     title = (
         f"{facts['preset']} on {facts['source']}, {facts['num_steps']} steps of {facts['batch_size']}, {num_seeds} "
-        f"seeds, {int(facts['num_samples']):,} held-out samples; {facts['device']}, commit {facts['commit']}"
+        f"seeds, {int(facts['num_samples']):,} held-out samples; {facts['device']}, commit {commits}"
     )
     figure.suptitle(title, fontsize=11 if curves else 9)
     figure.savefig(path, dpi=90 if curves else 110)
@@ -148,7 +149,8 @@ def _curves(axis: Any, rows: Sequence[Row]) -> None:
         f"examples; NE of those of the last {WIDTH} steps, before they are trained on.\n"
         "Line: mean over seeds; band: from the least to the largest of them"
     )
-    axis.legend(fontsize=8, frameon=False, loc="lower left")
+    between = (0.97, 0.08)  # the enlargement and the curve
+    axis.legend(fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=between, ncols=2)
 
 
 def _curve_differences(axis: Any, rows: Sequence[Row], first: str) -> None:

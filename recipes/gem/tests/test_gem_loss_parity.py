@@ -83,6 +83,7 @@ def test_models_train_on_batches_that_were_made_before(scripts, tmp_path):
     assert [examples for examples, *_ in result["curve"]] == [16, 32, 48]
     assert all(0.5 < loss < 1 and 0.8 < ne < 1.5 for _, loss, ne in result["curve"])
     assert result["facts"]["num_samples"] == len(result["logits"]) == 64
+    assert result["facts"]["commit"] == benchmark.commit()
 
     source = benchmark.source_of(benchmark.config_of("bf16", 1, chosen), chosen)
     rows = list(benchmark.rows_read(benchmark.config_of("bf16", 1, chosen), source))
@@ -106,7 +107,8 @@ def test_models_of_before_make_rows_curves_and_a_picture(scripts, tmp_path, caps
     for seed in (0, 1, 2):
         plain = torch.randn(500, generator=generator)
         for name, shift in (("bf16", 0.0), ("mxfp8", 0.01)):
-            result = {"logits": plain + shift, "labels": labels.to(torch.uint8), "facts": facts}
+            of = {"commit": "aaaaaaa" if seed else "bbbbbbb", "torch": "2.11"}
+            result = {"logits": plain + shift, "labels": labels.to(torch.uint8), "facts": facts | of}
             curve = [(8 * step, 0.7 + shift, 1.01 - 0.01 * step + shift) for step in range(1, 31)]
             torch.save(result | {"curve": curve}, benchmark.result_path(work, name, seed))
     out = tmp_path / "parity.csv"
@@ -118,7 +120,10 @@ def test_models_of_before_make_rows_curves_and_a_picture(scripts, tmp_path, caps
         benchmark.main([*arguments, "--set", "train.max_steps=9"])
     assert "has models of" in capsys.readouterr().err
     rows = drawing.read(out)
-    assert [row["seed"] for row in rows if row["recipe"] == "mxfp8"] == ["0", "1", "2", "mean of 3"]
+    compared = [row for row in rows if row["recipe"] == "mxfp8"]
+    assert [row["seed"] for row in compared] == ["0", "1", "2", "mean of 3"]
+    # a model's commit is the one that trained it, whoever writes the rows
+    assert [row["commit"] for row in compared] == ["bbbbbbb", "aaaaaaa", "aaaaaaa", "bbbbbbb, aaaaaaa"]
     with (tmp_path / "parity.curves.csv").open() as file:
         assert [row["seed"] for row in csv.DictReader(file)] == [seed for seed in "012" for _ in range(2 * 30)]
     alone = tmp_path / "alone.png"

@@ -91,8 +91,9 @@ class LayerBench:
         """Time all that was made ready, in turns."""
         bursts = [0.03 if row["direction"] == "fwd" else 0.1 for row in self.rows]
         times = self.bench.time_in_turns(self.replays, bursts)
-        for row, (ms, p20, p80) in zip(self.rows, times, strict=True):
+        for i, (row, (ms, p20, p80)) in enumerate(zip(self.rows, times, strict=True)):
             row |= {"ms": round(ms, 4), "ms_p20": round(p20, 4), "ms_p80": round(p80, 4)}
+            row["clock_mhz"] = self.bench.clocks.get(i, "")
             row["tflops"] = round(row["tflops"] / ms, 2) or ""
         self.replays.clear()
 

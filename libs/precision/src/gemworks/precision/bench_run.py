@@ -30,7 +30,10 @@ SEED = 0
 
 @dataclass
 class Bench:
-    """One run: its device, ceilings and rows."""
+    """One run: its device, ceilings and rows.
+
+    `clocks`: the clock in MHz of each replay that `time_in_turns` timed last, read while it was timed.
+    """
 
     device: torch.device
     smoke: bool
@@ -40,6 +43,7 @@ class Bench:
     only: str = ""
     peers: bool = False
     path: Path | None = None
+    clocks: dict[int, Any] = field(default_factory=dict)
 
     def time(self, run: Callable[[], object]) -> tuple[float, float, float]:
         """Median, 20 % and 80 % quantile in milliseconds."""
@@ -116,6 +120,7 @@ class Bench:
         when a burst is timed, as it has in a training job, which runs one implementation only.
         """
         times: list[list[float]] = [[] for _ in replays]
+        self.clocks.clear()
         if self.device.type != "cuda":
             for _ in range(3):
                 for run, mine in zip(replays, times, strict=True):
@@ -125,13 +130,15 @@ class Bench:
             return [(statistics.median(t), t[len(t) // 5], t[(4 * len(t)) // 5]) for t in map(sorted, times)]
         counts = []
         for replay, burst_s in zip(replays, bursts_s, strict=True):
+            replay()  # the first one uploads the graph
+            torch.cuda.synchronize()
             start = time.perf_counter()
             replay()
             torch.cuda.synchronize()
-            counts.append(max(5, min(100, int(burst_s / 2 / (time.perf_counter() - start)))))
+            counts.append(max(5, int(burst_s / 2 / (time.perf_counter() - start))))
         for _ in range(num_turns):
             marks: list[list[torch.cuda.Event]] = []
-            for replay, count in zip(replays, counts, strict=True):
+            for i, (replay, count) in enumerate(zip(replays, counts, strict=True)):
                 for _ in range(count):
                     replay()
                 events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
@@ -140,6 +147,8 @@ class Bench:
                     replay()
                     event.record()
                 marks.append(events)
+                events[0].synchronize()
+                self.clocks[i] = clock_mhz(self.device)
             torch.cuda.synchronize()
             for events, mine in zip(marks, times, strict=True):
                 mine += [first.elapsed_time(last) for first, last in pairwise(events)]
