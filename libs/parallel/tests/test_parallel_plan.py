@@ -13,8 +13,8 @@ import torch
 from gemworks.parallel import COLLECTIVES, Layout, ParallelPlan, Rate, Traffic, default_traffic, place, presets
 from gemworks.parallel.describe import describe
 from gemworks.parallel.layout import widest_tier
-from gemworks.parallel.placement import _swap, ascending, view_cost_us
-from gemworks.parallel.plan import DensePlan, ExpertPlan, SparsePlan
+from gemworks.parallel.placement import _swap, ascending, best_split, view_cost_us
+from gemworks.parallel.plan import VIEW_AXES, DensePlan, ExpertPlan, SparsePlan
 from gemworks.parallel.planner import search
 from gemworks.parallel.profile import gem_like
 from gemworks.parallel.tables import TableSpec, shard_tables
@@ -220,6 +220,18 @@ def test_shard_groups_keep_to_a_zone_unless_the_caller_lifts_that() -> None:
     assert place(plan, c, traffic).views["dense"].tiers == {"replica": "cross_zone", "shard": "zone"}
     lifted = place(plan, c, traffic, constraints={("dense", "shard"): "cross_zone"})
     assert lifted.views["dense"].tiers == {"replica": "nvlink", "shard": "cross_zone"}
+
+
+def test_shard_groups_that_do_not_fill_zones_may_cross_them() -> None:
+    """Three groups of eight on two zones of twelve: no numbering keeps each in one zone."""
+    placed = place(ParallelPlan.for_world(24, shard=8), cluster(4, 3, 2))
+    assert placed.views["dense"].tiers["shard"] == "cross_zone"
+    assert place(ParallelPlan.for_world(24, shard=4), cluster(4, 3, 2)).views["dense"].tiers["shard"] == "nvlink"
+
+
+def test_of_equal_splits_inner_axes_lie_nearest() -> None:
+    found = best_split((2, 4, 2), VIEW_AXES["sparse"], cluster(4, 2, 2), (), {})
+    assert found == (0.0, ((1, 1, 2), (2, 2, 1), (2, 1, 1)))
 
 
 def test_ranks_ascend_along_every_axis_as_torch_orders_a_groups_ranks() -> None:
