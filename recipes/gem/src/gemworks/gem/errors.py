@@ -24,8 +24,8 @@ class Preempted(Exception):
 
 def exit_code(error: BaseException) -> int:
     """2 for what the caller can correct (a `ValueError` of ours, a file or folder that is missing, of the other kind or
-    closed to this user), 75 for a run that shall be started again, 1 for everything else. A `ValueError` that torch or another package raised is not an answer to the
-    caller's input, whose checks are ours: the run failed.
+    closed to this user), 75 for a run that shall be started again, 1 for everything else. A `ValueError` that torch or
+    another package raised is not an answer to the caller's input, whose checks are ours: the run failed.
 
     >>> exit_code(ValueError("data.batch_size: got 0")), exit_code(RuntimeError("no memory")), exit_code(Preempted())
     (2, 1, 75)
