@@ -108,6 +108,8 @@ def test_within_the_spread_is_the_same() -> None:
     assert compare(old, [{"op": "a", "ms": "1.3", "ms_p20": "1.2", "ms_p80": "1.4"}])[0]["verdict"] == "slower"
     assert compare(old, [{"op": "a", "ms": "0.8", "ms_p20": "0.7", "ms_p80": "0.95"}])[0]["verdict"] == "same"
     assert compare(old, [{"op": "a", "ms": "0.8", "ms_p20": "0.7", "ms_p80": "0.85"}])[0]["verdict"] == "faster"
+    for touches in ({"ms": "1.3", "ms_p20": "1.1", "ms_p80": "1.4"}, {"ms": "0.8", "ms_p20": "0.7", "ms_p80": "0.9"}):
+        assert compare(old, [{"op": "a", **touches}])[0]["verdict"] == "same"
     assert [r["verdict"] for r in compare(old, [{"op": "b", "ms": "1"}])] == ["new", "gone"]
     assert compare(old, [{"op": "a", "ms": ""}])[0]["verdict"] == "gone"
     without = [{"op": "a", "ms": "1.0"}]

@@ -372,6 +372,16 @@ def test_every_row_of_every_table_has_one_owner_and_one_place(raw, group) -> Non
         assert [used[r] == set(range(shards.num_rows[r])) for r in range(group)] == [True] * group
 
 
+def test_whole_tables_go_where_the_fewest_bytes_are_and_64_rows_a_rank_are_split() -> None:
+    sizes = {"wide": (100, 8), "long": (150, 4), "short": (90, 4)}
+    specs = [TableSpec(name=n, num_rows=r, dim=d, sharding="table_wise") for n, (r, d) in sizes.items()]
+    owners = {t.spec.name: t.first_owner for s in shard_tables(specs, 2) for t in s.tables}
+    assert owners == {"wide": 0, "long": 1, "short": 1}  # 800 elements beside 600 + 360
+    for num_rows, of_first in ((64 * 4, 64), (64 * 4 - 1, 64 * 4 - 1)):
+        ((table,),) = (s.tables for s in shard_tables([TableSpec(name="t", num_rows=num_rows, dim=4)], 4))
+        assert len(table.rows_on(0)) == of_first
+
+
 def test_m7_describe_says_who_holds_what_in_stable_text_and_json() -> None:
     """M7: which rank holds what, as stable text and as JSON."""
     plan = ParallelPlan.for_world(8, shard=4, expert=2, expert_shard=2, table_group=2, replica_shard=2)
