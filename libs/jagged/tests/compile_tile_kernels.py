@@ -2,7 +2,8 @@
 
     python compile_tile_kernels.py sm_90 [PATTERN]
 
-Each line says registers, stack (spills), shared memory, and how many of the loads and stores are 16 bytes wide.
+Each line says registers, stack (spills), shared memory, how many of the loads and stores are 16 bytes wide, how many
+loads bring one value of 2 bytes, and how many copy ahead of time.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import triton
 from compiled_signals import barriers, idle_barriers
 from gemworks.jagged.ops.block_attention import kernel_block
 from gemworks.jagged.ops.block_attention.launch import block_config
-from gemworks.jagged.ops.norms import kernel_norm
-from gemworks.jagged.ops.norms.configs import norm_config
+from gemworks.jagged.ops.norms import kernel_norm, kernel_norm_pieces
+from gemworks.jagged.ops.norms.configs import NormConfig, norm_config
+from gemworks.jagged.ops.norms.launch import stride_unit
 from gemworks.jagged.ops.token_map import kernel_token_map
 from gemworks.jagged.ops.token_map import launch as token_map_launch
 from gemworks.jagged.schedule_op import KERNEL_CONFIG
@@ -39,7 +41,8 @@ TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def compile_kernel(
     kernel: Any, pointer: Callable[[str], str], constants: dict[str, Any], capability: int, **options: Any
 ) -> dict[str, Any]:
-    """Resources of one kernel; pointers and strides are multiples of 16, as they are in practice."""
+    """Resources of one kernel; pointers are multiples of 16, and strides that don't count in units of their own."""
+    unit = constants.get("UNIT", 1)
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -50,7 +53,8 @@ def compile_kernel(
             signature[name] = pointer(name)
         else:
             signature[name] = "fp32" if name in ("eps", "scale", "scale_log2") else "i32"
-        if name in TENSORS or name.endswith(("_ptr", "_outer", "_inner", "_st", "_sn", "_stride_t")):
+        strides = ("_outer", "_inner", "_st", "_sn", "_stride_t") if unit == 1 else ()
+        if name in TENSORS or name.endswith(("_ptr", *strides)):
             attributes[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     kind: Any = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
@@ -73,6 +77,8 @@ def resources(compiled: Any) -> dict[str, Any]:
         "idle_barriers": idle_barriers(compiled.asm["ttgir"]),
         "shared_bytes": compiled.metadata.shared,
         "wide_loads": len(re.findall(r"LDG\.E\.128|LDGSTS\.E\.[A-Z.]*128", sass)),
+        "narrow_loads": len(re.findall(r"LDG\.E\.[US](?:8|16)\b", sass)),
+        "async_copies": len(re.findall(r"\bLDGSTS\b", sass)),
         "wide_stores": len(re.findall(r"STG\.E\.128", sass)),
         "stores": len(re.findall(r"\bSTG\b", sass)),
         "matrix_products": len(re.findall(r"\b(?:HGMMA|HMMA|UTCHMMA|UTCOMMA)\b", sass)),
@@ -83,37 +89,52 @@ def _output(*command: Any) -> str:
     return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True).stdout
 
 
+# Widths of which none is a power of two, and the last is divided by nothing: values are read one by one there.
+NORM_WIDTHS = (64, 128, 512, 1024, 1536, 8192, 1000, 3000, 3072, 6000, 1001)
+IN_PIECES = {
+    1000: NormConfig(1, 2, 3, programs=8, columns=1024),
+    1536: NormConfig(1, 4, 3, programs=4, columns=512),
+    3000: NormConfig(1, 8, 3, programs=2, columns=1024),
+    6000: NormConfig(1, 16, 3, programs=1, columns=2048),
+}
+
+
 def norm_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], dict[str, Any]]]:
     cases = {}
-    for width in (64, 128, 512, 1024, 1536, 8192):
+    for width in NORM_WIDTHS:
         for full in (False, True):
             name = f"{width} {'full' if full else 'plain'}"
-            forward, backward = norm_config(width), norm_config(width, sums_columns=full)
-            shared = {
-                "D": width,
-                "BLOCK_D": triton.next_power_of_2(width),
-                "INNER": 1,
-                "CENTER": full,
-            }
+            config = norm_config(width)
             flags = {"HAS_RESIDUAL": True, "HAS_WEIGHT": full, "HAS_BIAS": full, "HAS_ADD": full}
-            constants = {**shared, "ROWS": forward.rows, **flags}
-            cases[f"norm_fwd {name}"] = (
-                kernel_norm.norm_fwd_kernel, lambda _: "*bf16", constants, {"num_warps": forward.num_warps},
-            )  # fmt: skip
-            flags = {"HAS_DH": full, "HAS_WEIGHT": full, "HAS_DWEIGHT": full, "HAS_DBIAS": full, "HAS_END": False}
             constants = {
-                **shared,
-                "ROWS": backward.rows,
-                "STAGES": backward.stages,
-                **flags,
-            }
-            cases[f"norm_bwd {name}"] = (
-                kernel_norm.norm_bwd_kernel,
-                lambda n: "*fp32" if n in ("dweight_ptr", "dbias_ptr") else "*bf16",
-                constants,
-                {"num_warps": backward.num_warps},
-            )
+                "D": width, "BLOCK_D": triton.next_power_of_2(width), "INNER": 1, "UNIT": stride_unit(width),
+                "CENTER": full, "ROWS": config.rows, **flags,
+            }  # fmt: skip
+            cases[f"norm_fwd {name}"] = (
+                kernel_norm.norm_fwd_kernel, lambda _: "*bf16", constants, {"num_warps": config.num_warps},
+            )  # fmt: skip
+            cases[f"norm_bwd {name}"] = norm_bwd_case(width, full, norm_config(width, sums_columns=full))
+    cases |= {f"norm_bwd_pieces {width} full": norm_bwd_case(width, True, c) for width, c in IN_PIECES.items()}
     return cases
+
+
+def norm_bwd_case(
+    width: int, full: bool, config: NormConfig
+) -> tuple[Any, Callable[[str], str], dict[str, Any], dict[str, Any]]:
+    constants: dict[str, Any] = {
+        "D": width, "INNER": 1, "UNIT": stride_unit(width), "CENTER": full, "HAS_DH": full, "HAS_WEIGHT": full,
+        "HAS_DWEIGHT": full, "HAS_DBIAS": full, "HAS_END": False, "STAGES": config.stages,
+    }  # fmt: skip
+    kernel: Any = kernel_norm.norm_bwd_kernel
+    if config.columns is None:
+        constants |= {"BLOCK_D": triton.next_power_of_2(width), "ROWS": config.rows}
+    else:
+        kernel = kernel_norm_pieces.norm_bwd_pieces_kernel
+        constants |= {"BLOCK_D": config.columns, "PIECES": -(-width // config.columns)}
+    options = {"num_warps": config.num_warps}
+    if (registers := config.max_registers()) is not None:
+        options["maxnreg"] = registers
+    return kernel, lambda n: "*fp32" if n in ("dweight_ptr", "dbias_ptr") else "*bf16", constants, options
 
 
 def block_cases() -> dict[str, tuple[Any, Callable[[str], str], dict[str, Any], dict[str, Any]]]:
@@ -240,6 +261,7 @@ def main() -> None:
         if re.search(pattern, name):
             capability = int(architecture.removeprefix("sm_"))
             made = compile_kernel(kernel, pointer, constants, capability, **options)
+            made |= {"threads": 32 * options["num_warps"]}
             print(json.dumps({"kernel": name} | line | made), flush=True)
 
 

@@ -18,6 +18,7 @@ from gemworks.jagged import (
     offsets_from_lengths,
     rms_norm,
 )
+from gemworks.jagged.ops.norms.configs import NormConfig
 from torch import Tensor
 
 pytestmark = [
@@ -57,7 +58,7 @@ def assert_near(got: Tensor, truth: Tensor, bound: float, what: str = "") -> Non
 
 # bf16 at every width; the other types, which share its code, at a width of each class of tiles.
 NORMS = [
-    *itertools.product((torch.bfloat16,), (7, 64, 96, 128, 512, 1000, 1024, 2048, 3000, 8192)),
+    *itertools.product((torch.bfloat16,), (7, 64, 96, 128, 512, 1000, 1001, 1002, 1024, 1536, 2048, 3000, 8192)),
     *itertools.product((torch.float16, torch.float32), (96, 1000, 8192)),
 ]
 
@@ -88,6 +89,64 @@ def test_norms(full: bool, center: bool, width: int, dtype: torch.dtype) -> None
     for _ in range(9):  # D1
         again = torch.autograd.grad(outs, list(leaves.values()), cotangents, retain_graph=True)
         assert all(torch.equal(a, g) for a, g in zip(again, got, strict=True))
+
+
+IN_PIECES = [
+    (1000, NormConfig(1, 2, 3, programs=8, columns=1024)),
+    (1536, NormConfig(1, 4, 3, programs=4, columns=512)),
+    (3000, NormConfig(1, 8, 3, programs=2, columns=1024)),
+    (3000, NormConfig(1, 4, 1, programs=3, columns=1024)),
+    (6000, NormConfig(1, 16, 3, programs=1, columns=2048)),
+]
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("width", "config"), IN_PIECES, ids=str)
+@pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
+def test_norms_in_pieces(center: bool, width: int, config: NormConfig) -> None:
+    """Every gradient against float64; rows past the last offset hold NaN, get 0 and add nothing; D1."""
+    from gemworks.jagged.ops.norms.launch import norm_backward
+    from gemworks.jagged.ops.norms.reference import norm_reference
+
+    rows, used = 1027, 1003
+    x, dy, dh = (random(rows, width, seed=i, dtype=torch.bfloat16) for i in range(3))
+    weight, bias = (random(width, seed=i, dtype=torch.float32) for i in (3, 4))
+    exact = [t.double().requires_grad_() for t in ((x[:used], weight, bias) if center else (x[:used], weight))]
+    y, _ = norm_reference(exact[0], exact[1], exact[2] if center else None, None, None, eps=1e-5, center=center)
+    expected = list(torch.autograd.grad(y, exact, dy[:used].double()))
+    expected[0] = expected[0] + dh[:used].double()
+    for t in (x, dy, dh):
+        t[used:] = float("nan")
+    offsets = torch.tensor([0, 3, used], device="cuda")
+
+    def backward() -> list[Tensor]:
+        bias_dtype = torch.float32 if center else None
+        grads = norm_backward(dy, dh, x, weight, bias_dtype, eps=1e-5, center=center, offsets=offsets, config=config)
+        return [g for g in grads if g.numel()]
+
+    got = backward()
+    assert not got[0][used:].any()
+    for name, g, e in zip("xwb"[: len(got)], [got[0][:used], *got[1:]], expected, strict=True):
+        assert_near(g, e, ERROR[torch.bfloat16], f"d{name}")
+    for _ in range(9):
+        assert all(torch.equal(a, g) for a, g in zip(backward(), got, strict=True))
+
+
+@pytest.mark.parametrize("width", [20, 24, 1000, 1002])
+@pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
+def test_norms_at_strides_that_16_does_not_divide(center: bool, width: int) -> None:
+    """Rows, and heads, inside a wider projection give what copies of them give, but for the order of sums."""
+    projection = random(301, 3, 2, width, seed=0, dtype=torch.bfloat16)
+    weight = random(width, seed=1, dtype=torch.float32)
+    public: Any = layer_norm if center else rms_norm
+    for parts in (projection.unbind(1), projection[:, :, 1].unbind(1)):
+        results = []
+        for x, r, dy in (parts, [p.contiguous() for p in parts]):
+            leaves = [t.detach().requires_grad_() for t in (x, weight, r)]
+            outs = public(leaves[0], weight=leaves[1], residual=leaves[2])
+            results.append([*outs, *torch.autograd.grad(outs, leaves, (dy, dy))])
+        for got, expected in zip(*results, strict=True):
+            assert_near(got, expected, 2e-3)
 
 
 def block_batch(

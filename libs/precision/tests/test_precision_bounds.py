@@ -68,6 +68,16 @@ def test_the_accumulator_before_an_instruction_counts():
     assert round(worst.item() * 2**13 / 35) == 256 + 256 + 1 + 1
 
 
+def test_the_bound_of_one_scale_knows_how_far_sums_went_either_way():
+    """Sums 32, 64, 32, 64, 96, or the same below zero: ranges 32, 64, 64, 64, and 96, whose power of two is 64."""
+    left = torch.cat([torch.full((64,), 1.0), torch.full((32,), -1.0), torch.full((64,), 1.0)])[None].double()
+    ones = torch.ones_like(left)
+    worst, variance = tensor_fp8_bound(left, ones, 1.0, 0.0)
+    assert round(worst.item() * 2**13 / 35) == 32 + 64 + 64 + 64 + 64
+    for found, expected in zip(tensor_fp8_bound(-left, ones, 1.0, 0.0), (worst, variance), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("every", [32, 128, 512])
 def test_the_bound_of_one_scale_holds_however_often_sums_are_promoted(every):
     """512, the whole contraction: fast accumulation, which loses most, and comes nearest to the variance."""

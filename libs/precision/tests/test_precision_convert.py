@@ -25,6 +25,7 @@ from gemworks.precision import (
     support_table,
 )
 from gemworks.precision.backends import choose, device_spec, warn_once
+from gemworks.precision.convert import _row_share
 from gemworks.precision.recipe import PRESETS, GemmKind
 from torch import nn
 
@@ -207,6 +208,16 @@ def test_regrouping_falls_back_where_codes_are_lost():
     assert "fallback=mxfp8" in repr(net)
 
 
+def test_a_layer_that_falls_back_no_longer_insists_on_cublas():
+    """On Hopper cuBLAS has no product of blocks of 32: named as the backend, the next forward would end in an error."""
+    for backend, left in (("scaled_mm", "auto"), ("triton", "triton"), ("reference", "reference")):
+        net = nn.Sequential(nn.Linear(128, 128, bias=False, device="meta"))  # where no backend is asked what it can
+        convert(net, recipe("mxfp8_regroup128", backend=backend, scale_mode="ceil"))
+        with pytest.warns(PrecisionCostWarning, match=f"mxfp8 from now on: as {backend} said"):
+            net[0].demote("mxfp8", f"as {backend} said")
+        assert net[0]._active == recipe("mxfp8", backend=left, scale_mode="ceil")
+
+
 def test_regrouping_takes_row_weights_where_squares_lose_codes():
     net = nn.Sequential(nn.Linear(128, 128, bias=False))
     with torch.no_grad():
@@ -222,6 +233,17 @@ def test_regrouping_takes_row_weights_where_squares_lose_codes():
     with pytest.warns(PrecisionCostWarning, match="1x128 weights"):
         assert fall_back_where_inexact(net) == ["0"]
     torch.testing.assert_close(net(x), mx_linear(x, net[0].weight), rtol=1e-5, atol=1e-5)
+
+
+def test_row_weights_must_serve_both_directions():
+    """15 binades between neighbouring blocks merge exactly along rows or along columns, 30 do not."""
+    tile = torch.arange(128) // 32
+    exponents = -15.0 * (tile[:, None] % 2) - 2.0 * (tile[None, :] % 2)
+    for scale in (exponents, exponents.t(), 2 * exponents, 2 * exponents.t()):
+        layer = nn.Linear(128, 128)
+        with torch.no_grad():
+            layer.weight.copy_(2.0**scale)
+        assert (_row_share(layer) > 0) == (scale.min() < -20)
 
 
 def test_set_step_reaches_every_layer():
@@ -262,7 +284,7 @@ def test_explain_names_kernel_reason_and_cost():
     [
         ("mxfp8", 8, "FSDP2 over 8 ranks gathers the weight as square: 128 rows a rank are a multiple of 32"),
         ("mxfp8", 64, "as row: 16 rows a rank are not a multiple of 32: 1x32 along K, requantised for dgrad"),
-        ("fp8_block128", 16, "as bf16: 64 rows a rank are not a multiple of 128, squares would cross ranks"),
+        ("fp8_block128", 16, "as bf16: 64 rows a rank are not a multiple of 128: squares would cross ranks"),
         ("fp8_block128", 3, "as bf16: 1024 rows do not divide by 3 ranks"),
         ("bf16", 8, "as bf16: forward is not quantised"),
     ],

@@ -309,6 +309,18 @@ def test_probe_keeps_its_floor_to_the_decibel():
         assert probe(layers, [batch], candidates=("mxfp8",), min_sqnr_db=floor).layers[0].decision == decision
 
 
+def test_probe_keeps_to_the_share_of_inexact_codes():
+    """A share, where the report has per cent."""
+    layers, batch = nn.Sequential(nn.Linear(128, 128)), torch.randn(64, 128)
+    batch[:, :32] *= 2.0**12
+    kind = "mxfp8_regroup128"
+    share = probe(layers, [batch], candidates=(kind,)).layers[0].candidates[0].inexact_pct / 100
+    assert 0.1 < share < 0.9
+    for limit, decision in ((1.01 * share, kind), (0.99 * share, "bf16")):
+        chosen = (recipe(kind, max_inexact=limit),)
+        assert probe(layers, [batch], candidates=chosen, min_sqnr_db=0).layers[0].decision == decision
+
+
 def test_probe_looks_at_each_operand_along_its_contraction():
     """Rows of gradients that are far smaller than others vanish in blocks along the rows' dim, not in their own."""
     x, weight = torch.randn(64, 32), torch.randn(32, 32)
@@ -317,6 +329,18 @@ def test_probe_looks_at_each_operand_along_its_contraction():
     forward, dgrad, wgrad = measure_layer(x, weight, dy, recipe("mxfp8")).products
     assert (dgrad.underflow_pct, wgrad.underflow_pct) == (0.0, 50.0)
     assert forward.product == "forward"
+
+
+def test_probe_counts_losses_in_the_blocks_of_each_product_and_none_in_bf16():
+    """Beside a large value a row vanishes: the 31 others of its block of 32, or the 127 of its block of 128."""
+    x, weight, dy = torch.randn(32, 128), torch.randn(128, 128), torch.full((32, 128), 2.0**-20)
+    dy[:, 0] = 1.0
+    wide, narrow, plain = GemmRecipe("fp8_block128"), GemmRecipe("mxfp8"), GemmRecipe("bf16")
+    for dgrad, underflow in ((narrow, 100 * 31 / 128), (wide, 100 * 127 / 128), (plain, 0.0)):
+        chosen = Recipe("mixed", narrow, dgrad, plain)
+        _, found, last = measure_layer(x, weight, dy, chosen).products
+        assert found.underflow_pct == pytest.approx(underflow)
+        assert (last.saturation_pct, last.underflow_pct) == (0.0, 0.0)
 
 
 def test_a_layers_preset_brings_what_it_keeps_and_its_squares():

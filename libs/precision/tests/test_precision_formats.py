@@ -135,6 +135,18 @@ def test_rceil_never_saturates_and_floor_does(format):
         assert bool((scaled.abs() > spec.max_value).any()) is expect
 
 
+@pytest.mark.parametrize(
+    ("format", "floor", "even"), [("e4m3", 0.125, 0.0968), ("e5m2", 0.125, 0.0667), ("e2m1", 0.25, 0.1429)]
+)
+def test_what_a_saturated_largest_value_loses_at_most(format, floor, even):
+    """The shares that the scales module and the page on numerics state, of blocks of one value over a binade."""
+    x = torch.arange(2**16, 2**17).float()[:, None]
+    for mode, most in (("floor", floor), ("even", even)):
+        plane = quantize(x, 1, format, mode)
+        saturated = (x * inverse_scale(plane.scales)) > element_spec(format).max_value
+        assert (1 - plane.dequantize() / x)[saturated].max().item() == pytest.approx(most, abs=1e-4)
+
+
 def test_no_finite_input_reaches_byte_254():
     bits = magnitude_bits(torch.tensor([3.4028234663852886e38]))
     for format in Format:

@@ -126,6 +126,15 @@ def test_gather_rule(shape, ranks, name, form):
 
 
 @pytest.mark.reference
+def test_row_weights_are_the_reason_where_rows_would_fit():
+    for name, expected in (
+        ("fp8_block128", ("bf16", "row_weights is set: only squares serve dgrad, too")),
+        ("mxfp8", ("row", "row_weights is set: 1x32 along K, requantised for dgrad")),
+    ):
+        assert gather_rule(1024, 512, 8, recipe(name, row_weights=True)) == expected
+
+
+@pytest.mark.reference
 def test_wrapped_weights_behave_as_weights_without_fsdp():
     net = model()
     convert(net, "mxfp8")
@@ -141,8 +150,9 @@ def test_wrapped_weights_behave_as_weights_without_fsdp():
     assert not torch.equal(net(x), before)
     net.load_state_dict(state)
     assert torch.equal(net(x), before)
-    with pytest.raises(ValueError, match="num_ranks"):
-        gather_in_fp8(net, 0)
+    for ranks in (0, "2", True):
+        with pytest.raises(ValueError, match="num_ranks: got"):
+            gather_in_fp8(net, ranks)  # pyright: ignore[reportArgumentType]
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from gemworks.precision import mx_grouped_linear, mx_linear, recipe
+from gemworks.precision.grouped import _zero_past_end
 from gemworks.precision.jagged import pad_rows
 
 pytestmark = pytest.mark.reference
@@ -65,6 +66,26 @@ def test_grouped_with_hadamard_and_stochastic_gradients():
     mx_grouped_linear(x, w, offsets, chosen, step=3).backward(dy)
     exact = torch.stack((dy[:40].t() @ x.detach()[:40], dy[40:].t() @ x.detach()[40:]))
     assert sqnr_db(exact, w.grad) > 22
+
+
+def test_of_grouped_layers_both_gradients_are_rounded_stochastically_by_step():
+    x, w, _, dy = data()
+    groups, offsets = w.detach().expand(2, *w.shape).clone().requires_grad_(), torch.tensor([0, 20, 70])
+    chosen = recipe("mxfp8", stochastic_gradients=True)
+    found = []
+    for step in (3, 3, 4):
+        y = mx_grouped_linear(x, groups, offsets, chosen, step=step)
+        found.append((y, *torch.autograd.grad(y, (x, groups), dy)))
+    first, again, other = found
+    assert [torch.equal(a, b) for a, b in zip(first, again, strict=True)] == [True, True, True]
+    assert [torch.equal(a, b) for a, b in zip(first, other, strict=True)] == [True, False, False]
+
+
+def test_rows_past_the_end_are_zero_whatever_they_were():
+    """On a GPU products of groups leave them as memory was; groups looped over on a CPU never write them."""
+    kept = _zero_past_end(torch.full((5, 2), math.nan), torch.tensor([0, 1, 3]))
+    assert kept.isnan().all(1).tolist() == [True, True, True, False, False]
+    assert not kept[3:].any()
 
 
 def test_grouped_input_is_checked():

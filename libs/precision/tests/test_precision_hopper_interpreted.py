@@ -203,6 +203,28 @@ def test_operands_are_the_planes_of_the_reference(kind, m, dtype):
         assert not read[:, m:].any()
 
 
+def test_what_pads_scales_of_squares_is_one(monkeypatch):
+    """Products read it with the zero codes behind a contraction: it must be finite, whatever memory held."""
+    empty = torch.empty_strided
+
+    def poisoned(*args, dtype, **kwargs):
+        made = empty(*args, dtype=dtype, **kwargs)
+        return made.fill_(float("nan")) if dtype is torch.float32 else made
+
+    monkeypatch.setattr(torch, "empty_strided", poisoned)
+    spec, (m, k) = CastSpec(GemmKind.FP8_BLOCK128), (130, 256)
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(4)).bfloat16()
+    *_, square = short_casts.SquareCast(spec, False, m, k, k)(x)
+    assert square.shape == (4, 2)
+    assert square[:2].isfinite().all()
+    assert (square[2:] == 1).all()
+    _, square, _, square_t = short_casts.WeightCast(spec, short_casts.BOTH, x.dtype, 128, k)(x[:128])
+    for made, blocks in ((square, 2), (square_t, 1)):
+        assert made.shape == (4, 3 - blocks)
+        assert made[:blocks].isfinite().all()
+        assert (made[blocks:] == 1).all()
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_regrouped_weights_are_the_squares_of_the_reference(transposed):
     spec, (n, k) = CastSpec(GemmKind.MXFP8_REGROUP128), (384, 128)

@@ -234,6 +234,16 @@ def test_hadamard_and_stochastic_rounding_in_the_weight_gradient():
     assert sqnr_db(exact, plain) > 24
 
 
+@pytest.mark.parametrize("changes", [{}, {"square_gradients": True}, {"hadamard_size": 32}])
+def test_both_gradients_are_rounded_stochastically_by_step(changes):
+    """One cast of the output gradient for both products, squares, or one of their own each."""
+    x, w, _, dy = data(m=64)
+    chosen = recipe("mxfp8", stochastic_gradients=True, **changes)
+    first, again, other = (run(x, w, None, dy, chosen, step=step)[:3] for step in (1, 1, 2))
+    assert [torch.equal(a, b) for a, b in zip(first, again, strict=True)] == [True, True, True]
+    assert [torch.equal(a, b) for a, b in zip(first, other, strict=True)] == [True, False, False]
+
+
 @pytest.mark.parametrize("m", [0, 1, 3, 33])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_number_of_rows(kind, m):

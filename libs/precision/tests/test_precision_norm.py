@@ -20,12 +20,11 @@ def test_planes_are_those_of_y(norm):
     x, residual, w = torch.randn(70, 96), torch.randn(70, 96), torch.randn(96)
     bias = torch.randn(96) if norm == "layer" else None
     spec = CastSpec(GemmKind.MXFP8)
-    out = norm_cast(x, w, spec, norm=norm, bias=bias, residual=residual, return_y=True)
+    eps = 0.5  # large enough to be seen
+    out = norm_cast(x, w, spec, norm=norm, bias=bias, residual=residual, eps=eps, return_y=True)
     h = x + residual
     expected = (
-        nn.functional.rms_norm(h, (96,), w, 1e-6)
-        if norm == "rms"
-        else nn.functional.layer_norm(h, (96,), w, bias, 1e-6)
+        nn.functional.rms_norm(h, (96,), w, eps) if norm == "rms" else nn.functional.layer_norm(h, (96,), w, bias, eps)
     )
     assert out.y is not None
     assert out.rows is not None
@@ -65,11 +64,11 @@ def test_norm_linear_equals_the_parts(norm, save, with_residual):
         chosen = recipe("mxfp8", save=save)
         if fused:
             extra = residual if with_residual else None
-            out, hidden = mx_norm_linear(x, g, w, chosen, norm=norm, norm_bias=b, residual=extra)
+            out, hidden = mx_norm_linear(x, g, w, chosen, norm=norm, norm_bias=b, residual=extra, eps=0.5)
         else:
             hidden = x + residual if with_residual else x
             n = nn.functional
-            y = n.rms_norm(hidden, (128,), g, 1e-6) if norm == "rms" else n.layer_norm(hidden, (128,), g, b, 1e-6)
+            y = n.rms_norm(hidden, (128,), g, 0.5) if norm == "rms" else n.layer_norm(hidden, (128,), g, b, 0.5)
             out = mx_linear(y, w, None, chosen)
         (out * d_out).sum().add((hidden * d_hidden).sum()).backward()
         grads = (

@@ -47,8 +47,9 @@ def check(shape, kind, name, residual=True, weight_dtype=torch.bfloat16, eps=1e-
 
 @pytest.mark.parametrize("name", ["rms", "layer"])
 def test_rows_read_at_once_and_in_pieces(name, monkeypatch):
-    """Ragged rows and columns, a bias that must not leak into blocks past the last row; one turn, and several."""
-    check((49, 80), GemmKind.MXFP8, name)
+    """Ragged rows and columns; a bias that must not leak into blocks past the last row, which is alone in its block, so
+    that larger values would show in the scale; one turn, and several."""
+    check((33, 80), GemmKind.MXFP8, name, eps=0.5)
     check((16, 64), GemmKind.MXFP8, name, residual=False, weight_dtype=torch.float32)
     monkeypatch.setattr(triton_norm, "norm_sum_tile", lambda *_: (32, 64))
     monkeypatch.setattr(triton_norm, "norm_turn", lambda *_: 1)

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from gemworks.precision import mx_linear, quantize, quantize_square, recipe
+from gemworks.precision import MXTensor, mx_linear, quantize, quantize_square, recipe
 from gemworks.precision import scaled_mm as module
 from gemworks.precision.scaled_mm import scaled_mm, square_scales, swizzle_32_4_4, wide_scales
 from gemworks.precision.scales import scale_values
@@ -28,6 +28,18 @@ def test_square_scales_have_the_transposed_padded_layout():
     assert scales.shape == (8, 2)
     assert scales.stride() == (1, 8)
     assert torch.equal(scales[:5], scale_values(plane.scales).t())
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_bytes_of_scales_are_read_from_what_products_take(square):
+    """A kernel may leave fp32 scales alone, padded; a NaN among them is the byte 255."""
+    x = torch.randn(256, 384) * torch.randint(-40, 40, (256, 1)).float().exp2()
+    x[3, 200] = torch.nan
+    plane = quantize_square(x, block=128) if square else quantize(x, 1, block=128)
+    wide = square_scales(plane, 3) if square else wide_scales(plane, 272, 3)
+    read = MXTensor.unchecked(plane.codes, None, wide, *plane.meta)
+    assert torch.equal(read.scales, plane.scales)
+    assert (read.scales == 255).sum() == 1
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (130, 5), (1, 1), (256, 12)])

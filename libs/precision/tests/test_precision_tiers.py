@@ -28,7 +28,7 @@ def test_interpreted_kernels_equal_the_reference(name):
 
 
 FAST = (
-    r"^(cast_tile (mxfp8|regroup128) both|cast_tile block128 columns|norm_(tile|apply) mxfp8"
+    r"^(cast_tile (mxfp8|regroup128) both|cast_tile block128 columns|norm_tile mxfp8"
     r"|cast_rows mxfp8|cast_both mxfp8|cast_square block128|cast_square_tile regroup128|dequantise rows"
     r"|amax bf16|cast_tensor bf16 e5m2)$"
 )

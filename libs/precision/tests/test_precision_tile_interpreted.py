@@ -133,6 +133,14 @@ def test_modes_and_formats(mode, format):
     check(uneven(32, 48, seed=2).bfloat16(), CastSpec(GemmKind.MXFP8, format, mode))
 
 
+def test_regrouping_e5m2():
+    """Which tiles of bf16 do word by word, not in pairs."""
+    x = uneven(33, 48, seed=6).bfloat16()
+    x[:, :32] *= 2.0**-28
+    x[2, 3] = math.nan
+    assert check(x, CastSpec(GemmKind.MXFP8_REGROUP128, Format.E5M2)) > 0
+
+
 def test_a_transposed_matrix_swaps_the_directions():
     x = uneven(48, 64, seed=4).bfloat16()
     for dim in (0, 1):
@@ -175,6 +183,16 @@ def test_squares_stored_once(kind, mode, num_rows, monkeypatch):
         made = square_scales(expected, 2)
         assert torch.equal(ours.wide.nan_to_num(-1.0), made.nan_to_num(-1.0))
         assert ours.wide.stride() == made.stride()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_squares_of_zeros_keep_the_smallest_scale(kind, monkeypatch):
+    monkeypatch.setattr(triton_casts, "cast_square_kernel", None)
+    x = torch.zeros(128, 160).bfloat16()
+    x[:, 128:] = 1.0
+    ours, expected = (cast(x, None, CastSpec(kind), backend)[0] for backend in ("triton", "reference"))
+    assert torch.equal(ours.scales, expected.scales)
+    assert ours.scales[0, 0] == (0 if kind is GemmKind.MXFP8 else 1)
 
 
 def test_what_does_not_fit_a_tile():
@@ -239,6 +257,7 @@ def test_gradient_of_an_activation_in_the_kernel(activation):
 
     generator = torch.Generator().manual_seed(7)
     x, dy = (torch.randn(41, 80, generator=generator).mul_(3).bfloat16() for _ in range(2))
+    x[::5] = 0.0  # where the slope of ReLU is 0 by PyTorch's choice
     spec = CastSpec(GemmKind.MXFP8)
     ours = activation_gradient_cast(dy, x, spec, activation, return_y=True, backend="triton")
     expected = activation_gradient_cast(dy, x, spec, activation, return_y=True, backend="reference")

@@ -155,7 +155,7 @@ def _scaled_mm_rule(op: str, kind: GemmKind, shape: Shape, device: DeviceSpec) -
             return f"1x128 and 128x128 scales are Hopper's (sm_90), this is sm_{device.capability}"
         multiple = 128
     if shape[1] % multiple or shape[2] % 16:
-        return f"features {shape[1:]} must be multiples of {multiple}"
+        return f"contraction {shape[1]} and columns {shape[2]} must be multiples of {multiple} and 16"
     return None
 
 

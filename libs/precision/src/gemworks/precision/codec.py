@@ -1,9 +1,8 @@
 """`MXCodec`: MX quantisation as a codec of plain tensors, for whoever compresses, offloads or sends them.
 
-The protocol, which asks for no import of this library: `encode(x) -> (payload, context)`, `decode(payload, context) ->
-x`,
-`nbytes(shape, dtype)`. The payload is one flat uint8 tensor, codes then scales, so that it can be copied, pinned,
-chunked or put on a network as it is; the context is small host data.
+The protocol, which asks for no import of this library: `encode(x) -> (payload, context)`,
+`decode(payload, context) -> x`, `nbytes(shape, dtype)`. The payload is one flat uint8 tensor, codes then scales, so
+that it can be copied, pinned, chunked or put on a network as it is; the context is small host data.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Compile every Triton kernel for GPUs that need not be there: `python -m gemworks.precision.compile_kernels sm_90`.
 
 A second argument is a regular expression over "kernel variant". Prints one JSON object a line: kernel, variant,
-registers, spilled bytes, shared memory. Run it in a process of its own:
-Triton may abort on an architecture that it cannot serve. Registers and spills come from the `cuobjdump` in Triton's
-wheel.
+registers, spilled bytes, shared memory. Run it in a process of its own: Triton may abort on an architecture that it
+cannot serve. Registers and spills come from the `cuobjdump` in Triton's wheel.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 Variant = tuple[str, str, Any, dict[str, str], dict[str, Any], int, int | None]
+# Block and whether four of them are merged, by kind of cast.
+KINDS = {"mxfp8": (32, False), "block128": (128, False), "regroup128": (32, True)}
 
 
 def argument_types(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> dict[str, str]:
@@ -39,8 +40,7 @@ def tile_variants() -> Iterator[Variant]:
     pointers = {**pairs, "codes_t_ptr": "*i64", "inexact_ptr": "*i64"}
     pointers |= {"weight_ptr": "*bf16", "bias_ptr": "*bf16", "mean_ptr": "*fp32", "rstd_ptr": "*fp32"}
     pointers |= {"ready_ptr": "*i32"}
-    kinds = {"mxfp8": (32, False), "block128": (128, False), "regroup128": (32, True)}
-    for kind, (block, regroup) in kinds.items():
+    for kind, (block, regroup) in KINDS.items():
         pointers |= dict.fromkeys(("scales_ptr", "scales_t_ptr"), "*u8" if kind == "mxfp8" else "*fp32")
         for directions, name in ((1, "rows"), (2, "columns"), (3, "both")):
             config = tile_config(block, regroup, directions)
@@ -86,7 +86,7 @@ def tile_variants() -> Iterator[Variant]:
     squares = {**pointers, "square_ptr": "*fp32"}
     types = argument_types(cast_squares_kernel, squares, base)
     yield "cast_squares", "block128", cast_squares_kernel, types, base, SQUARES_WARPS, None
-    for kind, (block, regroup) in kinds.items():
+    for kind, (block, regroup) in KINDS.items():
         config = square_config(block, regroup)
         constants = {**base, "R8": config.rows // 8, "C": config.columns, "B": block, "REGROUP": regroup}
         types = argument_types(
@@ -136,17 +136,13 @@ def head_tile_variants() -> Iterator[tuple[str, str, Any, dict[str, str], dict[s
 
     base = {"HEADS": 4, "H": 128, "SEARCH": SEARCH, "MIN_BYTE": MIN_BYTE, "FORMAT": FORMATS["e4m3"]}
     base |= {"MODE": MODES["rceil"], "HARDWARE": True}
-    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr"), "*bf16") | {"offsets_ptr": "*i64"}
-    pointers |= dict.fromkeys(
-        ("codes_ptr", "scales_ptr", "q_ptr", "k_ptr", "v_ptr", "sq_ptr", "sk_ptr", "sv_ptr"), "*u8"
-    )
+    pointers = {"x_ptr": "*bf16", "offsets_ptr": "*i64", "codes_ptr": "*u8", "scales_ptr": "*u8"}
     for transposed, name in ((False, "rows"), (True, "transposed")):
         constants: dict[str, Any] = {**base, "TRANSPOSED": transposed}
         types = argument_types(head_tile_kernel, pointers, constants)
         yield "head_tile", name, head_tile_kernel, types, constants, 8
 
 
-KINDS = {"mxfp8": (32, False), "block128": (128, False), "regroup128": (32, True)}
 ROWS_POINTERS = {
     "x_ptr": "*bf16",
     "codes_ptr": "*u8",

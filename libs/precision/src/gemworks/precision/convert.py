@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from gemworks.precision.backends import choose, cost_note, device_spec, shape_rule, warn_once
+from gemworks.precision.casts import cast_backend
 from gemworks.precision.checks import SUPPORTED_DTYPES, check_module, check_step
 from gemworks.precision.linear import linear_with_counts
 from gemworks.precision.quantization import quantize
@@ -50,7 +51,9 @@ class MXLinear(nn.Linear):
     def demote(self, preset: str, reason: str) -> None:
         """Compute by another preset from now on (`bf16`, or `mxfp8` for a regrouped layer); said once in a warning."""
         self.fallback = f"{preset}: {reason}"
-        self._active = Recipe(**{**_settings(self.recipe), **_arithmetic(PRESETS[preset])})
+        # A recipe that insists on cuBLAS would have no product of this arithmetic on Hopper.
+        backend = cast_backend(self.recipe)
+        self._active = Recipe(**{**_settings(self.recipe), **_arithmetic(PRESETS[preset]), "backend": backend})
         warn_once(f"layer {self.layer_name!r} computes in {preset} from now on: {reason}")
 
     def use_row_weights(self, reason: str) -> None:
@@ -73,7 +76,7 @@ def _row_share(layer: nn.Linear) -> float:
 
 
 def _settings(chosen: Recipe) -> dict:
-    return {name: getattr(chosen, name) for name in ("scale_mode", "square_weights", "seed", "min_features", "backend")}
+    return {name: getattr(chosen, name) for name in ("scale_mode", "square_weights", "seed", "min_features")}
 
 
 def _arithmetic(chosen: Recipe) -> dict:

@@ -22,6 +22,7 @@ import torch
 import torch.utils._pytree as pytree
 from gemworks.precision.backends import warn_once
 from gemworks.precision.casts import cast, cast_backend
+from gemworks.precision.checks import as_integer
 from gemworks.precision.convert import MXLinear
 from gemworks.precision.formats import Format
 from gemworks.precision.linear_op import backward_op, forward_op
@@ -62,9 +63,10 @@ def gather_rule(out_features: int, in_features: int, num_ranks: int, chosen: Rec
         return "bf16", "forward and dgrad read the weight in different arithmetic"
     if rows % block == 0 and not chosen.row_weights:
         return "square", f"{rows} rows a rank are a multiple of {block}"
+    why = "row_weights is set" if chosen.row_weights else f"{rows} rows a rank are not a multiple of {block}"
     if kind is GemmKind.MXFP8:
-        return "row", f"{rows} rows a rank are not a multiple of {block}: 1x32 along K, requantised for dgrad"
-    return "bf16", f"{rows} rows a rank are not a multiple of {block}, squares would cross ranks"
+        return "row", f"{why}: 1x32 along K, requantised for dgrad"
+    return "bf16", f"{why}: " + ("only squares serve dgrad, too" if chosen.row_weights else "squares would cross ranks")
 
 
 @dataclass(frozen=True)
@@ -255,10 +257,11 @@ def gather_in_fp8(
         One decision per converted layer, with its reason and bytes.
 
     Raises:
-        ValueError: a parameter is sharded already, or num_ranks < 1.
+        ValueError: a parameter is sharded already, or num_ranks is no integer >= 1.
     """
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks: got {num_ranks}, expected at least 1")
+    ranks = as_integer(num_ranks)
+    if ranks is None or ranks < 1:
+        raise ValueError(f"num_ranks: got {num_ranks!r}, expected the number of ranks that share a weight, >= 1")
     decisions = []
     for name, module in model.named_modules():
         if not isinstance(module, MXLinear) or (filter is not None and not filter(name, module)):
@@ -267,13 +270,11 @@ def gather_in_fp8(
         if hasattr(weight, "device_mesh"):
             raise ValueError(f"model: {name}.weight is sharded already; call gather_in_fp8 before fully_shard")
         chosen = module.recipe
-        form, reason = gather_rule(module.out_features, module.in_features, num_ranks, chosen)
+        form, reason = gather_rule(module.out_features, module.in_features, ranks, chosen)
         nbytes = weight.numel() * weight.element_size()
         if form != "bf16":
-            kind = chosen.forward.kind
-            block = 32 if kind is GemmKind.MXFP8 else 128
-            text = chosen.text
-            meta = PlaneMeta(text, form, chosen.forward.right, chosen.scale_mode, block)
+            block = chosen.forward.kind.block
+            meta = PlaneMeta(chosen.text, form, chosen.forward.right, chosen.scale_mode, block)
             wrapped = FP8GatherWeight(weight.data, meta)
             module.weight = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
             scale_rows = module.out_features // block if form == "square" else module.out_features

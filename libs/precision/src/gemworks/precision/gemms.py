@@ -53,8 +53,7 @@ def gemm(
         if len(plane.shape) != 2 or plane.dim == 0:
             raise ValueError(
                 f"{name}: shape {plane.shape} quantised along dim {plane.dim}; a product needs 2 dims with the "
-                f"contraction "
-                f"last and quantised along it; use {name}.t() or quantise along the other dim"
+                f"contraction last and quantised along it; use {name}.t() or quantise along the other dim"
             )
     if a.padded_shape[1] != b.padded_shape[1] or a.hadamard != b.hadamard:
         raise ValueError(

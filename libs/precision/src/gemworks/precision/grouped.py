@@ -181,8 +181,7 @@ def mx_grouped_linear(
     if x.shape[1] % multiple or weight.shape[1] % multiple:
         raise ValueError(
             f"weight: shape {tuple(weight.shape)}, recipe {chosen.name!r} needs N and K to be multiples of "
-            f"{multiple}; pad "
-            "the layer or use recipe 'bf16' for it"
+            f"{multiple}; pad the layer or use recipe 'bf16' for it"
         )
     if x.is_cuda and not chosen.is_bf16:
         warn_once(explain_grouped(chosen, x.device))

@@ -16,7 +16,7 @@ import torch
 from gemworks.precision.attention import HEAD_WIDTHS
 from gemworks.precision.backends import choose, interpreting
 from gemworks.precision.casts import device_of
-from gemworks.precision.checks import check_floating, check_tensor
+from gemworks.precision.checks import check_floating, check_same_device, check_tensor
 from gemworks.precision.formats import E8M0_NAN, Format, element_spec, encode
 from gemworks.precision.recipe import GemmKind
 from gemworks.precision.scales import ScaleMode, inverse_scale, magnitude_bits, scale_bytes, scale_values
@@ -50,6 +50,7 @@ class HeadTiles:
 
     @property
     def transposed(self) -> bool:
+        """Are these v's tiles?"""
         return self.codes.dim() == 4
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -145,18 +146,18 @@ def _reference(x: Tensor, offsets: Tensor, transposed: bool) -> HeadTiles:
 def _check_offsets(x: Tensor, offsets: Tensor) -> None:
     if offsets.dim() != 1 or offsets.shape[0] < 1 or offsets.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"offsets: got {offsets.dtype} {tuple(offsets.shape)}, expected int32 or int64 [samples + 1]")
-    if offsets.device != x.device:
-        raise ValueError(f"offsets: on {offsets.device}, x is on {x.device}; move the offsets")
+    check_same_device("offsets", offsets, "x", x)
 
 
-def _empty(x: Tensor, offsets: Tensor, rows: int, heads: int, width: int, transposed: bool) -> HeadTiles:
+def _empty(x: Tensor, offsets: Tensor, transposed: bool) -> HeadTiles:
+    rows, heads, width = x.shape
     count = num_tiles(rows, offsets.shape[0] - 1)
     shape = (count, heads, width, TILE) if transposed else (rows, heads, width)
     codes = torch.empty(shape, dtype=torch.uint8, device=x.device)
     return HeadTiles(codes, torch.empty(count, heads, dtype=torch.uint8, device=x.device), offsets, rows)
 
 
-def _constants() -> dict[str, int | bool | str]:
+def _constants() -> dict[str, int | bool]:
     from gemworks.precision.kernel_common import FORMATS, MODES
 
     return {
@@ -175,7 +176,7 @@ def _on_device(x: Tensor, offsets: Tensor, transposed: bool) -> HeadTiles:
     rows, heads, width = x.shape
     if x.stride(2) != 1:
         x = x.contiguous()
-    out = _empty(x, offsets, rows, heads, width, transposed)
+    out = _empty(x, offsets, transposed)
     launch(
         head_tile_kernel,
         (out.scales.numel(), 1, 1),

@@ -37,8 +37,7 @@ def quantise_last(
     HARDWARE: tl.constexpr,
 ):
     """Codes int32 `[ROWS, COLUMNS]`, scale bytes `[ROWS, COLUMNS / width]`, inexact count, of fp32 x in blocks along
-    the
-    last dim; width is BLOCK, or 128 when regrouping."""
+    the last dim; width is BLOCK, or 128 when regrouping."""
     GROUPS: tl.constexpr = COLUMNS // BLOCK
     blocks = tl.reshape(x, [ROWS, GROUPS, BLOCK])
     amax = tl.max(magnitude(blocks), axis=2)
@@ -181,8 +180,7 @@ def store_both(
     HARDWARE: tl.constexpr,
 ):
     """Quantise one tile (fp32, zero outside) along its columns (DIRECTIONS & 1) and its rows (DIRECTIONS & 2), and
-    store:
-    codes `[M, K]`, scales `[M, K/width]`, transposed codes `[K, M]`, transposed scales `[K, M/width]`."""
+    store codes `[M, K]`, scales `[M, K/width]`, transposed codes `[K, M]`, transposed scales `[K, M/width]`."""
     first_row, first_column, num_rows, num_columns = place
     codes_ptr, scales_ptr, codes_t_ptr, scales_t_ptr, inexact_ptr = planes
     seed, step = noise

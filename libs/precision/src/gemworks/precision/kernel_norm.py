@@ -4,8 +4,7 @@
 """Triton kernel: residual addition, RMSNorm or LayerNorm, and the cast of the result, in one pass over memory.
 
 A program owns ROWS rows of `x [M, K]`: it reads them for the statistics and again (from cache) for the result, rounds
-the
-normalised values to the input's dtype as an unfused norm would, and quantises them along columns and rows.
+the normalised values to the input's dtype as an unfused norm would, and quantises them along columns and rows.
 """
 
 from __future__ import annotations

@@ -221,9 +221,7 @@ def pack4(v0, v1, v2, v3, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def pack4_merged(
-    x0, x1, x2, x3, wide_factor, byte, wide, lost, FORMAT: tl.constexpr, MODE: tl.constexpr, HARDWARE: tl.constexpr
-):
+def pack4_merged(x0, x1, x2, x3, byte, wide, lost, FORMAT: tl.constexpr):
     """Codes of x under the scale `byte` of their own block of 32, moved to the scale `wide` of 128 and rounded again,
     packed; and `lost` plus the codes that the second rounding changed. The definition; `merged_words` is quicker."""
     f = inverse_power(byte)
@@ -292,9 +290,8 @@ def row_words(
         merged = tl.where(merged == 255, 255, tl.maximum(merged, 1))
         four = spread_last(merged, R8, G // 4, 4)
         wide = spread_last(four, R8, G, B4)
-        f = spread_last(inverse_power(four), R8, G, B4)
         own = spread_last(byte, R8, G, B4)
-        word, counted = pack4_merged(x0, x1, x2, x3, f, own, wide, lost, FORMAT, MODE, HARDWARE)
+        word, counted = pack4_merged(x0, x1, x2, x3, own, wide, lost, FORMAT)
         poisoned = wide == 255
         return tl.where(poisoned, nan_word_of(FORMAT), word), merged, tl.where(poisoned, lost, counted)
     else:
@@ -367,11 +364,11 @@ def column_words(
         # The scale of 128 is that of the largest of its four blocks: scale bytes grow with amax.
         merged = scale_byte(column_amax(xs, R8, C, G // 4, PACKED, HARDWARE), FORMAT, MODE, 1)
         wide = spread_first(merged, G // 4, 16, C)
-        f = quads(spread_first(inverse_power(merged), G // 4, 16, C), R8, C)
         own = quads(spread_first(byte, G, B8, C), R8, C)
         bad = quads(wide, R8, C)
         poison = wide == 255
         byte = merged
+        f = own
     else:
         f = quads(spread_first(factor_of(byte, HARDWARE), G, B8, C), R8, C)
         own = f
@@ -383,8 +380,8 @@ def column_words(
             x = value(xs[i], j, PACKED, True, HARDWARE)
             v = v + (x if REGROUP else x * f[j],)  # noqa: RUF005
         if REGROUP:
-            low, counted = pack4_merged(v[0], v[1], v[2], v[3], f[j], own[j], bad[j], lost, FORMAT, MODE, HARDWARE)
-            high, counted = pack4_merged(v[4], v[5], v[6], v[7], f[j], own[j], bad[j], counted, FORMAT, MODE, HARDWARE)
+            low, counted = pack4_merged(v[0], v[1], v[2], v[3], own[j], bad[j], lost, FORMAT)
+            high, counted = pack4_merged(v[4], v[5], v[6], v[7], own[j], bad[j], counted, FORMAT)
             lost = tl.where(bad[j] == 255, lost, counted)
         else:
             low = pack4(v[0], v[1], v[2], v[3], FORMAT, HARDWARE)

@@ -75,8 +75,10 @@ def norm_cast(
     """
     if norm not in NORMS:
         raise ValueError(f"norm: got {norm!r}, expected one of {NORMS}")
-    if x.dim() != 2 or weight.shape != x.shape[1:] or (bias is not None and bias.shape != weight.shape):
+    if x.dim() != 2 or weight.shape != x.shape[1:]:
         raise ValueError(f"x and weight: got {tuple(x.shape)} and {tuple(weight.shape)}, expected [M, K] and [K]")
+    if bias is not None and bias.shape != weight.shape:
+        raise ValueError(f"bias: got {tuple(bias.shape)}, expected {tuple(weight.shape)}, as weight has")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(
             f"residual: got {tuple(residual.shape)} {residual.dtype}, expected x's {tuple(x.shape)} {x.dtype}"

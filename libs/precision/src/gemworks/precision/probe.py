@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from gemworks.precision.backends import shape_rule
+from gemworks.precision.casts import CastSpec
 from gemworks.precision.checks import as_integer, check_module, check_number
 from gemworks.precision.convert import linear_layers
 from gemworks.precision.formats import element_spec
@@ -58,7 +59,8 @@ def saturation_underflow(x: Tensor, plane: MXTensor | TensorPlane) -> tuple[floa
 
 @dataclass(frozen=True)
 class ProductReport:
-    """One product of one layer in one recipe's arithmetic."""
+    """One product of one layer in one recipe's arithmetic: its error, and what its left operand loses in the cast (of
+    squares, what rows would lose; 0 in bf16)."""
 
     product: str
     sqnr_db: float
@@ -182,12 +184,13 @@ def measure_layer(x: Tensor, weight: Tensor, dy: Tensor, chosen: Recipe) -> Cand
         for name in PRODUCTS:
             gemm = getattr(chosen, name)
             operand, dim = left[name]
-            block = 128 if chosen.forward.kind.block == 128 and gemm.kind.value == "fp8_block128" else 32
-            if gemm.kind is GemmKind.FP8_TENSOR:
+            if gemm.kind is GemmKind.BF16:
+                plane = None
+            elif gemm.kind is GemmKind.FP8_TENSOR:
                 plane = quantize_tensor(operand, dim, gemm.left, power_of_two=chosen.power_of_two_scales)
             else:
-                plane = quantize(operand, dim, gemm.left, chosen.scale_mode, block=block)
-            saturated, underflow = saturation_underflow(operand, plane)
+                plane = quantize(operand, dim, gemm.left, chosen.scale_mode, block=CastSpec(gemm.kind).block)
+            saturated, underflow = (0.0, 0.0) if plane is None else saturation_underflow(operand, plane)
             products.append(ProductReport(name, sqnr_db(exact[name], got[name]), 100 * saturated, 100 * underflow))
         inexact = (
             (counts / torch.tensor([max(1, x.numel()), max(1, weight.numel())], device=counts.device)).max().item()
@@ -228,8 +231,7 @@ def probe(
 
     The decision: of the candidates whose worst product reaches `min_sqnr_db` and whose inexact codes stay under the
     recipe's `max_inexact`, the fastest, if it beats bf16 by `min_speedup`; on a CPU, where speed says nothing, the
-    first.
-    Otherwise bf16, with the reason. Gradients of the model are left as they were.
+    first. Otherwise bf16, with the reason. Gradients of the model are left as they were.
 
     Args:
         model: not converted (or reverted); run as it is.

@@ -289,7 +289,8 @@ class Recipe:
                 try:
                     values[gemm] = GemmRecipe(**values[gemm])
                 except TypeError as error:
-                    raise ValueError(f"recipe file: [recipe.{gemm}]: {error}; expected kind, left, right") from None
+                    known = ", ".join(part.name for part in fields(GemmRecipe))
+                    raise ValueError(f"recipe file: [recipe.{gemm}]: {error}; expected some of {known}") from None
         return Recipe(**values, layers=data.get("layers", {}))
 
     def save_file(self, path: str | Path) -> None:

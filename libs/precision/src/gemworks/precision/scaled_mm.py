@@ -66,8 +66,7 @@ def swizzle_32_4_4(scales: Tensor) -> Tensor:
     """E8M0 bytes `[R, C]` in the tile order of Blackwell's block-scaled product, flattened.
 
     Tiles of 128 x 4: the byte of (row, column) goes to `(row % 32) * 16 + (row // 32 % 4) * 4 + column % 4` of its
-    tile;
-    tiles follow one another along the columns, then the rows. Padding has byte 0.
+    tile; tiles follow one another along the columns, then the rows. Padding has byte 0.
 
     Source: cuBLAS documentation, "1D block scaling factors layout".
     """

@@ -8,7 +8,7 @@ scale is `2^s`, stored as the byte `s + 127` after clamping to [0, 254]:
 | `floor` | `floor(log2 amax) - emax`, the example of the OCP specification | amax in `(1.m_max, 2) * 2^e` saturates: up to 12.5 % of the largest value is lost in E4M3, one block in five on normal data; training has diverged with it |
 | `rceil` (default) | `ceil(log2(amax / max_value))`: `e - emax`, plus one when `m > m_max` | none for the range: the largest value never saturates. Blocks just above the threshold use half of the code range |
 | `ceil` | `ceil(log2 amax) - emax`: `e - emax`, plus one when `m > 0` | never saturates, but wastes a binade for most blocks: twice the underflow threshold |
-| `even` | `floor(log2 round(amax)) - emax`, amax first rounded to the element's mantissa width, halves up | saturates for amax just above the largest value, up to half an element ulp (3.6 % in E4M3) |
+| `even` | `floor(log2 round(amax)) - emax`, amax first rounded to the element's mantissa width, halves up | amax above the largest value, up to where rounding it carries, saturates: up to 9.7 % of it is lost in E4M3 (from 1.75 to 1.9375 times 2^e, as the code between is a NaN's), 6.7 % in E5M2, 14.3 % in E2M1 |
 
 A block that holds a NaN or an infinity has the byte 0xFF in every mode. An all-zero block has the smallest byte.
 

@@ -34,6 +34,7 @@ def gdpa(
     shared_query: bool = False,
     schedule: TileSchedule | None = None,
     epilogue: NormEpilogue | None = None,
+    key_chunk: int | None = None,
 ) -> Tensor:
     """Generalised dot-product attention: `act(scale * Q K^T) V` in each sequence, over admitted pairs.
 
@@ -50,6 +51,9 @@ def gdpa(
         schedule: of this batch, shared by its layers; None builds one. Used by the kernels of a GPU only.
         epilogue: a residual and a norm across heads for the output (`norm(o + residual) + add`), in the same kernel
             where there is no mask; not for a shared query.
+        key_chunk: with a shared query and no mask, each sequence is pooled in chunks of that many keys, and what they
+            give is added up in order. For few and long sequences, of which one program each would leave most of a GPU
+            idle; not timed yet. Each chunk's share is rounded to q's dtype, and [B * chunks, R, N, V] of them are made.
 
     Returns:
         [Tq, N, V], or [B, R, N, V] with `shared_query`, in q's dtype. Rows of empty sequences and rows past
@@ -80,6 +84,21 @@ def gdpa(
         if shared_query:
             raise ValueError("epilogue: got one with shared_query=True, expected None; norm the pooled rows afterwards")
         epilogue.check(args.q, args.v.shape[-1])
+    if key_chunk is not None:
+        if not shared_query or not mask.is_full or schedule is not None or key_chunk < 1:
+            raise ValueError(
+                f"key_chunk: got {key_chunk}, expected None, or at least 1 with shared_query=True and neither a mask "
+                f"nor a schedule, which is one of whole sequences"
+            )
+        if args.side_k.offsets is None:
+            raise ValueError("key_chunk: got one with a 4-D k, expected None; only packed keys are cut")
+        if key_chunk < args.side_k.max_length:
+            offsets_k, chunks = _cut(args.side_k.offsets, key_chunk, args.side_k.max_length)
+            shares = gdpa(
+                q, k, v, None, offsets_k, max_length_k=key_chunk, scale=scale, activation=activation, shared_query=True
+            )
+            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+            return shares.unflatten(0, (-1, chunks)).sum(1, dtype=wide).to(q.dtype)
     if q.dtype == torch.float64:  # the definition: twice differentiable
         plan = make_plan(args.side_q, args.side_k, args.num_sequences, q.shape[1], k.shape[-2], q.device)
         out = gdpa_reference(
@@ -95,3 +114,11 @@ def gdpa(
         assert args.side_q.offsets is not None
         return apply_epilogue(out, args.side_q.offsets, epilogue)[0]
     return out.view(args.num_sequences, q.shape[0], *out.shape[1:]) if shared_query else out
+
+
+def _cut(offsets: Tensor, chunk: int, max_length: int) -> tuple[Tensor, int]:
+    """Offsets [B * C + 1] of sequences cut every `chunk` rows, the last ones empty where a sequence is short, and C."""
+    count = -(-max_length // chunk)
+    steps = torch.arange(count, device=offsets.device, dtype=offsets.dtype) * chunk
+    begins = torch.minimum(offsets[:-1, None] + steps, offsets[1:, None])
+    return torch.cat([begins.flatten(), offsets[-1:]]), count

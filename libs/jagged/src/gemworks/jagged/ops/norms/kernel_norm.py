@@ -5,6 +5,8 @@ registers, where they cost no traffic.
 
 Letters: R rows of a tile, D width. A row index counts the rows of [..., D]; row r starts at
 `(r // INNER) * outer + (r % INNER) * inner`, so heads inside a wider projection are normalised without a copy.
+Both strides count UNIT elements. Triton knows of a run-time number only whether 16 divides it: without the factor rows
+of 1,000 columns would be read value by value, and not ahead of time (an asynchronous copy takes 4 bytes at least).
 """
 
 # pyright: reportArgumentType=false, reportOptionalOperand=false, reportOperatorIssue=false
@@ -16,10 +18,11 @@ import triton.language as tl
 
 
 @triton.jit
-def _row_start(row_R, outer, inner, INNER: tl.constexpr):
+def row_start(row_R, outer, inner, INNER: tl.constexpr, UNIT: tl.constexpr):
+    """Where rows begin, in elements."""
     if INNER == 1:
-        return row_R * outer
-    return (row_R // INNER) * outer + (row_R % INNER) * inner
+        return row_R * outer * UNIT
+    return ((row_R // INNER) * outer + (row_R % INNER) * inner) * UNIT
 
 
 @triton.jit
@@ -37,8 +40,9 @@ def _statistics(h_RD, inside_D, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, CEN
 def norm_fwd_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, add_ptr, y_ptr, h_ptr, num_rows, eps,
     x_outer, x_inner, residual_outer, residual_inner, add_outer, add_inner,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, CENTER: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, UNIT: tl.constexpr,
+    CENTER: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_ADD: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows: y and, with a residual, h. y and h are contiguous."""
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -47,15 +51,15 @@ def norm_fwd_kernel(
     inside = (row_R < num_rows)[:, None]
     if D != BLOCK_D:
         inside = inside & inside_D
-    h_RD = tl.load(x_ptr + _row_start(row_R, x_outer, x_inner, INNER)[:, None] + col_D, mask=inside, other=0.0)
+    h_RD = tl.load(x_ptr + row_start(row_R, x_outer, x_inner, INNER, UNIT)[:, None] + col_D, mask=inside, other=0.0)
     h_RD = h_RD.to(tl.float32)
     target = row_R[:, None] * D + col_D
     if HAS_RESIDUAL:
-        start_R = _row_start(row_R, residual_outer, residual_inner, INNER)
+        start_R = row_start(row_R, residual_outer, residual_inner, INNER, UNIT)
         h_RD += tl.load(residual_ptr + start_R[:, None] + col_D, mask=inside, other=0.0).to(tl.float32)
         tl.store(h_ptr + target, h_RD.to(h_ptr.dtype.element_ty), mask=inside)
     if HAS_ADD:  # asked for before the reductions, so that both loads are in flight together
-        start_R = _row_start(row_R, add_outer, add_inner, INNER)
+        start_R = row_start(row_R, add_outer, add_inner, INNER, UNIT)
         add_RD = tl.load(add_ptr + start_R[:, None] + col_D, mask=inside, other=0.0)
     h_RD, scale_R = _statistics(h_RD, inside_D, eps, D, BLOCK_D, CENTER)
     y_RD = h_RD * scale_R[:, None]
@@ -72,9 +76,9 @@ def norm_fwd_kernel(
 def norm_bwd_kernel(
     dy_ptr, dh_ptr, h_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, end_ptr, end_at, num_rows, eps,
     dy_outer, dy_inner, dh_outer, dh_inner, h_outer, h_inner,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, CENTER: tl.constexpr,
-    HAS_DH: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_DWEIGHT: tl.constexpr, HAS_DBIAS: tl.constexpr,
-    HAS_END: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, UNIT: tl.constexpr,
+    CENTER: tl.constexpr, HAS_DH: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_DWEIGHT: tl.constexpr,
+    HAS_DBIAS: tl.constexpr, HAS_END: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx of every P-th tile, and this program's share of dweight and dbias in row `program_id` of [P, D].
 
@@ -97,12 +101,12 @@ def norm_bwd_kernel(
         inside = (row_R < end)[:, None]
         if D != BLOCK_D:
             inside = inside & inside_D
-        h_start_R = _row_start(row_R, h_outer, h_inner, INNER)
-        dy_start_R = _row_start(row_R, dy_outer, dy_inner, INNER)
+        h_start_R = row_start(row_R, h_outer, h_inner, INNER, UNIT)
+        dy_start_R = row_start(row_R, dy_outer, dy_inner, INNER, UNIT)
         h_RD = tl.load(h_ptr + h_start_R[:, None] + col_D, mask=inside, other=0.0).to(tl.float32)
         g_RD = tl.load(dy_ptr + dy_start_R[:, None] + col_D, mask=inside, other=0.0).to(tl.float32)
         if HAS_DH:
-            dh_start_R = _row_start(row_R, dh_outer, dh_inner, INNER)
+            dh_start_R = row_start(row_R, dh_outer, dh_inner, INNER, UNIT)
             dh_RD = tl.load(dh_ptr + dh_start_R[:, None] + col_D, mask=inside, other=0.0)
         h_RD, scale_R = _statistics(h_RD, inside_D, eps, D, BLOCK_D, CENTER)
         n_RD = h_RD * scale_R[:, None]

@@ -5,18 +5,21 @@ Letters: D width, P programs that hold partial sums.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from gemworks.jagged._triton.quick import quick
 from gemworks.jagged.dispatch import num_multiprocessors
 from gemworks.jagged.jagged import next_power_of_two
 from gemworks.jagged.ops.norms.configs import NormConfig, norm_config
 from gemworks.jagged.ops.norms.kernel_norm import column_sums_kernel, norm_bwd_kernel, norm_fwd_kernel
+from gemworks.jagged.ops.norms.kernel_norm_pieces import norm_bwd_pieces_kernel
 from torch import Tensor
 
 _norm_fwd_kernel = quick(norm_fwd_kernel)
 _norm_bwd_kernel = quick(norm_bwd_kernel)
+_norm_bwd_pieces_kernel = quick(norm_bwd_pieces_kernel)
 _column_sums_kernel = quick(column_sums_kernel)
-WARPS_PER_SM = 16  # of a backward that sums columns: enough loads in flight, few enough partial sums
 CPU_PROGRAMS = 3  # under the interpreter: several tiles per program even for small tests
 
 
@@ -27,7 +30,19 @@ def _cdiv(a: int, b: int) -> int:
 def _num_programs(device: torch.device, config: NormConfig) -> int:
     if device.type != "cuda":
         return CPU_PROGRAMS
-    return max(WARPS_PER_SM // config.num_warps, 1) * num_multiprocessors(device)
+    return config.programs_per_sm() * num_multiprocessors(device)
+
+
+def stride_unit(*strides: int) -> int:
+    """What the kernels count strides in: the power of two that divides all of them, as far as 8.
+
+    1 where 16 divides them all, which Triton sees by itself.
+
+    >>> stride_unit(1024, 0), stride_unit(3000, 1000), stride_unit(1024, 1002), stride_unit(7)
+    (1, 8, 2, 1)
+    """
+    unit = math.gcd(16, *strides)
+    return 1 if unit == 16 else unit
 
 
 def _inner_rows(*tensors: Tensor | None) -> int:
@@ -94,6 +109,7 @@ def norm_forward(
     residual, residual_outer, residual_inner = (x, 0, 0) if residual is None else _rows(residual, inner)
     has_add = add is not None
     add, add_outer, add_inner = (x, 0, 0) if add is None else _rows(add, inner)
+    unit = stride_unit(x_outer, x_inner, residual_outer, residual_inner, add_outer, add_inner)
     _norm_fwd_kernel[(_cdiv(num_rows, config.rows),)](
         x,
         residual,
@@ -104,16 +120,17 @@ def norm_forward(
         h,
         num_rows,
         eps,
-        x_outer,
-        x_inner,
-        residual_outer,
-        residual_inner,
-        add_outer,
-        add_inner,
+        x_outer // unit,
+        x_inner // unit,
+        residual_outer // unit,
+        residual_inner // unit,
+        add_outer // unit,
+        add_inner // unit,
         D=width,
         BLOCK_D=next_power_of_two(width),
         ROWS=config.rows,
         INNER=inner,
+        UNIT=unit,
         CENTER=center,
         HAS_RESIDUAL=h.numel() > 0,
         HAS_WEIGHT=weight is not None,
@@ -157,7 +174,15 @@ def norm_backward(
         h, h_outer, h_inner = _rows(h, inner)
         has_dh = dh is not None
         dh, dh_outer, dh_inner = (h, 0, 0) if dh is None else _rows(dh, inner)
-        _norm_bwd_kernel[(num_programs,)](
+        unit = stride_unit(dy_outer, dy_inner, dh_outer, dh_inner, h_outer, h_inner)
+        if config.columns is None:
+            kernel, tile = _norm_bwd_kernel, {"BLOCK_D": next_power_of_two(width), "ROWS": config.rows}
+        else:
+            kernel = _norm_bwd_pieces_kernel
+            tile = {"BLOCK_D": config.columns, "PIECES": _cdiv(width, config.columns)}
+        if (registers := config.max_registers()) is not None:
+            tile["maxnreg"] = registers
+        kernel[(num_programs,)](
             dy,
             dh,
             h,
@@ -169,16 +194,15 @@ def norm_backward(
             0 if offsets is None else offsets.shape[0] - 1,
             num_rows,
             eps,
-            dy_outer,
-            dy_inner,
-            dh_outer,
-            dh_inner,
-            h_outer,
-            h_inner,
+            dy_outer // unit,
+            dy_inner // unit,
+            dh_outer // unit,
+            dh_inner // unit,
+            h_outer // unit,
+            h_inner // unit,
             D=width,
-            BLOCK_D=next_power_of_two(width),
-            ROWS=config.rows,
             INNER=inner,
+            UNIT=unit,
             CENTER=center,
             HAS_DH=has_dh,
             HAS_WEIGHT=weight is not None,
@@ -187,6 +211,7 @@ def norm_backward(
             HAS_END=offsets is not None,
             STAGES=config.stages,
             num_warps=config.num_warps,
+            **tile,
         )
     wanted = [(x, t) for x, t in ((dweight, None if weight is None else weight.dtype), (dbias, bias_dtype)) if t]
     sums = iter(_column_sums(wanted))
