@@ -87,12 +87,29 @@ def test_compare_with_an_older_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert [(row["op"], row["verdict"]) for row in found] == [("backward", "same"), ("forward", "gone")]
 
 
+def test_brackets_are_text_and_bytes_that_are_none_do_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of rows and folders may look like markup; a program may print what is no UTF-8."""
+    text = PROGRAM.replace('impl="gemworks"', 'impl="a[red]"')
+    text = text.replace('print(op, "done", flush=True)', 'sys.stdout.buffer.write(b"caf\\xe9 [/]\\n")')
+    Path("fake_bench.py").write_text(text)
+    assert run(["bench", "jagged", "--out", "[/x]"]) == 0
+    out, err = capsys.readouterr()
+    assert "forward 8x8 a[red]" in out
+    assert "caf\ufffd [/]" in err
+    assert run(["bench", "jagged", "--out", "new", "--compare", "[/x]/jagged.csv"]) == 0
+    out = capsys.readouterr().out
+    assert "against [/x]/jagged.csv: 2 same" in out
+    assert out.count("forward 8x8 a[red]") == 2
+
+
 def test_within_the_spread_is_the_same() -> None:
     old = [{"op": "a", "ms": "1.0", "ms_p20": "0.9", "ms_p80": "1.1"}]
     assert compare(old, [{"op": "a", "ms": "1.3", "ms_p20": "1.05", "ms_p80": "1.4"}])[0]["verdict"] == "same"
     assert compare(old, [{"op": "a", "ms": "1.3", "ms_p20": "1.2", "ms_p80": "1.4"}])[0]["verdict"] == "slower"
     assert compare(old, [{"op": "a", "ms": "0.8", "ms_p20": "0.7", "ms_p80": "0.95"}])[0]["verdict"] == "same"
     assert compare(old, [{"op": "a", "ms": "0.8", "ms_p20": "0.7", "ms_p80": "0.85"}])[0]["verdict"] == "faster"
+    for touches in ({"ms": "1.3", "ms_p20": "1.1", "ms_p80": "1.4"}, {"ms": "0.8", "ms_p20": "0.7", "ms_p80": "0.9"}):
+        assert compare(old, [{"op": "a", **touches}])[0]["verdict"] == "same"
     assert [r["verdict"] for r in compare(old, [{"op": "b", "ms": "1"}])] == ["new", "gone"]
     assert compare(old, [{"op": "a", "ms": ""}])[0]["verdict"] == "gone"
     without = [{"op": "a", "ms": "1.0"}]

@@ -124,6 +124,18 @@ def test_train_then_eval_print_json_and_nothing_else(capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out) == summary
 
 
+def test_the_name_of_a_folder_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever rich would make of it."""
+    settings = [argument for setting in TINY.split() for argument in ("--set", setting)]
+    for name in ("[/x]", "[red]", ":smile:"):
+        assert run(["train", "--preset", "tiny", *settings, "--run-dir", name]) == 0
+        assert f"run folder: {name}\n" in capsys.readouterr().out
+        assert run(["eval", name]) == 0
+        assert f"{name}, step_00000002, test part" in capsys.readouterr().out
+        assert run(["checkpoint", "inspect", name]) == 0
+        assert capsys.readouterr().out.startswith(f"{name} ")
+
+
 @pytest.mark.parametrize(("rank", "out"), [("0", '{"ne": 0.9}'), ("1", "")])
 def test_of_several_processes_the_first_prints_the_summary(
     rank: str, out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -30,6 +30,10 @@ def step():
 
 def wrong():
     return make()[0]
+
+def narrow():
+    print("makes a model")
+    return nn.Linear(64, 64), [torch.randn(64, 64)]
 """
 
 
@@ -87,9 +91,10 @@ def test_trace_of_operators_counts_their_own_time_only(capsys: pytest.CaptureFix
 def test_trace_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["trace", "none.json"]) == 2
     assert capsys.readouterr().err.startswith("error: 'none.json': got no file, expected a trace")
+    Path("0.json").write_text(json.dumps(gpu_trace()))
     Path("t.json").write_text("{}")
-    assert run(["trace", "t.json"]) == 2
-    assert "expected a Chrome trace" in capsys.readouterr().err
+    assert run(["trace", "0.json", "t.json"]) == 2
+    assert capsys.readouterr().err.startswith("error: 't.json': expected a Chrome trace")
     assert run(["trace", "t.json", "--png", "t.xyz"]) == 2
     assert capsys.readouterr().err == "error: --png: got 't.xyz', expected a file that ends in .png or .svg or .pdf\n"
     assert run(["trace", "t.json", "--png", "nowhere/t.png"]) == 2
@@ -108,6 +113,17 @@ def test_probe_writes_a_recipe_that_convert_reads(capsys: pytest.CaptureFixture[
     assert len(Path("r.csv").read_text().splitlines()) == 1 + len(found["layers"]) == 7
     assert run(["probe", "their_model_1:step", "--candidate", "mxfp8", "--min-sqnr-db", "90"]) == 0
     assert "-> bf16: mxfp8: worst product" in capsys.readouterr().out
+
+
+def test_probe_of_layers_that_no_format_takes_has_no_rows_and_what_the_model_prints_is_no_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("their_model_3.py").write_text(MODEL)
+    assert run(["probe", "their_model_3:narrow", "--csv", "r.csv", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"layers": [], "recipe": {"": "bf16"}}
+    assert "makes a model" in err
+    assert Path("r.csv").read_text() == ""
 
 
 @pytest.mark.parametrize(
@@ -146,6 +162,8 @@ def test_mfu_of_plain_numbers(capsys: pytest.CaptureFixture[str]) -> None:
         "MFU 62.50%",
     ]
     assert run(["mfu", *numbers, "--preset", "tiny"]) == 2
+    assert "error: --flops: got it beside a configuration" in capsys.readouterr().err
+    assert run(["mfu", *numbers, "--samples", "8"]) == 2
     assert "error: --flops: got it beside a configuration" in capsys.readouterr().err
     assert run(["mfu", "--flops", "1e15", "--step-ms", "0"]) == 2
     assert "error: --step-ms: got 0.0, expected a positive number" in capsys.readouterr().err

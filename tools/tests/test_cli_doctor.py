@@ -13,7 +13,7 @@ import torch
 from gemworks.cli import doctor
 from gemworks.cli.app import run
 from gemworks.cli.doctor import Package, look_at
-from gemworks.cli.remedies import Gpus, advise, outside_ranges
+from gemworks.cli.remedies import Gpus, advise, alternatives, outside_ranges
 from gemworks.jagged import dispatch
 from gemworks.precision import backends
 
@@ -94,6 +94,20 @@ def test_broken_package_is_a_finding(
     assert finding["state"] == state
     assert finding["advice"].startswith(advice)
     assert capsys.readouterr().out == ""
+
+
+def test_a_package_whose_module_is_gone_is_broken_and_not_missing() -> None:
+    """pip has it, so that installing it again is what helps."""
+    finding = look_at(Package("pytest", "no_such_module", "a test"))
+    assert (finding["version"], finding["state"]) == (pytest.__version__, "broken")
+    assert finding["advice"] == "importing it fails: ModuleNotFoundError: No module named 'no_such_module'"
+
+
+def test_only_backends_that_are_tried_first_are_alternatives() -> None:
+    table = [("gluon", "bf16", "sm_90"), ("triton", "bf16", "sm_80"), ("reference", "bf16", "cpu")]
+    assert alternatives(table, "bf16", "sm_80", "triton") == [
+        {"backend": "gluon", "dtypes": [], "architectures": ["sm_90"]}
+    ]
 
 
 def test_gpus_with_their_links(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,4 +237,8 @@ def test_versions_outside_of_the_ranges(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
     assert outside_ranges(["gemworks-gem"]) == [
         "torch is 2.10.1, and gemworks-gem asks for torch<2.14,>=2.11: pip install 'torch<2.14,>=2.11'"
+    ]
+    versions |= {"torch": "2.13.0", "triton": "3.5.1"}  # asked for by an extra
+    assert outside_ranges(["gemworks-gem"]) == [
+        "triton is 3.5.1, and gemworks-gem asks for triton<3.9,>=3.6: pip install 'triton<3.9,>=3.6'"
     ]

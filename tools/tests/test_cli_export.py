@@ -74,7 +74,7 @@ def test_reshard_keeps_every_value_and_goes_on(trained: Path, capsys: pytest.Cap
 
 def test_errors_leave_nothing_behind(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["checkpoint", "reshard", str(trained), "third", "--parts", "0"]) == 2
-    assert "error: num_parts: got 0, expected 1 or more" in capsys.readouterr().err
+    assert "error: --parts: got 0, expected 1 or more" in capsys.readouterr().err
     assert run(["checkpoint", "reshard", str(tmp_path), "third", "--parts", "2"]) == 2
     assert "got no config.toml in it" in capsys.readouterr().err
     assert run(["checkpoint", "convert", "nowhere", "x.safetensors"]) == 2

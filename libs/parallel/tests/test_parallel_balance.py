@@ -165,6 +165,23 @@ def test_fit_recovers_what_made_the_times(linear, quadratic, per_sample, per_bat
     assert min(found.linear, found.quadratic, found.per_sample, found.per_batch) >= 0
 
 
+def test_the_term_that_is_dropped_is_the_negative_one() -> None:
+    """Times a little below a line: no quadratic term, and all of the linear one."""
+    batches = [torch.full((b,), n) for b, n in ((1, 100), (2, 200), (4, 50), (3, 400), (7, 30), (5, 300))]
+    times = [2.0 * float(b.sum()) - 1e-3 * float((b.double() ** 2).sum()) for b in batches]
+    found = fit_cost_model(batches, times)
+    assert found.quadratic == 0
+    assert 1.5 < found.linear <= 2.0
+    assert max(abs(found.of_lengths(b).item() / t - 1) for b, t in zip(batches, times, strict=True)) < 0.15
+
+
+def test_summary_is_of_order_statistics_over_ranks() -> None:
+    found = summary(torch.stack([torch.arange(201.0), torch.full((201,), 3.0)]).double())
+    assert found == pytest.approx(
+        {"max_over_mean": 1.5, "p99_over_mean": 1.49, "p50_over_mean": 1.0, "min_over_mean": 0.5}
+    )
+
+
 def test_fit_never_gives_a_negative_term_on_noise_and_names_bad_input() -> None:
     g = torch.Generator().manual_seed(5)
     batches = [torch.randint(1, 300, (64,), generator=g) for _ in range(12)]

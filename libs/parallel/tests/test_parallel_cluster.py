@@ -91,6 +91,27 @@ tables = st.recursive(
 )
 
 
+def test_a_rewritten_file_keeps_whatever_is_in_extra(tmp_path: Path) -> None:
+    presets.h200_host().to_toml(tmp_path / "c.toml")
+    more = """
+[extra]
+measured = 2026-11-30T21:02:00Z
+day = 2026-11-30
+at = 21:02:00
+"in words" = "M\u00fcnchen"
+[[extra.runs]]
+seeds = [[1, 2], [3]]
+[[extra.runs]]
+of = {a = 1, "b c" = {d = 0.5}}
+"""
+    with (tmp_path / "c.toml").open("a", encoding="utf-8") as file:
+        file.write(more)
+    spec = ClusterSpec.from_toml(tmp_path / "c.toml")
+    assert spec.extra == tomllib.loads(more)["extra"]
+    spec.to_toml(tmp_path / "again.toml")
+    assert ClusterSpec.from_toml(tmp_path / "again.toml") == spec
+
+
 @given(tables)
 @settings(max_examples=200, deadline=None)
 def test_dump_toml_is_the_inverse_of_tomllib(content: dict) -> None:

@@ -95,6 +95,11 @@ def test_ranks_says_who_holds_what_and_draws_it(tmp_path, capsys: pytest.Capture
         (["place", "--cluster", "h200", "--shard", "8", "--replica-shard", "4"], "got 4 without table_group"),
         (["search", "--balance", "luck"], "--balance: got 'luck', expected none, bbs or global"),
         (["simulate", "--cluster", "h200", "--shard", "8", "--table-group", "8"], "need "),
+        (["simulate", "--cluster", "h200", "--shard", "8", "--replica-shard", "3"], "the nearest divisors are [2, 4]"),
+        (["search", "--cluster", "h200", "--top", "-3"], "top: got -3, expected an int >= 1"),
+        (["search", "--cluster", "h200", "--errors", "."], "measured errors '.': "),
+        (["search", "--cluster", "h200", "--errors", __file__], "lacks the columns ['error_pct', 'split']"),
+        (["place", "--cluster", "h200", "--shard", "8", "--picture", "."], "Is a directory: '.'"),
     ],
 )
 def test_mistakes_end_in_one_line_and_code_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

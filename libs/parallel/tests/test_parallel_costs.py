@@ -116,6 +116,27 @@ def test_groups_that_cross_zones_share_the_uplink() -> None:
     assert one_per_zone.tier == "cross_zone"
 
 
+def test_an_uplink_is_shared_where_most_groups_leave_a_zone() -> None:
+    """Two of three groups join the first two zones of two GPUs; the third stays at home."""
+    c = cluster(2, 1, 3)
+    cost = collective_cost("all_gather", torch.tensor([[0, 2], [1, 3], [4, 5]]), 1e9, c)
+    assert cost.tier == "cross_zone"
+    # each sends half of S; the two groups have the zone's uplink of 2 x 1 GB/s
+    assert cost.us - cost.latency_us == pytest.approx(0.5 * 1e9 * 2 / (2 * 1e9) * 1e6)
+
+
+def test_groups_with_one_domain_in_each_zone_pass_its_nics_too() -> None:
+    """What leaves a zone leaves a host first: a fast uplink does not make NICs faster, and needs no zone's rate."""
+    c = cluster(8, 4, 2).scaled("zone", 0.01).scaled("cross_zone", 100.0)
+    for collective in ("all_reduce", "all_to_all"):
+        assert (
+            collective_cost(collective, GroupShape(size=2, num_domains=2, num_zones=2), 1e9, c, "auto").tier == "zone"
+        )
+    hosts = dataclasses.replace(c, domains_per_zone=1, tiers={t: c.tiers[t] for t in ("nvlink", "cross_zone")})
+    cost = collective_cost("all_gather", GroupShape(size=2, num_domains=2, num_zones=2), 1e9, hosts)
+    assert cost.tier == "cross_zone"
+
+
 shapes = st.tuples(st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]))
 
 

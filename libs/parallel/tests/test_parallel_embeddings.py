@@ -295,6 +295,10 @@ def _inputs(rank: int, world: int) -> list[str]:
         lambda: FullyShardedEmbeddings(TABLES, [FeatureSpec(name="x", table="no")], meshes, RowSGD(lr=1.0)),
         lambda: emb.full_table("a", "state"),
         lambda: from_torchrec([3]),
+        lambda: emb({k: (torch.tensor([True]), torch.tensor([0, 1])) for k in "fg"}),
+        lambda: from_torchrec(
+            [EmbeddingBagConfig(num_embeddings=9, embedding_dim=4, feature_names=["f"], pooling=PoolingType.NONE)]
+        ),
     ):
         try:
             bad()
@@ -306,10 +310,8 @@ def _inputs(rank: int, world: int) -> list[str]:
 @pytest.mark.dist
 def test_torchrec_inputs_and_bad_input() -> None:
     for messages in spawn(_inputs, 2):
-        assert len(messages) == 5
-        for text, word in zip(
-            messages, ["9..9", "lacks the features ['g']", "'no'", "keeps no state", "int"], strict=True
-        ):
+        words = ["9..9", "lacks the features ['g']", "'no'", "no state", "int", "got ids torch.bool", "got 'none'"]
+        for text, word in zip(messages, words, strict=True):
             assert word in text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -373,19 +373,27 @@ def test_hooks_for_another_all_gather_and_for_quantised_weights() -> None:
         assert r["wrapped"] >= 1
 
 
-def test_expert_counts_that_do_not_divide_say_what_would() -> None:
-    with pytest.raises(ValueError, match="a multiple of the 2 ranks"):
-        _fake_two_ranks()
-
-
-def _fake_two_ranks() -> None:
+@pytest.fixture
+def two_ranks() -> Iterator[dist.ProcessGroup | None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        EnsembleExperts(make_expert, 3, dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_expert_counts_that_do_not_divide_say_what_would(two_ranks: dist.ProcessGroup | None) -> None:
+    with pytest.raises(ValueError, match=r"num_experts: got 3, .* a multiple of the 2 ranks .* use 2 or 4 experts"):
+        EnsembleExperts(make_expert, 3, two_ranks)
+    with pytest.raises(ValueError, match=r"use 2 experts, or another group"):
+        EnsembleExperts(make_expert, 1, two_ranks)
+
+
+@pytest.mark.parametrize("rows", [[5], [5, 3, 1], [4, 5], [5, -1]])
+def test_rows_that_cannot_be_are_named(rows: list[int], two_ranks: dist.ProcessGroup | None) -> None:
+    experts = EnsembleExperts(make_expert, 2, two_ranks)
+    with pytest.raises(ValueError, match=r"rows: got .* expected 2 counts with 5, x's rows, at place 0"):
+        experts.start(torch.zeros(5, D), rows)
 
 
 def test_one_process_is_a_gated_sum_and_differentiates() -> None:

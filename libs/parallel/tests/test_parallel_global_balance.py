@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from gemworks.parallel.global_balance import exchange_samples
+from gemworks.parallel.global_balance import exchange_samples, global_assignment
 from parallel_spawn import spawn
 
 
@@ -42,6 +42,15 @@ def test_m2_samples_stay_whole_and_loads_even_out(case: str) -> None:
     before = sorted(str(s) for r in results for s in r["sent"])
     after = sorted(str(s) for r in results for s in r["samples"])
     assert before == after
+    target_RB = global_assignment(torch.tensor([[float(len(s)) for s in r["sent"]] for r in results]))
+    for rank, result in enumerate(results):  # to whom they were assigned, by source and then by place there
+        assigned = [
+            sample
+            for source, targets in zip(results, target_RB.tolist(), strict=True)
+            for sample, target in zip(source["sent"], targets, strict=True)
+            if target == rank
+        ]
+        assert result["samples"] == assigned
     loads = results[0]["loads"]
     assert max(a for a, _ in loads) - min(a for a, _ in loads) <= 8
     if case == "rank 1 empty":

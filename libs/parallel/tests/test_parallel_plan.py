@@ -13,8 +13,8 @@ import torch
 from gemworks.parallel import COLLECTIVES, Layout, ParallelPlan, Rate, Traffic, default_traffic, place, presets
 from gemworks.parallel.describe import describe
 from gemworks.parallel.layout import widest_tier
-from gemworks.parallel.placement import _swap, ascending, view_cost_us
-from gemworks.parallel.plan import DensePlan, ExpertPlan, SparsePlan
+from gemworks.parallel.placement import _swap, ascending, best_split, view_cost_us
+from gemworks.parallel.plan import VIEW_AXES, DensePlan, ExpertPlan, SparsePlan
 from gemworks.parallel.planner import search
 from gemworks.parallel.profile import gem_like
 from gemworks.parallel.tables import TableSpec, shard_tables
@@ -222,6 +222,18 @@ def test_shard_groups_keep_to_a_zone_unless_the_caller_lifts_that() -> None:
     assert lifted.views["dense"].tiers == {"replica": "nvlink", "shard": "cross_zone"}
 
 
+def test_shard_groups_that_do_not_fill_zones_may_cross_them() -> None:
+    """Three groups of eight on two zones of twelve: no numbering keeps each in one zone."""
+    placed = place(ParallelPlan.for_world(24, shard=8), cluster(4, 3, 2))
+    assert placed.views["dense"].tiers["shard"] == "cross_zone"
+    assert place(ParallelPlan.for_world(24, shard=4), cluster(4, 3, 2)).views["dense"].tiers["shard"] == "nvlink"
+
+
+def test_of_equal_splits_inner_axes_lie_nearest() -> None:
+    found = best_split((2, 4, 2), VIEW_AXES["sparse"], cluster(4, 2, 2), (), {})
+    assert found == (0.0, ((1, 1, 2), (2, 2, 1), (2, 1, 1)))
+
+
 def test_ranks_ascend_along_every_axis_as_torch_orders_a_groups_ranks() -> None:
     """Swaps found others where groups do not fit the domains; an order that torch would not keep is worth nothing."""
     c = cluster(2, 2, 3)
@@ -358,6 +370,16 @@ def test_every_row_of_every_table_has_one_owner_and_one_place(raw, group) -> Non
                 assert place_in_buffer not in used[owner]
                 used[owner].add(place_in_buffer)
         assert [used[r] == set(range(shards.num_rows[r])) for r in range(group)] == [True] * group
+
+
+def test_whole_tables_go_where_the_fewest_bytes_are_and_64_rows_a_rank_are_split() -> None:
+    sizes = {"wide": (100, 8), "long": (150, 4), "short": (90, 4)}
+    specs = [TableSpec(name=n, num_rows=r, dim=d, sharding="table_wise") for n, (r, d) in sizes.items()]
+    owners = {t.spec.name: t.first_owner for s in shard_tables(specs, 2) for t in s.tables}
+    assert owners == {"wide": 0, "long": 1, "short": 1}  # 800 elements beside 600 + 360
+    for num_rows, of_first in ((64 * 4, 64), (64 * 4 - 1, 64 * 4 - 1)):
+        ((table,),) = (s.tables for s in shard_tables([TableSpec(name="t", num_rows=num_rows, dim=4)], 4))
+        assert len(table.rows_on(0)) == of_first
 
 
 def test_m7_describe_says_who_holds_what_in_stable_text_and_json() -> None:

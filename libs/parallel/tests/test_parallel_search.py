@@ -114,6 +114,19 @@ def test_search_of_16384_gpus_in_a_minute() -> None:
     assert time.thread_time() - start < 60
 
 
+@pytest.mark.parametrize("num_gpus", [1, 3, 7, 64, 72])
+def test_ladders_of_any_number_of_gpus(num_gpus: int) -> None:
+    """The published sizes are cut to what divides the world, and the experts to what divides them."""
+    for num_experts in (2, 3):
+        model = gem_like(num_layers=1, num_experts=num_experts)
+        rungs = ladders(model, presets.gb200_rack(num_gpus))
+        assert [len(steps) for steps in rungs.values()] == [3, 4]
+        plan = rungs["dense"][-1].plan
+        assert plan.experts is not None
+        assert plan.experts.expert == (2 if num_gpus % 2 == 0 and num_experts == 2 else 1)
+        assert (plan.dense.shard, plan.sparse and plan.sparse.table_group) == (num_gpus, num_gpus)
+
+
 def test_ladders_show_every_rung() -> None:
     found = ladders(gem_like(num_layers=4), presets.roce_cluster(4096))
     text = ladder_text(found)

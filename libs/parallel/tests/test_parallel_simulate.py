@@ -375,9 +375,10 @@ def test_two_gathered_layers_and_the_joint_batch_of_experts_are_in_the_memory() 
 
 
 def test_the_peak_is_the_larger_of_activations_and_gathered_tables_with_slack_on_what_moves() -> None:
-    c, plan = presets.h200_host(8), ParallelPlan.for_world(8, shard=1, table_group=2, replica_shard=4)
+    c = presets.h200_host(8)
 
-    def parts(activation_bytes: float) -> dict[str, float]:
+    def parts(activation_bytes: float, replica_shard: int = 4) -> dict[str, float]:
+        plan = ParallelPlan.for_world(8, shard=1, table_group=2, replica_shard=replica_shard)
         layer = LayerProfile(name="l", params=1, flops=1e9, activation_bytes=activation_bytes)
         table = TableSpec(name="t", num_rows=10**6, dim=255)
         model = ModelProfile(name="m", layers=(layer,), tables=(table,), ids_per_batch=1e3, bytes_per_row=500.0)
@@ -392,6 +393,10 @@ def test_the_peak_is_the_larger_of_activations_and_gathered_tables_with_slack_on
     assert large["activations and gathered layers"] == 1e9
     assert "gathered tables" not in large
     assert large["allocator slack"] == pytest.approx(0.08 * (1e9 + rows))
+    whole = parts(1e6, replica_shard=1)  # nothing to gather: the stored piece is the buffer
+    assert whole["tables and row optimizer"] == copy
+    assert "gathered tables" not in whole
+    assert whole["activations and gathered layers"] == 1e6
 
 
 def test_m6_a_plan_that_does_not_fit_says_need_capacity_largest_tables_and_what_to_change() -> None:

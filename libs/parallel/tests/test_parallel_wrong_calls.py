@@ -181,12 +181,25 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: layer(efficiency=45.0), r"layer 'a': efficiency: got 45.0, expected a share"),
     (lambda: layer(kind="moe"), r"layer 'a': kind: got 'moe'"),
     (lambda: layer(flops=NAN), r"layer 'a': flops: got nan"),
+    (lambda: layer(forward_host_us=-1.0), r"layer 'a': forward_host_us: got -1.0"),
+    (lambda: layer(length_share=2), r"layer 'a': length_share: got 2, expected a share"),
+    (lambda: dataclasses.replace(MODEL, weight_bytes=-1.0), r"weight_bytes: got -1.0"),
+    (lambda: dataclasses.replace(MODEL, ids_per_batch=NAN), r"ids_per_batch: got nan"),
+    (lambda: dataclasses.replace(MODEL, optimizer_bytes=None), r"optimizer_bytes: got None"),
+    (lambda: dataclasses.replace(MODEL, lookup_us=-3), r"lookup_us: got -3"),
+    (lambda: dataclasses.replace(MODEL, num_experts="2"), r"num_experts: got '2'"),
+    (lambda: dataclasses.replace(MODEL, tables=("t",)), r"tables: got str, expected TableSpec"),
+    (lambda: dataclasses.replace(MODEL, law="uniform"), r"law: got str, expected LengthLaw"),
+    (lambda: dataclasses.replace(MODEL, cost=1.0), r"cost: got float, expected CostModel"),
     (lambda: ModelProfile(name="a", layers=("x",)), r"layers: got str, expected LayerProfile"),
     (lambda: dataclasses.replace(MODEL, samples_per_rank=0), r"samples_per_rank: got 0"),
     (lambda: simulate(FULL, dataclasses.replace(MODEL, dtype="bf17"), HOST), r"model.dtype: got 'bf17'"),
     (lambda: SimulationConfig(balance="luck"), r"balance: got 'luck'"),
     (lambda: SimulationConfig(sm_slowdown=NAN), r"sm_slowdown: got nan"),
     (lambda: SimulationConfig(wire_factor={"gather": 2.0}), r"wire_factor: got 'gather'"),
+    (lambda: SimulationConfig(wire_factor={"all_gather": NAN}), r"wire_factor of all_gather: got nan"),
+    (lambda: SimulationConfig(balance_gain={"none": 0.0}), r"balance: a method of balance_gain: got 'bbs'"),
+    (lambda: SimulationConfig(balance_gain={"bbs": "much"}), r"balance_gain of bbs: got 'much'"),
     (lambda: simulate(None, MODEL, HOST), r"plan: got NoneType"),
     (lambda: simulate(FULL, None, HOST), r"model: got NoneType, expected ModelProfile; gem_like"),
     (lambda: simulate(PLAN, MODEL, HOST), r"has no experts view, but gem-like-1x512 has expert layers; give expert"),
@@ -218,6 +231,12 @@ def test_a_file_that_is_missing_or_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=r"bytes\.toml': not TOML"):
         ClusterSpec.from_toml(tmp_path / "bytes.toml")
+    (tmp_path / "model.json").write_text(MODEL.to_json().replace('"weight_bytes": 2.0', '"weight_bytes": -2.0'))
+    with pytest.raises(ValueError, match=r"model profile '.*model\.json': weight_bytes: got -2.0"):
+        ModelProfile.from_json(tmp_path / "model.json")
+    (tmp_path / "model.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"model profile '.*model\.json': no 'layers' in it"):
+        ModelProfile.from_json(tmp_path / "model.json")
 
 
 def test_tables_count_whole_where_a_plan_does_not_shard_them() -> None:

@@ -22,7 +22,7 @@ from gemworks.cli.checkpoint import checkpoint_app
 from gemworks.cli.data import data_app
 from gemworks.cli.diagnose import mfu, probe, trace
 from gemworks.cli.options import ConfigFile, Json, Preset, Sets
-from gemworks.cli.output import print_error, print_json, quiet
+from gemworks.cli.output import console, print_error, print_json, quiet
 from gemworks.cli.plan import plan_app
 from gemworks.gem.errors import WRONG_INPUT, end, report, write_error_file
 
@@ -161,11 +161,7 @@ for command in (probe, trace, mfu):
 
 def _progress_console(json: bool) -> Any:
     """Progress goes to standard error when standard output is for JSON; None is the trainer's own choice."""
-    if not json:
-        return None
-    from rich.console import Console
-
-    return Console(stderr=True)
+    return console(stderr=True) if json else None
 
 
 def _one_value_per_set(arguments: Sequence[str]) -> list[str]:

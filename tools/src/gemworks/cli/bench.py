@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from gemworks.cli.compare import compare, print_comparison, read_rows
+from gemworks.cli.compare import SHOWN_COLUMNS, compare, print_comparison, read_rows
 from gemworks.cli.options import Json
-from gemworks.cli.output import at_least, new_folder, print_error, print_json
+from gemworks.cli.output import at_least, console, new_folder, print_error, print_json
 from gemworks.gem.errors import RUN_FAILED, WRONG_INPUT
 
 STEP = re.compile(r"\[(\d+)/(\d+)\] ")  # how a program says which of its steps begins
@@ -200,7 +200,9 @@ def _run(command: Sequence[str], log: Path, title: str) -> tuple[int, list[str]]
     lines: list[str] = []
     with (
         log.open("w", encoding="utf-8") as file,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1) as child,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", bufsize=1
+        ) as child,
         _progress(title) as (show, stays),
     ):
         assert child.stdout is not None
@@ -225,11 +227,10 @@ def _progress(title: str) -> Iterator[tuple[Callable[[str], None], bool]]:
     if not sys.stderr.isatty():
         yield (lambda line: print(line, file=sys.stderr, flush=True)), True
         return
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    text = TextColumn("{task.description}", markup=False)
-    with Progress(TimeElapsedColumn(), BarColumn(20), text, console=Console(stderr=True), transient=True) as progress:
+    columns = TimeElapsedColumn(), BarColumn(20), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, console=console(stderr=True), transient=True) as progress:
         task = progress.add_task(title, total=None)
         width = max(20, progress.console.width - 30)  # of the elapsed time and the bar
 
@@ -247,8 +248,6 @@ FIGURES = ("ms", "tflops", "gbps", "roofline_fraction", "ratio_to_best_peer")
 
 def print_rows(rows: Sequence[Mapping[str, Any]], name: str) -> None:
     """The table of `gemworks bench`: one line per row that has a time."""
-    from gemworks.cli.compare import SHOWN_COLUMNS
-    from rich.console import Console
     from rich.table import Table
 
     timed = [row for row in rows if row.get("ms")]
@@ -259,7 +258,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]], name: str) -> None:
     for row in timed:
         what = " ".join(row[key] for key in SHOWN_COLUMNS if row.get(key))
         table.add_row(what, *[_figure(row.get(key)) for key in FIGURES])
-    Console().print(table)
+    console().print(table)
 
 
 def _figure(text: str | None) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 from gemworks.cli.options import Json
-from gemworks.cli.output import need, new_folder, print_json, print_lines, quiet, writable
+from gemworks.cli.output import at_least, need, new_folder, print_json, print_lines, quiet, writable
 from gemworks.gem.errors import RUN_FAILED
 
 PROCESS_BYTES = 1 << 29  # more than a process with torch, gloo and its part takes
@@ -98,6 +98,7 @@ def reshard(
     """
     _folder(run_dir)
     new_folder("OUT_DIR", out)
+    at_least(1, parts=parts)
     _room_for(parts)
     with quiet():
         from gemworks.gem.export_checkpoint import reshard as rewrite

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gemworks.cli.output import readable
+from gemworks.cli.output import console, readable
 
 # What names a measurement; the other columns hold its result, the machine, or who ran it.
 KEY_COLUMNS = (
@@ -101,24 +101,23 @@ def _bound(row: Row, name: str) -> float:
 
 def print_comparison(found: Sequence[Mapping[str, Any]], old: Path) -> None:
     """A table for people; slower rows first."""
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     order = ("slower", "faster", "new", "gone", "same")
     counts = {verdict: sum(item["verdict"] == verdict for item in found) for verdict in order}
-    console, table = Console(), Table()
-    console.print(
+    out, table = console(), Table()
+    out.print(
         f"against {old}: " + ", ".join(f"{n} {v}" for v, n in counts.items() if n), style="italic", highlight=False
     )
     table.add_column("what")
     for name in ("old ms", "new ms", "new / old"):
         table.add_column(name, justify="right")
     table.add_column("is")
-    color = {"slower": "red", "faster": "green"}
+    colors = {"slower": "red", "faster": "green"}
     for item in sorted(found, key=lambda i: order.index(i["verdict"])):
         figures = ["-" if item[k] is None else f"{item[k]:.4g}" for k in ("old_ms", "new_ms")]
         ratio = "-" if item["ratio"] is None else f"{item['ratio']:.3f}"
-        verdict = item["verdict"]
-        mark = f"[{color[verdict]}]{verdict}[/]" if verdict in color else verdict
+        mark = Text(item["verdict"], style=colors.get(item["verdict"], ""))
         table.add_row(" ".join(str(item[k]) for k in SHOWN_COLUMNS if k in item), *figures, ratio, mark)
-    console.print(table)
+    out.print(table)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from gemworks.cli.options import ConfigFile, Json, Preset, Sets
-from gemworks.cli.output import PICTURES, print_json, print_lines, quiet, writable
+from gemworks.cli.output import PICTURES, console, print_json, print_lines, quiet, writable
 
 BAR_WIDTH = 32
 
@@ -95,10 +95,9 @@ def _fetched(name: str, source: Any) -> dict[str, Any]:
 
 def _print_inspection(result: dict[str, Any]) -> None:
     from gemworks.gem.data.inspection import range_label
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    out = console()
     schema, splits = result["schema"], result["splits"]
     fields = Table(title=f"{result['source']}: schema", title_justify="left")
     for name in ("role", "name", "columns"):
@@ -109,7 +108,7 @@ def _print_inspection(result: dict[str, Any]) -> None:
     for event in schema["events"]:
         columns = [f"{f['name']} ({f['num_ids']:,})" for f in event["ids"]]
         fields.add_row("events", event["name"], ", ".join([*columns, *event["floats"]]))
-    console.print(fields)
+    out.print(fields)
     counts = Table(title="samples", title_justify="left")
     for name in ("part", "samples", "read", "first (UTC)", "last (UTC)", *schema["tasks"]):
         counts.add_column(name, justify="left" if name == "part" else "right")
@@ -120,17 +119,16 @@ def _print_inspection(result: dict[str, Any]) -> None:
         num_read = f"{figures['num_inspected']:,}"
         times = (figures["first_time"] or "-", figures["last_time"] or "-")
         counts.add_row(split, f"{figures['num_samples']:,}", num_read, *times, *rates)
-    console.print(counts)
+    out.print(counts)
     for event in schema["events"]:
         for split, figures in splits.items():
             lengths = figures["events"][event["name"]]
             if not figures["num_inspected"]:
                 continue
-            console.print(
+            out.print(
                 f"{event['name']}, {split}: {lengths['mean_length']:.1f} events a sample, at most "
                 f"{lengths['max_length']:,}",
                 highlight=False,
-                markup=False,
             )
             most = max(part["num_samples"] for part in lengths["lengths"])
             for part in lengths["lengths"]:

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from gemworks.cli.options import ConfigFile, Json, Preset, Sets
-from gemworks.cli.output import PICTURES, at_least, print_json, print_lines, quiet, readable, terminal_columns, writable
+from gemworks.cli.output import (
+    PICTURES,
+    at_least,
+    console,
+    print_json,
+    print_lines,
+    quiet,
+    readable,
+    terminal_columns,
+    writable,
+)
 
 FIGURES = 40  # columns that KernelTable.to_text puts before a name
+Item = TypeVar("Item")
 MIN_NAME = 20  # a kernel's name is not cut to less, however narrow the terminal
 
 
@@ -47,7 +60,11 @@ def probe(
     """
     writable("--out", out, ".toml")
     writable("--csv", csv)
-    with quiet():
+    for option, value in (("--min-sqnr-db", min_sqnr_db), ("--min-speedup", min_speedup)):
+        if not math.isfinite(value):
+            raise ValueError(f"{option}: got {value}, expected a finite number")
+    # What the user's code prints is progress: the answer has standard output for itself.
+    with quiet(), contextlib.redirect_stdout(sys.stderr):
         from gemworks.precision import probe as run_probe
 
         made = _call(source)
@@ -89,7 +106,7 @@ def trace(
     with quiet():
         from gemworks.netmem.overlap import kernel_table, overlap_report, plot_timeline, rank_waits, read_trace
 
-        read = [read_trace(path) for path in traces]
+        read = [_named(path, read_trace) for path in traces]
         reports = [overlap_report(item) for item in read]
         tables = [kernel_table(item) for item in read]
         waits = rank_waits(read) if len(read) > 1 else None
@@ -113,6 +130,14 @@ def trace(
         print(table.to_text(kernels) if columns is None else table.to_text(kernels, max(columns - FIGURES, MIN_NAME)))
     if waits is not None:
         print_lines(waits.to_text())
+
+
+def _named(path: Path, read: Callable[[Path], Item]) -> Item:
+    """Of several traces the wrong one is named."""
+    try:
+        return read(path)
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r}: {str(error).removeprefix('source: ')}") from error
 
 
 def mfu(
@@ -145,8 +170,10 @@ def mfu(
             raise ValueError(f"{option}: got {value}, expected a positive number")
     peak = peak_tflops * 1e12
     if flops is not None:
-        if preset or config or sets:
-            raise ValueError("--flops: got it beside a configuration; give plain numbers or --preset, --config, --set")
+        if preset or config or sets or samples:
+            raise ValueError(
+                "--flops: got it beside a configuration; give plain numbers, or --preset, --config, --set and --samples"
+            )
         with quiet():
             from gemworks.gem.efficiency import mfu as share
 
@@ -185,10 +212,9 @@ def mfu(
 
 def print_mfu(result: dict[str, Any]) -> None:
     """The table of `gemworks mfu`, and the share in one line."""
-    from rich.console import Console
     from rich.table import Table
 
-    console, total = Console(), result["training_flops"]
+    out, total = console(), result["training_flops"]
     if result["by_kind"] is not None:
         law = f"{result['length_law']} up to {result['max_length']:,}"
         table = Table(title=f"{result['num_samples']:,} samples, lengths {law}", title_justify="left")
@@ -197,13 +223,11 @@ def print_mfu(result: dict[str, Any]) -> None:
             table.add_column(name, justify="right")
         for kind, value in sorted(result["by_kind"].items(), key=lambda item: -item[1]):
             table.add_row(kind, f"{value / 1e12:.4g}", f"{value / total:.1%}")
-        console.print(table)
+        out.print(table)
     gpus = f"{result['num_gpus']:,} GPU{'s' if result['num_gpus'] > 1 else ''}"
     peak = result["peak_flops_per_second"] / 1e12
-    console.print(
-        f"{total / 1e12:.4g} TFLOP in {result['step_ms']:g} ms on {gpus} of {peak:g} TFLOP/s", highlight=False
-    )
-    console.print(f"MFU {result['mfu']:.2%}", highlight=False)
+    out.print(f"{total / 1e12:.4g} TFLOP in {result['step_ms']:g} ms on {gpus} of {peak:g} TFLOP/s", highlight=False)
+    out.print(f"MFU {result['mfu']:.2%}", highlight=False)
 
 
 def _call(source: str) -> tuple[Any, ...]:
@@ -234,6 +258,8 @@ def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
     import csv
 
     with path.open("w", newline="", encoding="utf-8") as file:
+        if not rows:  # no layer had a format to try: an empty file, as the report says why
+            return
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

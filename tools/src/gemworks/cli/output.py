@@ -11,7 +11,10 @@ import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -50,6 +53,13 @@ def _fold(line: str, columns: int) -> list[str]:
     inner = " " * (len(line) - len(line.lstrip()) + 4)
     folded = textwrap.wrap(line, columns, subsequent_indent=inner, break_long_words=False, break_on_hyphens=False)
     return folded or [""]
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where tables go. Brackets and colons are text: a folder may be named [red], a column [/x] or :on:."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, markup=False, emoji=False)
 
 
 def print_error(text: str) -> None:
@@ -150,7 +160,6 @@ def need(module: str, package: str) -> None:
 
 def print_evaluation(result: dict[str, Any]) -> None:
     """The table of `gemworks eval`."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"{result['run_dir']}, {result['checkpoint']}, {result['split']} part", title_justify="left")
@@ -164,15 +173,15 @@ def print_evaluation(result: dict[str, Any]) -> None:
         table.caption = (
             "the same figures as in training, bit for bit" if same else "not the figures reported in training"
         )
-    Console().print(table)
+    console().print(table)
 
 
 def print_checkpoints(result: dict[str, Any], *, tensors: bool) -> None:
     """The tables of `gemworks checkpoint inspect`."""
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console()
+    out = console()
     table = Table(title=result["path"], title_justify="left")
     for name in ("step", "MiB", "parameters", "epoch", "position", "skipped", "is", "state"):
         table.add_column(name, justify="left" if name in ("is", "state") else "right")
@@ -180,40 +189,39 @@ def print_checkpoints(result: dict[str, Any], *, tensors: bool) -> None:
         names = ("num_model_parameters", "epoch", "position", "num_skipped")
         figures = [f"{item[name]:,}" if item["whole"] else "-" for name in names]
         marks = ", ".join(mark for mark in ("best", "last") if item[mark])
-        state = "whole" if item["whole"] else "[red]damaged[/]"
+        state = "whole" if item["whole"] else Text("damaged", style="red")
         step = "-" if item["step"] is None else str(item["step"])
         table.add_row(step, f"{item['num_bytes'] / 2**20:.1f}", *figures, marks, state)
-    console.print(table)
+    out.print(table)
     for item in result["checkpoints"]:
         if not item["whole"]:
-            console.print(item["problem"], style="red", highlight=False, markup=False, soft_wrap=True)
+            out.print(item["problem"], style="red", highlight=False, soft_wrap=True)
     newest = result["checkpoints"][-1]
     if tensors and newest["whole"]:
         for name, shape in newest["tensors"].items():
-            console.print(f"{name}  {shape}", highlight=False, markup=False, soft_wrap=True)
+            out.print(f"{name}  {shape}", highlight=False, soft_wrap=True)
     if result["differences"] is not None:
         for line in result["differences"] or ["no tensor differs in name or shape"]:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            out.print(line, highlight=False, soft_wrap=True)
 
 
 def print_findings(findings: dict[str, Any]) -> None:
     """The tables of `gemworks doctor`."""
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console()
+    out = console()
     versions = Table(title="packages", title_justify="left")
     for name in ("package", "version", "state", "what to do"):
         versions.add_column(name, overflow="fold")
     for item in findings["packages"]:
         color = {"ok": "green", "missing": "yellow", "broken": "red"}[item["state"]]
-        versions.add_row(item["name"], item["version"] or "", f"[{color}]{item['state']}[/]", escape(item["advice"]))
-    console.print(versions)
-    console.print(f"python {findings['python']} on {findings['platform']}", highlight=False)
+        versions.add_row(item["name"], item["version"] or "", Text(item["state"], style=color), item["advice"])
+    out.print(versions)
+    out.print(f"python {findings['python']} on {findings['platform']}", highlight=False)
     for device in findings["devices"]:
         links = f"; {device['links']}" if device.get("links") else ""
-        console.print(f"device {device['name']}: {device['description']}{links}", highlight=False)
+        out.print(f"device {device['name']}: {device['description']}{links}", highlight=False)
     ops = Table(title="which backend every op would use", title_justify="left")
     for name in ("op", "device", "backend", "dtypes or recipes"):
         ops.add_column(name, overflow="fold")
@@ -230,7 +238,7 @@ def print_findings(findings: dict[str, Any]) -> None:
         devices.setdefault((op, backend, ", ".join(names)), []).append(device)
     for (op, backend, names), places in devices.items():
         ops.add_row(op, ", ".join(places), backend, names)
-    console.print(ops)
+    out.print(ops)
     _print_paragraphs("why", [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()])
     _print_paragraphs(
         "for faster backends",
@@ -245,7 +253,6 @@ def print_findings(findings: dict[str, Any]) -> None:
 
 def _print_paragraphs(title: str, paragraphs: Sequence[str], style: str = "") -> None:
     """A list under a title, folded to the terminal's width between words."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -254,6 +261,6 @@ def _print_paragraphs(title: str, paragraphs: Sequence[str], style: str = "") ->
     table = Table.grid(padding=(0, 1))
     for paragraph in paragraphs:
         table.add_row("-", Text(paragraph, style=style))
-    console = Console()
-    console.print(title, style="italic", highlight=False)
-    console.print(table)
+    out = console()
+    out.print(title, style="italic", highlight=False)
+    out.print(table)

@@ -154,7 +154,7 @@ def _answer(
     """What the library answers to these words."""
     writable("--picture", words.get("picture"), ".svg")
     writable("--trace", words.get("trace"))
-    at_least(1, top=words.get("top"), sync_every=words.get("sync_every"))
+    at_least(1, gpus=gpus, **{name: size for name, size in words.items() if isinstance(size, int)})
     if errors is not None:
         _measured_steps(errors)
     with quiet():

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     question, as_json = words.pop("command"), words.pop("json")
     try:
         found = answer(question, Request(**words))
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"{parser.prog} {question}: {error}", file=sys.stderr)
         return 2
     print(found.json if as_json else found.text)

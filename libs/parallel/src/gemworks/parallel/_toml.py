@@ -1,4 +1,4 @@
-"""A TOML writer for nested dicts of strings, numbers, booleans and flat lists (the standard library only reads)."""
+"""A TOML writer for whatever `tomllib` reads (the standard library only reads)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from datetime import date, time
 from typing import Any
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -60,4 +61,8 @@ def _value(value: Any) -> str:
         return repr(value)
     if isinstance(value, list | tuple):
         return f"[{', '.join(_value(v) for v in value)}]"
-    raise ValueError(f"value: got {type(value).__name__}, expected str, bool, int, float, list or table")
+    if isinstance(value, Mapping):  # in a list, where a table has no heading of its own
+        return f"{{{', '.join(f'{_key(k)} = {_value(v)}' for k, v in value.items())}}}"
+    if isinstance(value, date | time):
+        return value.isoformat()
+    raise ValueError(f"value: got {type(value).__name__}, expected str, bool, int, float, date, time, list or table")

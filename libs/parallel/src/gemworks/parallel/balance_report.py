@@ -1,4 +1,4 @@
-"""How even ranks are before and after balancing: the table of `python -m gemworks.parallel.bench --balance`."""
+"""How even ranks are before and after balancing: the table of `python -m gemworks.parallel.bench balance`."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ class ClusterSpec:
 
     def to_toml(self, path: str | Path) -> None:
         """Write the cluster file."""
-        Path(path).write_text(dump_toml(self.to_dict()))
+        Path(path).write_text(dump_toml(self.to_dict()), encoding="utf-8")
 
     @staticmethod
     def measure(base: ClusterSpec, *, device: str = "cpu", **kwargs: Any) -> ClusterSpec:
@@ -297,7 +297,7 @@ class ClusterSpec:
             OSError: it cannot be read.
         """
         try:
-            raw = tomllib.loads(Path(path).read_text())
+            raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"cluster file {str(path)!r}: not TOML: {error}; ClusterSpec.to_toml writes one") from None
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from gemworks.parallel import presets
+from gemworks.parallel._check import whole
 from gemworks.parallel._lines import folded
 from gemworks.parallel.cluster import ClusterSpec
 from gemworks.parallel.describe import describe
@@ -79,8 +80,9 @@ def answer(question: Question, request: Request) -> Answer:
 
     Raises:
         ValueError: names the word, what it was and what was expected; or the plan is invalid or does not fit.
-        FileNotFoundError: of `errors`.
+        OSError: a picture or a trace cannot be written.
     """
+    whole("top", request.top, unit="plans to show")
     cluster, model = _cluster(request), _model(request)
     config = _config(request)
     if question == "search":
@@ -125,7 +127,8 @@ def _table_group(question: Question, request: Request, cluster: ClusterSpec, mod
     """A step without its model's tables would be no prediction of it: one copy over all GPUs if nothing is said."""
     if request.table_group is not None or question != "simulate" or not model.tables:
         return request.table_group
-    return max(1, cluster.num_gpus // max(1, request.replica_shard))
+    parts = max(1, request.replica_shard)
+    return cluster.num_gpus // parts if cluster.num_gpus % parts == 0 else 1  # then the plan names the divisors
 
 
 def _write(
@@ -178,4 +181,12 @@ def _config(request: Request) -> SimulationConfig:
     if request.balance not in get_args(Balance):
         raise ValueError(f"--balance: got {request.balance!r}, expected none, bbs or global")
     config = SimulationConfig(balance=request.balance)  # type: ignore[arg-type]
-    return config if request.errors is None else with_validation(config, request.errors.read_text(encoding="utf-8"))
+    if request.errors is None:
+        return config
+    try:
+        return with_validation(config, request.errors.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"measured errors {str(request.errors)!r}: {error}; expected a simulator_error.csv, as `python -m "
+            "gemworks.parallel.validate` writes it"
+        ) from error

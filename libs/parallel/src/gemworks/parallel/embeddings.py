@@ -16,6 +16,7 @@ Letters: T ids of a feature, B samples, U distinct ids asked from this rank's vi
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -407,8 +408,6 @@ def default_rows(table: TableSpec, rows: range, seed: int) -> Tensor:
 
 def hash_of(name: str, *numbers: int) -> int:
     """A stable 63-bit number (Python's own hash of a string differs between processes)."""
-    import hashlib
-
     digest = hashlib.sha256("/".join([name, *map(str, numbers)]).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -418,7 +417,7 @@ def _check_input(name: str, pair: Any) -> None:
         raise ValueError(f"{name}: got {type(pair).__name__}, expected a pair of tensors (ids, offsets)")
     ids_T, offsets_S = pair
     for what, x in (("ids", ids_T), ("offsets", offsets_S)):
-        if x.ndim != 1 or x.is_floating_point():
+        if x.ndim != 1 or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
             raise ValueError(f"{name}: got {what} {x.dtype} {tuple(x.shape)}, expected integers in one dim")
     if not offsets_S.numel():
         raise ValueError(f"{name}: got no offsets, expected one more than samples")
@@ -460,7 +459,7 @@ def from_torchrec(configs: Sequence[Any]) -> tuple[list[TableSpec], list[Feature
         Arguments for `FullyShardedEmbeddings`.
 
     Raises:
-        ValueError: another kind of config.
+        ValueError: another kind of config, or another pooling than a sum or a mean.
     """
     tables: list[TableSpec] = []
     features: list[FeatureSpec] = []
@@ -471,6 +470,6 @@ def from_torchrec(configs: Sequence[Any]) -> tuple[list[TableSpec], list[Feature
             )
         tables.append(TableSpec(name=c.name, num_rows=c.num_embeddings, dim=c.embedding_dim))
         kind = getattr(c, "pooling", None)
-        pooling: Pooling | None = None if kind is None else "mean" if str(kind.value).lower() == "mean" else "sum"
+        pooling: Any = None if kind is None else str(kind.value).lower()  # FeatureSpec refuses what it does not know
         features += [FeatureSpec(name=n, table=c.name, pooling=pooling) for n in c.feature_names]
     return tables, features

@@ -244,10 +244,10 @@ class ExpertExchange(nn.Module):
         one_of("gradient", gradient, ("mean", "sum"))
         size = 1 if group is None else dist.get_world_size(group)
         if num_experts % size:
+            near = sorted({max(size, num_experts // size * size), (num_experts // size + 1) * size})
             raise ValueError(
                 f"num_experts: got {num_experts}, expected a multiple of the {size} ranks of the expert group; "
-                f"use {num_experts // size * size or size} or {(num_experts // size + 1) * size} experts, or another "
-                "group"
+                f"use {' or '.join(map(str, near))} experts, or another group"
             )
         self.group = group
         self.size = size
@@ -277,7 +277,7 @@ class ExpertExchange(nn.Module):
             counts = torch.empty(self.size, dtype=torch.int64, device=x.device)
             dist.all_gather_into_tensor(counts, mine, group=self.group)
             rows = counts.tolist()
-        if len(rows) != self.size or rows[self.rank] != x.shape[0]:
+        if len(rows) != self.size or rows[self.rank] != x.shape[0] or min(rows) < 0:
             raise ValueError(
                 f"rows: got {list(rows)}, expected {self.size} counts with {x.shape[0]}, x's rows, at place {self.rank}"
             )

@@ -29,9 +29,12 @@ def error_rows(csv_text: str) -> tuple[tuple[str, int, int, float, float], ...]:
             count.
 
     Raises:
-        ValueError: there is no such row.
+        ValueError: there is no such row, a column is missing, or an error is no number.
     """
-    rows = [r for r in csv.DictReader(io.StringIO(csv_text)) if r["split"] == "validate"]
+    reader = csv.DictReader(io.StringIO(csv_text))
+    if missing := sorted({"split", "error_pct"} - set(reader.fieldnames or ())):
+        raise ValueError(f"csv_text: lacks the columns {missing}; it has {reader.fieldnames or []}")
+    rows = [r for r in reader if r["split"] == "validate"]
     if not rows:
         raise ValueError(
             "csv_text: got no row with split=validate, expected measurements that were not used to calibrate"

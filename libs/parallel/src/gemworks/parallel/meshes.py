@@ -29,7 +29,7 @@ def members_group(members: Sequence[int], timeout: timedelta = DEFAULT_TIMEOUT) 
 
     Args:
         members: global ranks, this one among them.
-        timeout: of its collectives.
+        timeout: of its collectives; the world's own group keeps the one of `init_process_group`.
     """
     global _groups_world
     world = dist.group.WORLD
@@ -156,7 +156,7 @@ def build_meshes(
         traffic: for the placement; see `place`.
         placement: take this one instead of searching.
         timeout: after it a collective whose peer died raises (gloo) or aborts the process (NCCL), so that nothing
-            hangs.
+            hangs. An axis over the whole world uses the world's own group, with the time-out of `init_process_group`.
 
     Raises:
         ValueError: `torch.distributed` is not initialised, its world is not the plan's, or the placement is of another

@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     plan = ParallelPlan.for_world(4096, shard=256, expert=2, expert_shard=16, table_group=256, replica_shard=8)
     cluster = presets.roce_cluster(4096)
-    parser.parse_args(argv).out.write_text(draw_plan(place(plan, cluster).layout, cluster))
+    parser.parse_args(argv).out.write_text(draw_plan(place(plan, cluster).layout, cluster), encoding="utf-8")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -286,6 +287,11 @@ def _divisors(n: int) -> list[int]:
     return [k for k in range(1, n + 1) if n % k == 0]
 
 
+def _divisor(n: int, most: int) -> int:
+    """The largest divisor of `n` up to `most`."""
+    return max(k for k in _divisors(n) if k <= most)
+
+
 def _sensitivity(
     fits: Sequence[Candidate], model: ModelProfile, cluster: ClusterSpec, config: SimulationConfig
 ) -> list[str]:
@@ -342,13 +348,15 @@ def ladders(
 
     Args:
         model, cluster, config: as for `simulate`.
-        shard, expert, expert_shard, table_group: of the published plan; cut to the world's size.
+        shard, expert, expert_shard, table_group: of the published plan; each the largest that is not above it and
+            divides what it splits.
         sync_every: steps between means over replicas of tables; the published interval is not known, 16 is our choice.
     """
     world = cluster.num_gpus
-    shard, table_group = min(shard, world), min(table_group, world)
-    replica_shard = min(cluster.gpus_per_domain, world // table_group)
-    expert_shard = min(expert_shard, world // expert)
+    shard, table_group = _divisor(world, shard), _divisor(world, table_group)
+    replica_shard = math.gcd(cluster.gpus_per_domain, world // table_group)
+    expert = _divisor(math.gcd(world, model.num_experts), expert)
+    expert_shard = _divisor(world // expert, expert_shard)
 
     def plan(sh: int, e: int, es: int, g: int, r: int, every: int = sync_every) -> ParallelPlan:
         return ParallelPlan.for_world(

@@ -63,13 +63,23 @@ class LayerProfile:
         where = f"layer {self.name!r}: "
         one_of(where + "kind", self.kind, get_args(LayerKind))
         number(where + "efficiency", self.efficiency, above=0)
-        for name in ("params", "flops", "hbm_bytes", "activation_bytes", "exchange_bytes", "recompute"):
+        for name in (
+            "params",
+            "flops",
+            "hbm_bytes",
+            "activation_bytes",
+            "exchange_bytes",
+            "length_share",
+            "recompute",
+            "forward_host_us",
+            "backward_host_us",
+        ):
             number(where + name, getattr(self, name), least=0)
         for name in ("forward_us", "backward_us"):
             if getattr(self, name) is not None:
                 number(where + name, getattr(self, name), least=0)
         for name in ("efficiency", "length_share"):
-            if not 0 <= getattr(self, name) <= 1:
+            if getattr(self, name) > 1:
                 raise ValueError(f"{where}{name}: got {getattr(self, name)!r}, expected a share, 0..1")
 
     def times_us(self, cluster: ClusterSpec, dtype: str = "bf16") -> tuple[float, float]:
@@ -131,7 +141,25 @@ class ModelProfile:
     def __post_init__(self) -> None:
         for x in self.layers:
             kind("layers", x, LayerProfile)
+        for t in self.tables:
+            kind("tables", t, TableSpec)
+        kind("law", self.law, LengthLaw)
+        kind("cost", self.cost, CostModel)
         whole("samples_per_rank", self.samples_per_rank)
+        whole("num_experts", self.num_experts, 0)
+        for name in (
+            "ids_per_batch",
+            "bytes_per_row",
+            "weight_bytes",
+            "gradient_bytes",
+            "optimizer_bytes",
+            "table_state_bytes",
+            "optimizer_us_per_million",
+        ):
+            number(name, getattr(self, name), least=0)
+        for name in ("lookup_us", "update_us"):
+            if getattr(self, name) is not None:
+                number(name, getattr(self, name), least=0)
         names = [x.name for x in self.layers]
         if len(set(names)) != len(names) or not names:
             raise ValueError(f"layers: got the names {names}, expected at least one, all different")
@@ -201,7 +229,11 @@ class ModelProfile:
             ) from error
         if not isinstance(content, dict):
             raise ValueError(f"model profile {str(path)!r}: got {type(content).__name__}, expected an object")
-        return cls.from_dict(content)
+        try:
+            return cls.from_dict(content)
+        except ValueError as error:
+            text = str(error).removeprefix("model profile: ")
+            raise ValueError(f"model profile {str(path)!r}: {text}") from error
 
 
 def gem_like(

@@ -56,8 +56,12 @@ class SimulationConfig:
     def __post_init__(self) -> None:
         one_of("balance", self.balance, get_args(Balance))
         number("sm_slowdown", self.sm_slowdown, least=0)
-        for collective in self.wire_factor:
+        one_of("balance: a method of balance_gain", self.balance, self.balance_gain)
+        for method, gain in self.balance_gain.items():
+            number(f"balance_gain of {method}", gain)
+        for collective, factor in self.wire_factor.items():
             one_of("wire_factor", collective, COLLECTIVES)
+            number(f"wire_factor of {collective}", factor, least=0)
 
 
 # gloo has no reduce-scatter: torch runs an all-reduce and keeps this rank's part, twice a ring reduce-scatter's bytes.

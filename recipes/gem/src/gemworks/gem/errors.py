@@ -23,16 +23,20 @@ class Preempted(Exception):
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for what the caller can correct (a `ValueError` of ours, a missing file or folder), 75 for a run that shall be
-    started again, 1 for everything else. A `ValueError` that torch or another package raised is not an answer to the
-    caller's input, whose checks are ours: the run failed.
+    """2 for what the caller can correct (a `ValueError` of ours, a file or folder that is missing, of the other kind or
+    closed to this user), 75 for a run that shall be started again, 1 for everything else. A `ValueError` that torch or
+    another package raised is not an answer to the caller's input, whose checks are ours: the run failed.
 
     >>> exit_code(ValueError("data.batch_size: got 0")), exit_code(RuntimeError("no memory")), exit_code(Preempted())
     (2, 1, 75)
+    >>> exit_code(PermissionError(13, "Permission denied", "run/config.toml")), exit_code(PermissionError(1, "no fork"))
+    (2, 1)
     """
     if isinstance(error, Preempted):
         return REQUEUE
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return WRONG_INPUT
+    if isinstance(error, (PermissionError, IsADirectoryError)) and error.filename is not None:
         return WRONG_INPUT
     return WRONG_INPUT if isinstance(error, ValueError) and _is_ours(error) else RUN_FAILED
 

@@ -56,7 +56,8 @@ def train(config: GemConfig, run_dir: str | Path | None = None, *, console: Cons
     from gemworks.gem.summary import table
     from rich.console import Console
 
-    console = console or Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    # names of folders and of tasks are text, brackets and colons included
+    console = console or Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, markup=False, emoji=False)
     with StopRequest() as stop:
         device = resolve_device(config.train.device)
         if device.index is not None:
