@@ -81,6 +81,8 @@ def check_feedback(rank: int, world: int) -> None:
     q = QuantizedCollective(codec="bf16", error_feedback=True)
     q.reduce_scatter(torch.ones(4), key="a")
     refused(lambda: q.reduce_scatter(torch.ones(5), key="a"), "another key")
+    q.reduce_scatter(torch.ones(4, requires_grad=True), key="a")
+    assert not q._residuals["a"].requires_grad  # else each step's graph would hold the one before
     q.all_gather(torch.ones(1000))
     assert q.traffic.sent_bytes == (world - 1) * 2000
     assert q.traffic.plain_bytes == (world - 1) * 4000

@@ -42,6 +42,27 @@ def test_o1_gradients_are_bit_equal_under_random_delays(seed, window_bytes):
     assert stats.host_bytes == 0
 
 
+def test_a_copy_that_cannot_start_leaves_no_host_memory_behind():
+    class Refusing(InlineMover):
+        def copy(self, way, target, source, after):
+            raise OSError("no copy")
+
+    engine = make_engine(Refusing())
+    with pytest.raises(OSError, match="no copy"), engine.saving():
+        torch.ones(100, requires_grad=True).exp().exp()
+    assert engine.arena.stats().num_live == 0
+
+
+def test_views_of_parameters_are_not_moved_whatever_modules_are_named():
+    model = make_model(depth=1)
+    engine, named = make_engine(), make_engine()
+    x = torch.ones(3, 5, 16, requires_grad=True)
+    for e, modules in ((engine, ()), (named, (model,))):
+        with e.saving(*modules):
+            model(x).sum().backward()
+    assert engine.stats().moved_up_bytes == named.stats().moved_up_bytes > 0
+
+
 def test_o1_the_delayed_mover_does_catch_memory_freed_too_early(monkeypatch):
     """The test above can fail: without the wait before letting bytes go, gradients are wrong."""
     monkeypatch.setattr("gemworks.netmem.parcels.Parcel.depart", _depart_without_waiting)

@@ -155,7 +155,7 @@ class OffloadEngine:
         """While this is open, tensors that autograd saves go through the engine.
 
         Args:
-            modules: their parameters and buffers are never moved or coded.
+            modules: their parameters and buffers are never moved or coded; nor are views of any parameter.
             codec: code floating-point tensors with it first; lossy. Where the modules have 16-bit parameters or
                 autocast is on, float32 tensors (statistics of norms and of attention) are not coded.
             move: send to host memory; False with a codec: keep the codes on the device.

@@ -215,7 +215,9 @@ def treated_forward(
         def recomputing(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return inner(*args, **kwargs)
-            return checkpoint(inner, *args, use_reentrant=False, **extra, **kwargs)
+            # bound before: the region may have keyword arguments of the same names as checkpoint
+            run = functools.partial(inner, **kwargs) if kwargs else inner
+            return checkpoint(run, *args, use_reentrant=False, **extra)
 
         return recomputing
     assert engine is not None

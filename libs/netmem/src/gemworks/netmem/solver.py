@@ -300,6 +300,9 @@ def solve(profile: StepProfile, budget_bytes: float, *, rel_gap: float = 0.0, ma
             _refuse(profile, budget_bytes)
         return evaluate(profile, [])
     tables = [_Table.of(r.options) for r in profile.regions]
+    # nothing needs more, and prices of memory need a number
+    most = [max(o.held_bytes + o.forward_bytes + o.backward_bytes for o in r.options) for r in profile.regions]
+    budget_bytes = min(budget_bytes, profile.base_bytes + 2 * profile.window_bytes + sum(most))
     bound = _Bound(profile, tables, budget_bytes)
     known = [p for p in _uniform(profile) if p.peak_bytes <= budget_bytes]
     best = min(known, key=lambda p: (p.step_s, p.peak_bytes), default=None)
