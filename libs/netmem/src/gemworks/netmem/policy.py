@@ -210,7 +210,7 @@ def treated_forward(
     if choice == KEEP:
         return inner
     if choice in (RECOMPUTE, RECOMPUTE_CHEAP):
-        extra = {"context_fn": selective_contexts} if choice == RECOMPUTE_CHEAP else {}
+        extra: dict[str, Any] = {"context_fn": selective_contexts} if choice == RECOMPUTE_CHEAP else {}
 
         def recomputing(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
