@@ -18,7 +18,7 @@ import torch.distributed as dist
 from gemworks.netmem import sealed
 from gemworks.netmem.arena import PinnedArena
 from gemworks.netmem.errors import ParkedStateError
-from gemworks.netmem.movers import DelayedMover
+from gemworks.netmem.movers import DelayedMover, InlineMover
 from gemworks.netmem.stash import Place, StateStash
 from netmem_ranks import run_ranks
 from torch import nn
@@ -267,6 +267,37 @@ def test_exhausted_host_memory_leaves_state_on_the_device():
     assert [t.untyped_storage().nbytes() for t in tensors] == [0, 800]
     stash.restore("both")
     assert [float(t.sum()) for t in tensors] == [200.0, 400.0]
+
+
+def test_memory_goes_when_all_of_the_group_has_left():
+    class OneByOne(InlineMover):
+        num_done = 0
+
+        def __init__(self) -> None:
+            self.num_copies = 0
+
+        def copy(self, way, target, source, after):
+            super().copy(way, target, source, after)
+            self.num_copies += 1
+            return Numbered(self.num_copies)
+
+        def compute_waits(self, fence):
+            raise AssertionError("poll() makes compute wait for what is not done")
+
+    class Numbered:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def done(self) -> bool:
+            return OneByOne.num_done >= self.number
+
+    stash = StateStash(PinnedArena(1 << 20, pin=False), device="cpu", min_bytes=64, mover=OneByOne())
+    tensors = [torch.ones(100) for _ in range(2)]
+    stash.add("both", tensors)
+    stash.park("both")
+    for OneByOne.num_done, place in ((0, Place.LEAVING), (1, Place.LEAVING), (2, Place.PARKED)):
+        assert stash.place("both") is place
+    assert [x.untyped_storage().nbytes() for x in tensors] == [0, 0]
 
 
 def test_what_cannot_be_freed_and_had_again_stays():

@@ -335,7 +335,7 @@ def solve(profile: StepProfile, budget_bytes: float, *, rel_gap: float = 0.0, ma
     assert best is not None
     assert best.peak_bytes <= budget_bytes, "a plan above its budget"
     best_s = best.step_s - profile.other_s
-    gap_s = gap * best_s
+    gap_s = max(gap * best_s, slack_s)  # slack of the plan known before the last search
     if gap_s > 0:
         # no plan is faster than the bound of the empty one
         least_s = float(bound(torch.zeros((1, 4), dtype=torch.float64), 0))
