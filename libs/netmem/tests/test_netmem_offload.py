@@ -53,6 +53,24 @@ def test_a_copy_that_cannot_start_leaves_no_host_memory_behind():
     assert engine.arena.stats().num_live == 0
 
 
+def test_codes_of_which_one_cannot_be_sent_leave_no_host_memory_behind():
+    class RefusesTheSecond(InlineMover):
+        num_copies = 0
+
+        def copy(self, way, target, source, after):
+            self.num_copies += 1
+            if self.num_copies == 2:
+                raise OSError("no copy")
+            return super().copy(way, target, source, after)
+
+    engine = make_engine(RefusesTheSecond())
+    with pytest.raises(OSError, match="no copy"), engine.saving(codec="fp8_row"):
+        torch.ones(30, 30, requires_grad=True).exp()
+    assert engine.stats().num_live == 0
+    assert engine.arena.stats().num_live == 0
+    assert_bit_equal(gradients(make_model(depth=1), X, engine), gradients(make_model(depth=1), X))
+
+
 def test_views_of_parameters_are_not_moved_whatever_modules_are_named():
     model = make_model(depth=1)
     engine, named = make_engine(), make_engine()

@@ -204,7 +204,7 @@ def test_who_is_waited_for_against_the_definition(compute, communication):
     expected = {}
     for start, end in exposed:
         overlapping = [a for a in talk if a.start_us < end and a.end_us > start]
-        culprit = max(overlapping, key=lambda a: min(a.end_us, end))  # noqa: B023 - used at once
+        culprit = max(overlapping, key=lambda a: min(a.end_us, end))
         waiter = next((a.name for a in work if a.start_us >= end), "end of trace")
         key = (waiter, culprit.name)
         expected[key] = expected.get(key, 0) + end - start

@@ -300,6 +300,49 @@ def test_memory_goes_when_all_of_the_group_has_left():
     assert [x.untyped_storage().nbytes() for x in tensors] == [0, 0]
 
 
+class Noting(InlineMover):
+    """Copies at once, but no fence is ever done; notes what each copy comes after."""
+
+    def __init__(self) -> None:
+        self.copies = []
+
+    def copy(self, way, target, source, after):
+        super().copy(way, target, source, after)
+        fence = Never()
+        self.copies.append((way, fence, list(after)))
+        return fence
+
+
+class Never:
+    def done(self) -> bool:
+        return False
+
+
+def test_host_memory_is_used_again_only_after_the_copies_that_touch_it():
+    mover = Noting()
+    stash = StateStash(PinnedArena(512, pin=False), device="cpu", min_bytes=64, mover=mover)
+    for name in ("first", "second"):  # the arena has room for one
+        stash.add(name, [torch.ones(128)])
+        stash.park(name, wait=True)
+        stash.restore(name)
+    ways, fences, after = zip(*mover.copies, strict=True)
+    assert ways == ("up", "down", "up", "down")
+    assert fences[0] in after[1]
+    assert fences[1] in after[2]
+    assert fences[2] in after[3]
+
+
+def test_what_is_on_its_way_back_can_be_parked_again():
+    stash, table = make_stash(), torch.arange(100.0)
+    stash.add("table", [table])
+    stash.park("table", wait=True)
+    stash.prefetch("table")
+    stash.park("table", wait=True)
+    assert stash.place("table") is Place.PARKED
+    stash.restore("table")
+    assert torch.equal(table, torch.arange(100.0))
+
+
 def test_what_cannot_be_freed_and_had_again_stays():
     numpy_owns, shared = torch.from_numpy(np.ones(1000, np.float32)), torch.ones(1000).share_memory_()
     others = [torch.ones(30, 30).to_sparse(), torch.ones(1000, device="meta"), torch.ones(8)]

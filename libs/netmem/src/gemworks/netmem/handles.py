@@ -39,6 +39,8 @@ class Probe:
 class Handle(abc.ABC):
     """What autograd stores instead of the tensor."""
 
+    parcels: tuple[Parcel, ...] = ()
+
     def __init__(self, owner: Owner, x: torch.Tensor, parcels: tuple[Parcel, ...]) -> None:
         for parcel in parcels:
             parcel.num_handles += 1

@@ -178,7 +178,12 @@ class OffloadEngine:
         }
 
         def pack(x: torch.Tensor) -> Any:
-            return self._pack(x, None if x.dtype in uncoded else coder, move, pinned_here, exact_strides)
+            try:
+                return self._pack(x, None if x.dtype in uncoded else coder, move, pinned_here, exact_strides)
+            except BaseException:  # an interrupt too
+                with self._lock:
+                    self._queues.close_orphans()
+                raise
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield self
