@@ -4,6 +4,9 @@ run.
 
 from __future__ import annotations
 
+import copy
+import io
+
 import pytest
 import torch
 from gemworks.netmem import policy as policy_module
@@ -301,6 +304,23 @@ def test_recomputed_regions_get_keyword_arguments_of_checkpoints_names(choice):
     expected = model(x)
     with apply_policy(model, {"inner": choice}):
         assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"compile_kwargs": {"backend": "eager"}}])
+def test_copies_of_a_model_run_their_own_regions(kwargs):
+    model, buffer = Model(), io.BytesIO()
+    expected = model(X)
+    with apply_policy(model, {"layers.0": "recompute", "layers.1": "keep"}, **kwargs):
+        copied = copy.deepcopy(model)
+        torch.save(model, buffer)
+        loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        assert torch.equal(copied(X), expected)
+        assert torch.equal(loaded(X), expected)
+    assert torch.equal(copied(X), expected)
+    assert model(X) == 0
 
 
 @pytest.mark.parametrize("stopped", [False, True])

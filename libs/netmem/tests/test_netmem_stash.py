@@ -191,6 +191,7 @@ def test_collectives_on_parked_state_are_refused_on_every_rank(tmp_path):
         lambda emb: emb.weight.sum(),
         lambda emb: emb.weight.data,
         lambda emb: emb.weight.data_ptr(),
+        lambda emb: torch.add(input=torch.ones(50, 16), other=emb.weight),
         lambda emb: torch.cat([torch.ones(1, 16), emb.weight]),
         lambda emb: torch.save(emb.weight, io.BytesIO()),
         lambda emb: emb.state_dict(),
@@ -330,6 +331,16 @@ def test_host_memory_is_used_again_only_after_the_copies_that_touch_it():
     assert fences[0] in after[1]
     assert fences[1] in after[2]
     assert fences[2] in after[3]
+
+
+def test_host_memory_of_a_dropped_stash_keeps_its_fence():
+    mover, arena = Noting(), PinnedArena(512, pin=False)
+    stash = StateStash(arena, device="cpu", min_bytes=64, mover=mover)
+    stash.add("table", [torch.ones(128)])
+    stash.park("table", wait=True)
+    del stash
+    gc.collect()
+    assert arena.allocate(512).fences == [mover.copies[0][1]]
 
 
 def test_what_is_on_its_way_back_can_be_parked_again():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -255,6 +256,25 @@ def paced_forward(forward: Callable[..., Any], engine: OffloadEngine, pace: Pace
     return paced
 
 
+class _Treated:
+    """The forward of a region in the place of its own. A copy of the region, a pickled one too, has its own again:
+    this one would run the region that was copied.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any], had: Callable[..., Any] | None) -> None:
+        self._module, self._run, self._had = module, run, had
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _own_forward, (self._module, self._had)
+
+
+def _own_forward(module: nn.Module, had: Callable[..., Any] | None) -> Callable[..., Any]:
+    return had or types.MethodType(type(module).forward, module)
+
+
 class AppliedPolicy:
     """A policy on a model; `remove()` takes it off again. Also a context manager."""
 
@@ -339,7 +359,7 @@ def apply_policy(
             )
             if engine is not None and name in pace:
                 treated = paced_forward(treated, engine, pace[name])
-            module.forward = treated  # type: ignore[method-assign]
+            module.forward = _Treated(module, treated, had)  # type: ignore[method-assign]
 
             def restore(module: nn.Module = module, had: Any = had) -> None:
                 if had is None:
