@@ -97,6 +97,9 @@ def test_a_buffer_in_use_is_never_handed_out_again():
         comm.allocate((4,), dtype=torch.bfloat16, device=CPU)
     del held
     comm.allocate((4,), dtype=torch.bfloat16, device=CPU)
+    held = [comm.allocate((4,), dtype=torch.bfloat16, device=CPU) for _ in range(2)]  # in turn, not the first one again
+    assert held[0].data_ptr() != held[1].data_ptr()
+    del held
     with pytest.raises(ValueError, match="allocate"):
         comm(torch.zeros(4), torch.zeros(4), me)
     out = comm.allocate((4,), dtype=torch.float32, device=CPU)

@@ -71,6 +71,18 @@ def test_codes_of_which_one_cannot_be_sent_leave_no_host_memory_behind():
     assert_bit_equal(gradients(make_model(depth=1), X, engine), gradients(make_model(depth=1), X))
 
 
+def test_a_tensor_with_two_handles_comes_back_once_in_every_backward():
+    engine = make_engine(window_bytes=0)
+    x = torch.ones(100, requires_grad=True)
+    with engine.saving():
+        h = x * 2
+        y = (h * h.view(10, 10).view(100)).sum()  # saves h and a view of it
+    del h
+    for times in (1, 2, 3):
+        y.backward(retain_graph=True)
+        assert engine.stats().moved_down_bytes == 400 * times
+
+
 def test_views_of_parameters_are_not_moved_whatever_modules_are_named():
     model = make_model(depth=1)
     engine, named = make_engine(), make_engine()

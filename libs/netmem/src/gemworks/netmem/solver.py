@@ -310,7 +310,7 @@ def solve(profile: StepProfile, budget_bytes: float, *, rel_gap: float = 0.0, ma
     beamed = _search(profile, tables, budget_bytes, bound, cut_s=cut, beam=_BEAM, max_labels=max_labels)
     if beamed is not None:
         best = _plan(profile, beamed)  # faster than the cut, so faster than every uniform plan
-    exact, gap = True, rel_gap
+    exact, gap, slack_s = True, rel_gap, 0.0
     for gap in [rel_gap, *(g for g in _ESCALATION if g > rel_gap)]:
         # half of the tolerance goes to the cut, half to dropping partial plans that are nearly beaten
         best_s = math.inf if best is None else best.step_s - profile.other_s
