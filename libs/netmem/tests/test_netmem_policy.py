@@ -323,6 +323,16 @@ def test_copies_of_a_model_run_their_own_regions(kwargs):
     assert model(X) == 0
 
 
+def test_regions_whose_names_begin_alike_are_not_inside_one_another():
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(11)])
+    own = [layer.forward for layer in model]
+    with apply_policy(model, {"1": "recompute", "10": "recompute"}), apply_policy(model, {"1": "keep"}):
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(ValueError, match="lies inside"):
+            apply_policy(model, {"": "keep", "1": "keep"})
+    assert [layer.forward for layer in model] == own
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_profile_gives_gradients_and_buffers_back(stopped):
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 8))
