@@ -353,12 +353,14 @@ def apply_policy(
             room.enter_context(room_for_graphs())
         for name, choice in choices.items():
             module = find_region(model, name)
-            had = module.__dict__.get("forward")
+            had, forward = module.__dict__.get("forward"), module.forward
             treated = treated_forward(
-                module, module.forward, choice, engine=engine, codec=codec, compile_kwargs=compile_kwargs
+                module, forward, choice, engine=engine, codec=codec, compile_kwargs=compile_kwargs
             )
             if engine is not None and name in pace:
                 treated = paced_forward(treated, engine, pace[name])
+            if treated is forward:
+                continue
             module.forward = _Treated(module, treated, had)  # type: ignore[method-assign]
 
             def restore(module: nn.Module = module, had: Any = had) -> None:
