@@ -93,6 +93,22 @@ def test_o1_gradients_are_bit_equal_through_a_shared_arbiter(seed, thread):
     assert engine.stats().num_live == 0
 
 
+def test_what_waited_for_its_turn_is_queued_under_a_guard():
+    mover = ByHand()
+    arbiter = CopyArbiter(mover, piece_bytes=8, depth=1, thread=False)
+    stash = StateStash(PinnedArena(1 << 16, pin=False), device="cpu", min_bytes=1, mover=arbiter.port(0))
+    table = torch.arange(8.0)
+    stash.add("table", [table])
+    stash.park("table")
+    mover.num_done = 100
+    with stash.guard():
+        fence = arbiter.port(1).copy("up", *pieces(5, 2), [])
+        for _ in range(4):
+            fence.done()  # hands out the turns of the stash too
+    stash.restore("table")
+    assert torch.equal(table, torch.arange(8.0))
+
+
 def test_the_thread_finishes_what_nobody_asks_for_again_and_ends():
     free = threading.Event()
 

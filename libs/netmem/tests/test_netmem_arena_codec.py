@@ -9,8 +9,8 @@ import pytest
 import torch
 from gemworks.netmem import arena as arena_module
 from gemworks.netmem.arena import ALIGNMENT_BYTES, PinnedArena
-from gemworks.netmem.codec import BUILTIN, Fp8Codec, MXFP8Codec
-from gemworks.netmem.errors import PinnedMemoryExhaustedError
+from gemworks.netmem.codec import BUILTIN, Bf16Codec, Fp8Codec, MXFP8Codec, decode_checked
+from gemworks.netmem.errors import CodecError, PinnedMemoryExhaustedError
 from gemworks.netmem.offload import OffloadEngine
 from gemworks.netmem.overlap import overlap_report
 from hypothesis import given, settings
@@ -128,6 +128,16 @@ def test_what_is_pinned_is_not_counted_twice(available):
     first.prepare()
     available[0] = 8 << 20  # without what is pinned
     PinnedArena(7 << 20, pin=True)
+
+
+def test_plain_memory_is_taken_as_it_is_written(available):
+    first = PinnedArena(8 << 20, pin=False)
+    blocks = [first.allocate(2 << 20) for _ in range(3)]
+    available[0] = 8 << 20  # without the 6 MiB that were handed out
+    with pytest.raises(ValueError, match="besides"):
+        PinnedArena(6 << 20, pin=False)  # and 2 MiB that the first one may still write
+    first.free(blocks.pop())
+    assert PinnedArena(5 << 20, pin=False).capacity_bytes == 5 << 20
 
 
 def test_memory_is_looked_at_again_where_it_is_pinned(available):
@@ -262,6 +272,25 @@ def test_codecs_at_the_edges_of_float32(codec):
         x = torch.ones(64)
         x[3] = bad
         assert not codec.decode(codec.encode(x), (64,), torch.float32)[3].isfinite()
+
+
+@pytest.mark.parametrize(("largest", "exponent"), [(448.0, 0), (449.0, 1), (224.0, -1), (-448.0, 0)])
+def test_mx_scale_is_the_least_that_holds_the_largest(largest, exponent):
+    codec = MXFP8Codec()
+    codes, scale = codec.encode(torch.tensor([largest, 1.0]))
+    assert scale.tolist() == [127 + exponent]
+    if abs(largest) != 449.0:
+        assert codec.decode((codes, scale), (2,), torch.float32).tolist() == [largest, 1.0]
+
+
+def test_a_codec_that_changes_shape_dtype_or_device_is_named():
+    class Wrong(Bf16Codec):
+        def decode(self, codes, shape, dtype):
+            return codes[0]
+
+    for found in (torch.empty(2, 3), torch.empty(3, 2, dtype=torch.float64), torch.empty(3, 2, device="meta")):
+        with pytest.raises(CodecError, match=r"expected \(3, 2\) torch.float32 on cpu back"):
+            decode_checked(Wrong(), (found,), (3, 2), torch.float32, torch.device("cpu"))
 
 
 def test_bad_block():

@@ -81,6 +81,8 @@ def check_feedback(rank: int, world: int) -> None:
     q = QuantizedCollective(codec="bf16", error_feedback=True)
     q.reduce_scatter(torch.ones(4), key="a")
     refused(lambda: q.reduce_scatter(torch.ones(5), key="a"), "another key")
+    q.reduce_scatter(torch.ones(4, requires_grad=True), key="a")
+    assert not q._residuals["a"].requires_grad  # else each step's graph would hold the one before
     q.all_gather(torch.ones(1000))
     assert q.traffic.sent_bytes == (world - 1) * 2000
     assert q.traffic.plain_bytes == (world - 1) * 4000
@@ -88,6 +90,18 @@ def check_feedback(rank: int, world: int) -> None:
 
 def test_error_feedback_makes_the_mean_of_many_steps_exact(tmp_path):
     run_ranks(2, check_feedback, str(tmp_path / "rendezvous"))
+
+
+def check_nothing_is_lost(rank: int, world: int) -> None:
+    """What was sent and what is left over add up to what was given, the roundings to bf16 included."""
+    q = QuantizedCollective(codec="mxfp8", error_feedback=True)  # its values are bf16's to the bit
+    x = tensor(0, (4, 64), torch.bfloat16)
+    sent = sum((q.reduce_scatter(x).float() for _ in range(50)), torch.zeros(4, 64))
+    torch.testing.assert_close(sent + q._residuals[""], 50 * x.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_error_feedback_loses_nothing(tmp_path):
+    run_ranks(1, check_nothing_is_lost, str(tmp_path / "rendezvous"))
 
 
 class Liar:

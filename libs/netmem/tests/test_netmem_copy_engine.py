@@ -97,6 +97,9 @@ def test_a_buffer_in_use_is_never_handed_out_again():
         comm.allocate((4,), dtype=torch.bfloat16, device=CPU)
     del held
     comm.allocate((4,), dtype=torch.bfloat16, device=CPU)
+    held = [comm.allocate((4,), dtype=torch.bfloat16, device=CPU) for _ in range(2)]  # in turn, not the first one again
+    assert held[0].data_ptr() != held[1].data_ptr()
+    del held
     with pytest.raises(ValueError, match="allocate"):
         comm(torch.zeros(4), torch.zeros(4), me)
     out = comm.allocate((4,), dtype=torch.float32, device=CPU)
@@ -233,6 +236,27 @@ def test_nobody_goes_on_before_all_have_come():
     assert order == ["came"] * 3 + ["went"] * 3
     with pytest.raises(CollectiveTimeoutError, match="second: 1 of 2 ranks came"):
         wait_for_all(store, "second", 2, timeout_s=0.02)
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.3])
+def test_who_comes_after_a_time_out_does_not_go_on_alone(late_s):
+    store, went = HashStore(), []
+
+    def come(rank: int) -> None:
+        time.sleep(late_s * rank)
+        try:
+            wait_for_all(store, "late", 2, timeout_s=0.1)
+            went.append(rank)
+        except CollectiveTimeoutError as error:
+            assert "1 of 2 ranks" in str(error)  # noqa: PT017 - not in the test's own thread
+
+    ranks = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    assert sorted(went) == ([] if late_s else [0, 1])
+    assert store.add("late", 0) == (0 if late_s else 2)
 
 
 class PairAlone:

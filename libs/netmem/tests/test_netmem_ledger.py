@@ -143,6 +143,19 @@ def test_fit_books_exactly_the_bytes_and_release_restores_the_free_bytes(asked, 
     assert [ledger.free_bytes(name, 0, 1000) for name in ledger.links] == pytest.approx(before, abs=1e-3)
 
 
+def test_a_little_too_much_is_too_much():
+    ledger = make_ledger()
+    rate = ledger.capacity["host.up"]
+    ledger.reserve("host.up", rate, start_s=0.0, end_s=1.0, owner="all")
+    with pytest.raises(OversubscribedError):
+        ledger.reserve("host.up", 1e-4 * rate, start_s=0.5, end_s=1.0, owner="more")
+
+
+def test_fit_where_floats_have_no_room_is_refused_by_name():
+    with pytest.raises(OversubscribedError, match="do not fit"):
+        make_ledger().fit("host.up", 1.0, start_s=1e17, owner="late")
+
+
 def test_fit_that_misses_its_deadline_books_nothing():
     ledger = make_ledger()
     ledger.reserve("host.up", 100, start_s=0, end_s=10, owner="a")

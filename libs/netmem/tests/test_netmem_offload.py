@@ -42,6 +42,57 @@ def test_o1_gradients_are_bit_equal_under_random_delays(seed, window_bytes):
     assert stats.host_bytes == 0
 
 
+def test_a_copy_that_cannot_start_leaves_no_host_memory_behind():
+    class Refusing(InlineMover):
+        def copy(self, way, target, source, after):
+            raise OSError("no copy")
+
+    engine = make_engine(Refusing())
+    with pytest.raises(OSError, match="no copy"), engine.saving():
+        torch.ones(100, requires_grad=True).exp().exp()
+    assert engine.arena.stats().num_live == 0
+
+
+def test_codes_of_which_one_cannot_be_sent_leave_no_host_memory_behind():
+    class RefusesTheSecond(InlineMover):
+        num_copies = 0
+
+        def copy(self, way, target, source, after):
+            self.num_copies += 1
+            if self.num_copies == 2:
+                raise OSError("no copy")
+            return super().copy(way, target, source, after)
+
+    engine = make_engine(RefusesTheSecond())
+    with pytest.raises(OSError, match="no copy"), engine.saving(codec="fp8_row"):
+        torch.ones(30, 30, requires_grad=True).exp()
+    assert engine.stats().num_live == 0
+    assert engine.arena.stats().num_live == 0
+    assert_bit_equal(gradients(make_model(depth=1), X, engine), gradients(make_model(depth=1), X))
+
+
+def test_a_tensor_with_two_handles_comes_back_once_in_every_backward():
+    engine = make_engine(window_bytes=0)
+    x = torch.ones(100, requires_grad=True)
+    with engine.saving():
+        h = x * 2
+        y = (h * h.view(10, 10).view(100)).sum()  # saves h and a view of it
+    del h
+    for times in (1, 2, 3):
+        y.backward(retain_graph=True)
+        assert engine.stats().moved_down_bytes == 400 * times
+
+
+def test_views_of_parameters_are_not_moved_whatever_modules_are_named():
+    model = make_model(depth=1)
+    engine, named = make_engine(), make_engine()
+    x = torch.ones(3, 5, 16, requires_grad=True)
+    for e, modules in ((engine, ()), (named, (model,))):
+        with e.saving(*modules):
+            model(x).sum().backward()
+    assert engine.stats().moved_up_bytes == named.stats().moved_up_bytes > 0
+
+
 def test_o1_the_delayed_mover_does_catch_memory_freed_too_early(monkeypatch):
     """The test above can fail: without the wait before letting bytes go, gradients are wrong."""
     monkeypatch.setattr("gemworks.netmem.parcels.Parcel.depart", _depart_without_waiting)

@@ -259,7 +259,7 @@ def test_parameters_stay_and_small_tensors_stay():
     assert engine.stats().num_moved == 0
     with engine.saving():
         linear(x).sum().backward()
-    assert engine.stats().num_moved == 1
+    assert engine.stats().num_moved == 0  # it stays in any case
 
 
 # importing inductor runs torch's own deprecated torch.jit.script_method

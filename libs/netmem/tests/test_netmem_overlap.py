@@ -13,6 +13,8 @@ import torch
 from gemworks.netmem.overlap import overlap_report, plot_timeline, rank_waits, read_trace
 from gemworks.netmem.overlap.__main__ import main
 from gemworks.netmem.overlap.intervals import intersect, subtract, total, union
+from gemworks.netmem.overlap.report import _waits
+from gemworks.netmem.overlap.trace import Activity
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -192,6 +194,21 @@ def test_interval_arithmetic_against_sets_of_integers(a, b):
     assert points(subtract(ua, ub)) == points(a) - points(b)
     assert points(intersect(ua, ub)) == points(a) & points(b)
     assert all(x[1] < y[0] for x, y in pairwise(ua))
+
+
+@given(spans, spans)
+def test_who_is_waited_for_against_the_definition(compute, communication):
+    work = [Activity("compute", f"k{i}", "a", *span) for i, span in enumerate(sorted(compute))]
+    talk = [Activity("communication", f"c{i}", "b", *span) for i, span in enumerate(sorted(communication))]
+    exposed = subtract(union(communication), union(compute))
+    expected = {}
+    for start, end in exposed:
+        overlapping = [a for a in talk if a.start_us < end and a.end_us > start]
+        culprit = max(overlapping, key=lambda a: min(a.end_us, end))
+        waiter = next((a.name for a in work if a.start_us >= end), "end of trace")
+        key = (waiter, culprit.name)
+        expected[key] = expected.get(key, 0) + end - start
+    assert {(w.waiter, w.waited_for): w.total_us for w in _waits(work, talk, exposed)} == expected
 
 
 def test_text_json_png_and_the_command_line(tmp_path, capsys):

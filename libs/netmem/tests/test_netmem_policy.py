@@ -4,6 +4,9 @@ run.
 
 from __future__ import annotations
 
+import copy
+import io
+
 import pytest
 import torch
 from gemworks.netmem import policy as policy_module
@@ -281,6 +284,77 @@ def test_o6_what_is_late_or_early_stays_out_of_a_backward_without_room(up, max_d
     with apply_policy(model, plan, engine=run), meter:
         model(x).sum().backward()
     assert step.base_bytes + meter.peak() <= plan.peak_bytes + SCALARS
+
+
+@pytest.mark.parametrize("choice", ["recompute", "recompute_cheap"])
+def test_recomputed_regions_get_keyword_arguments_of_checkpoints_names(choice):
+    class Debugged(nn.Linear):
+        def forward(self, x: torch.Tensor, *, debug: bool = False) -> torch.Tensor:  # pyright: ignore
+            return super().forward(x) * (2 if debug else 1)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Debugged(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x, debug=True)
+
+    model, x = Outer(), torch.ones(1, 4)
+    expected = model(x)
+    with apply_policy(model, {"inner": choice}):
+        assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"compile_kwargs": {"backend": "eager"}}])
+def test_copies_of_a_model_run_their_own_regions(kwargs):
+    model, buffer = Model(), io.BytesIO()
+    expected = model(X)
+    with apply_policy(model, {"layers.0": "recompute", "layers.1": "keep"}, **kwargs):
+        copied = copy.deepcopy(model)
+        torch.save(model, buffer)
+        loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        assert torch.equal(copied(X), expected)
+        assert torch.equal(loaded(X), expected)
+    assert torch.equal(copied(X), expected)
+    assert model(X) == 0
+
+
+def test_regions_whose_names_begin_alike_are_not_inside_one_another():
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(11)])
+    own = [layer.forward for layer in model]
+    with apply_policy(model, {"1": "recompute", "10": "recompute"}), apply_policy(model, {"1": "keep"}):
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(ValueError, match="lies inside"):
+            apply_policy(model, {"": "keep", "1": "keep"})
+    assert [layer.forward for layer in model] == own
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_profile_gives_gradients_and_buffers_back(stopped):
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 8))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 7.0)
+    before = [x.clone() for x in model.buffers()]
+
+    def progress(line: str) -> None:
+        if stopped and line.startswith("1 keep"):
+            raise KeyboardInterrupt
+
+    engine = make_engine()
+    try:
+        profile(
+            model, torch.randn(16, 8), ["0", "1"], ledger=make_ledger(), engine=engine, repeats=1, progress=progress
+        )
+        assert not stopped
+    except KeyboardInterrupt:
+        assert stopped
+    assert all(torch.equal(p.grad, torch.full_like(p, 7.0)) for p in model.parameters() if p.grad is not None)
+    assert all(torch.equal(x, y) for x, y in zip(model.buffers(), before, strict=True))
+    assert engine.stats().num_live == 0
 
 
 def test_profile_leaves_gradients_alone():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 import warnings
@@ -100,6 +101,17 @@ def test_equal_to_brute_force_up_to_8_regions(seed, num_regions, num_options, wh
     assert plan.peak_bytes <= budget
     assert plan.step_s == pytest.approx(float(step[fits].min()), rel=1e-9)
     assert least_feasible(profile).peak_bytes == pytest.approx(float(peak.min()), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_a_budget_the_fastest_plan_is_found(seed):
+    profile = random_profile(seed, 4, 4)
+    _, step = brute_force(profile)
+    (with_infinity,) = curve(profile, [math.inf])
+    for plan in (solve(profile, math.inf), solve(profile, 1e300), with_infinity):
+        assert plan is not None
+        assert plan.gap_s == 0
+        assert plan.step_s == pytest.approx(float(step.min()), rel=1e-9)
 
 
 @pytest.mark.slow

@@ -5,15 +5,20 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
+import linecache
 import pickle
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from gemworks.netmem import sealed
 from gemworks.netmem.arena import PinnedArena
 from gemworks.netmem.errors import ParkedStateError
-from gemworks.netmem.movers import DelayedMover
+from gemworks.netmem.movers import DelayedMover, InlineMover
 from gemworks.netmem.stash import Place, StateStash
 from netmem_ranks import run_ranks
 from torch import nn
@@ -186,6 +191,7 @@ def test_collectives_on_parked_state_are_refused_on_every_rank(tmp_path):
         lambda emb: emb.weight.sum(),
         lambda emb: emb.weight.data,
         lambda emb: emb.weight.data_ptr(),
+        lambda emb: torch.add(input=torch.ones(50, 16), other=emb.weight),
         lambda emb: torch.cat([torch.ones(1, 16), emb.weight]),
         lambda emb: torch.save(emb.weight, io.BytesIO()),
         lambda emb: emb.state_dict(),
@@ -262,6 +268,238 @@ def test_exhausted_host_memory_leaves_state_on_the_device():
     assert [t.untyped_storage().nbytes() for t in tensors] == [0, 800]
     stash.restore("both")
     assert [float(t.sum()) for t in tensors] == [200.0, 400.0]
+
+
+def test_memory_goes_when_all_of_the_group_has_left():
+    class OneByOne(InlineMover):
+        num_done = 0
+
+        def __init__(self) -> None:
+            self.num_copies = 0
+
+        def copy(self, way, target, source, after):
+            super().copy(way, target, source, after)
+            self.num_copies += 1
+            return Numbered(self.num_copies)
+
+        def compute_waits(self, fence):
+            raise AssertionError("poll() makes compute wait for what is not done")
+
+    class Numbered:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def done(self) -> bool:
+            return OneByOne.num_done >= self.number
+
+    stash = StateStash(PinnedArena(1 << 20, pin=False), device="cpu", min_bytes=64, mover=OneByOne())
+    tensors = [torch.ones(100) for _ in range(2)]
+    stash.add("both", tensors)
+    stash.park("both")
+    for OneByOne.num_done, place in ((0, Place.LEAVING), (1, Place.LEAVING), (2, Place.PARKED)):
+        assert stash.place("both") is place
+    assert [x.untyped_storage().nbytes() for x in tensors] == [0, 0]
+
+
+class Noting(InlineMover):
+    """Copies at once, but no fence is ever done; notes what each copy comes after."""
+
+    def __init__(self) -> None:
+        self.copies = []
+
+    def copy(self, way, target, source, after):
+        super().copy(way, target, source, after)
+        fence = Never()
+        self.copies.append((way, fence, list(after)))
+        return fence
+
+
+class Never:
+    def done(self) -> bool:
+        return False
+
+
+def test_host_memory_is_used_again_only_after_the_copies_that_touch_it():
+    mover = Noting()
+    stash = StateStash(PinnedArena(512, pin=False), device="cpu", min_bytes=64, mover=mover)
+    for name in ("first", "second"):  # the arena has room for one
+        stash.add(name, [torch.ones(128)])
+        stash.park(name, wait=True)
+        stash.restore(name)
+    ways, fences, after = zip(*mover.copies, strict=True)
+    assert ways == ("up", "down", "up", "down")
+    assert fences[0] in after[1]
+    assert fences[1] in after[2]
+    assert fences[2] in after[3]
+
+
+def test_host_memory_of_a_dropped_stash_keeps_its_fence():
+    mover, arena = Noting(), PinnedArena(512, pin=False)
+    stash = StateStash(arena, device="cpu", min_bytes=64, mover=mover)
+    stash.add("table", [torch.ones(128)])
+    stash.park("table", wait=True)
+    del stash
+    gc.collect()
+    assert arena.allocate(512).fences == [mover.copies[0][1]]
+
+
+def test_what_is_on_its_way_back_can_be_parked_again():
+    stash, table = make_stash(), torch.arange(100.0)
+    stash.add("table", [table])
+    stash.park("table", wait=True)
+    stash.prefetch("table")
+    stash.park("table", wait=True)
+    assert stash.place("table") is Place.PARKED
+    stash.restore("table")
+    assert torch.equal(table, torch.arange(100.0))
+
+
+def test_what_cannot_be_freed_and_had_again_stays():
+    numpy_owns, shared = torch.from_numpy(np.ones(1000, np.float32)), torch.ones(1000).share_memory_()
+    others = [torch.ones(30, 30).to_sparse(), torch.ones(1000, device="meta"), torch.ones(8)]
+    stash, table = make_stash(), torch.ones(1000)
+    stash.add("mixed", [numpy_owns, shared, *others, table])
+    stash.park("mixed", wait=True)
+    assert (numpy_owns.sum(), shared.sum(), table.untyped_storage().nbytes()) == (1000, 1000, 0)
+    stash.restore("mixed")
+    assert table.sum() == 1000
+
+
+def test_a_group_of_which_nothing_leaves_stays_on_the_device():
+    stash, module = make_stash(), nn.Linear(2, 2)
+    stash.add_module("small", module)
+    stash.park("small", wait=True)
+    assert stash.place("small") is Place.DEVICE
+    module(torch.ones(1, 2))
+
+
+def test_copies_of_a_module_have_no_hooks_of_its_stash():
+    stash, module = make_stash(), nn.Linear(64, 64)
+    stash.add_module("linear", module)
+    stash.restore_before_forward("linear", module)
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    copied = copy.deepcopy(module)
+    stash.park("linear", wait=True)
+    for other in (loaded, copied):
+        other(torch.ones(1, 64))
+        other.state_dict()
+        assert stash.place("linear") is Place.PARKED
+    with pytest.raises(ParkedStateError, match=r"state_dict.*'linear'"):
+        module.state_dict()
+
+
+def test_a_stash_works_under_the_guard_of_another():
+    first, second = make_stash(1), make_stash(2)
+    table = torch.ones(100)
+    view = table[:]
+    second.add("table", [table])
+    with first.guard():
+        second.park("table", wait=True)
+        with pytest.raises(ParkedStateError, match=r"aten.*'table'"):
+            view.add_(1)
+        second.restore("table")
+        assert view.sum() == 100
+
+
+def test_a_parked_tensor_can_be_printed():
+    stash, weight = make_stash(), nn.Parameter(torch.ones(50, 16))
+    stash.add("table", [weight])
+    stash.park("table", wait=True)
+    assert repr({"weight": weight}) == "{'weight': <Parameter (50, 16) torch.float32, parked>}"
+    stash.restore("table")
+    assert "1." in repr(weight)
+
+
+def test_host_memory_of_a_dropped_stash_comes_back():
+    arena = PinnedArena(1 << 20, pin=False)
+    for _ in range(3):
+        stash = StateStash(arena, device="cpu", min_bytes=64)
+        table = torch.ones(1000)
+        stash.add("table", [table])
+        stash.park("table", wait=True)
+        del stash, table
+        gc.collect()
+    assert arena.stats().num_live == 0
+
+
+def test_restore_points_and_steps_inside_compiled_code():
+    stash = make_stash()
+    module, x = nn.Linear(64, 64), torch.ones(1, 64)
+    stash.add_module("linear", module)
+    stash.restore_before_forward("linear", module)
+    compiled = torch.compile(module, backend="eager")
+    expected = compiled(x).detach()
+    for wait in (True, False):
+        stash.park("linear", wait=wait)
+        assert torch.equal(compiled(x), expected)
+        assert stash.place("linear") is Place.DEVICE
+    weights = [nn.Parameter(torch.ones(100)) for _ in range(2)]
+    optimizers = [torch.optim.Adam([w], lr=0.1) for w in weights]
+    stash.add_optimizer("adam", optimizers[0])
+    stash.around_step("adam", optimizers[0])
+    step = torch.compile(optimizers[0].step, backend="eager")
+    for w in weights:
+        w.grad = torch.ones(100)
+    for _ in range(3):
+        step()
+        optimizers[1].step()
+    assert stash.place("adam") in (Place.LEAVING, Place.PARKED)
+    torch.testing.assert_close(weights[0], weights[1])
+    stash.restore("adam")
+
+
+class Interrupt:
+    """A trace function that raises at the n-th line of the stash, as Ctrl-C may."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame, event, arg):
+        if Path(frame.f_code.co_filename).name not in ("stash.py", "sealed.py"):
+            return None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        # the way out of `with` counts as a line of its own, on which no signal is looked at
+        if event == "line" and not line.startswith("with "):
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("what", ["park", "restore"])
+def test_whatever_is_interrupted_can_be_restored(what):
+    own = dict(vars(dist.ProcessGroup))
+    at, stash = 0, make_stash()
+    for at in itertools.count(1):
+        stash = make_stash(at)
+        tensors = [torch.full((100,), float(i)) for i in range(2)]
+        stash.add("all", tensors)
+        if what == "restore":
+            stash.park("all", wait=at % 2 == 0)
+        before = sys.gettrace()
+        sys.settrace(Interrupt(at))
+        try:
+            stash.park("all", wait=True) if what == "park" else stash.restore("all")
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        for _ in range(2):
+            assert [type(x) for x in tensors if not x.untyped_storage().nbytes()].count(torch.Tensor) == 0
+            stash.restore("all")
+            assert [x.unique().tolist() for x in tensors] == [[0.0], [1.0]]
+            assert {type(x) for x in tensors} == {torch.Tensor}
+            stash.park("all", wait=True)
+        stash.restore("all")
+        assert not sealed._held
+        assert dict(vars(dist.ProcessGroup)) == own
+        assert stash._arena.stats().num_live <= 1  # of what was about to be noted, at most
+    assert at > 50
+    stash.restore("all")
 
 
 def test_bad_names():
@@ -426,6 +664,11 @@ def test_state_of_fsdp2_is_parked_inside_its_dtensors(tmp_path):
                 for use in (lambda x: x + 1, lambda x: x.to_local(), lambda x: x.full_tensor(), copy.deepcopy):
                     with pytest.raises(ParkedStateError, match="'adam'"):
                         use(moment)
+                stash.restore("adam")
+                view = DTensor.from_local(moment._local_tensor, moment.device_mesh, moment.placements)
+                stash.park("adam", wait=True)
+                with stash.guard(), pytest.raises(ParkedStateError, match="'adam'"):
+                    view.add(1)  # not in the group, but with its memory
                 stash.restore("adam")
                 assert type(moment) is DTensor
                 assert moment.full_tensor().isfinite().all()

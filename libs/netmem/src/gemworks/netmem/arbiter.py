@@ -22,6 +22,7 @@ import torch
 from gemworks.netmem.arena import Fence
 from gemworks.netmem.checks import check_kind, check_number
 from gemworks.netmem.movers import CHUNK_BYTES, WAYS, Mover, Way
+from gemworks.netmem.sealed import at_work
 
 # The pieces under way last longer than this, so the engine doesn't run dry between two looks.
 POLL_S = 2e-4
@@ -177,11 +178,12 @@ class CopyArbiter:
                     assert fence.last is not None
                     fence = fence.last
                 after.append(fence)
-            job.after = ()
         assert job.tensors is not None
         target, source = job.tensors
         start, end = job.queued_bytes, min(job.queued_bytes + self._piece_bytes, target.numel())
-        job.last = self._mover.copy(job.way, target[start:end], source[start:end], after)
+        with at_work():  # the thread may be under the guard of a stash
+            job.last = self._mover.copy(job.way, target[start:end], source[start:end], after)
+        job.after = ()
         job.queued_bytes = end
         self._under_way[job.way].append(job.last)
         if end == target.numel():

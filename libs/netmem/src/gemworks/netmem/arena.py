@@ -11,6 +11,7 @@ import bisect
 import gc
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,6 +189,7 @@ class PinnedArena:
         # free pieces, sorted by offset: (offset, size) and the fences that still guard parts of them
         self._free: list[tuple[int, int]] = [(0, self.capacity_bytes)]
         self._fences: list[tuple[int, int, Fence]] = []
+        self._abandoned: deque[tuple[Block, Sequence[Fence]]] = deque()
         self._live: dict[int, Block] = {}
         self._reserved = 0
         self._peak = 0
@@ -256,6 +258,7 @@ class PinnedArena:
         need = _aligned(size_bytes)
         with self._lock:
             region = self._ensure_region()
+            self._take_back()
             if self._fences:
                 self._fences = [f for f in self._fences if not f[2].done()]
             fitting = [(size, offset) for offset, size in self._free if size >= need]
@@ -304,9 +307,18 @@ class PinnedArena:
                 start = self._free.pop(index)[0]
             self._free.insert(index, (start, end - start))
 
+    def abandon(self, block: Block, fences: Sequence[Fence] = ()) -> None:
+        """As `free`, for finalisers: it leaves a note for the next call, whatever this one interrupts."""
+        self._abandoned.append((block, fences))
+
+    def _take_back(self) -> None:
+        while self._abandoned:
+            self.free(*self._abandoned.popleft())
+
     def stats(self) -> ArenaStats:
         """Counters of this moment."""
         with self._lock:
+            self._take_back()
             return ArenaStats(
                 capacity_bytes=self.capacity_bytes,
                 registered_bytes=0 if self._region is None else self.capacity_bytes,

@@ -250,6 +250,7 @@ class QuantizedCollective:
 
     # -- the collectives -----------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's tensor, coded, concatenated along dim 0: `[R, ...]` -> `[W * R, ...]`.
 
@@ -274,6 +275,7 @@ class QuantizedCollective:
         self.traffic = Traffic((self._world - 1) * message.numel(), (self._world - 1) * x.numel() * x.element_size())
         return out
 
+    @torch.no_grad()
     def reduce_scatter(self, x: torch.Tensor, *, mean: bool = False, key: str = "") -> torch.Tensor:
         """Sum over the ranks of this rank's rows of x: `[R, ...]` -> `[split_rows(R, W)[rank], ...]`.
 
@@ -311,6 +313,7 @@ class QuantizedCollective:
         self._note_traffic(sent_bytes, parts)
         return self._sum(received, sizes, shape, x.dtype, mean)
 
+    @torch.no_grad()
     def all_to_all(self, x: torch.Tensor, input_splits: Sequence[int], output_splits: Sequence[int]) -> torch.Tensor:
         """Send rows to ranks: `[sum(input_splits), ...]` -> `[sum(output_splits), ...]`.
 

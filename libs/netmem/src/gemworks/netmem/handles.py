@@ -39,6 +39,8 @@ class Probe:
 class Handle(abc.ABC):
     """What autograd stores instead of the tensor."""
 
+    parcels: tuple[Parcel, ...] = ()
+
     def __init__(self, owner: Owner, x: torch.Tensor, parcels: tuple[Parcel, ...]) -> None:
         for parcel in parcels:
             parcel.num_handles += 1
@@ -194,4 +196,6 @@ def own_storage(x: torch.Tensor) -> torch.UntypedStorage:
 
 
 def movable(x: torch.Tensor) -> bool:
-    return type(x) is torch.Tensor and x.layout is torch.strided and not x.is_conj() and not x.is_neg()
+    """A plain tensor, and no view of a parameter: FSDP2 gathers those of inner modules after `saving` was entered."""
+    plain = type(x) is torch.Tensor and x.layout is torch.strided and not x.is_conj() and not x.is_neg()
+    return plain and type(x._base) is not torch.nn.Parameter

@@ -294,7 +294,7 @@ class BandwidthLedger:
             for reservation in booked:
                 self.release(reservation)
             raise OversubscribedError(
-                f"{link}: {num_bytes / 1e9:.3f} GB of {owner!r} do not fit between {start_s:g} s and {deadline_s:g} s; "
+                f"{link}: {num_bytes / 1e9:.3f} GB of {owner!r} do not fit between {start_s:g} s and {horizon:g} s; "
                 f"{(num_bytes - left) / 1e9:.3f} GB do; move less or later"
             )
         return tuple(booked)

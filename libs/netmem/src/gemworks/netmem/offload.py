@@ -155,7 +155,7 @@ class OffloadEngine:
         """While this is open, tensors that autograd saves go through the engine.
 
         Args:
-            modules: their parameters and buffers are never moved or coded.
+            modules: their parameters and buffers are never moved or coded; nor are views of any parameter.
             codec: code floating-point tensors with it first; lossy. Where the modules have 16-bit parameters or
                 autocast is on, float32 tensors (statistics of norms and of attention) are not coded.
             move: send to host memory; False with a codec: keep the codes on the device.
@@ -178,7 +178,12 @@ class OffloadEngine:
         }
 
         def pack(x: torch.Tensor) -> Any:
-            return self._pack(x, None if x.dtype in uncoded else coder, move, pinned_here, exact_strides)
+            try:
+                return self._pack(x, None if x.dtype in uncoded else coder, move, pinned_here, exact_strides)
+            except BaseException:  # an interrupt too
+                with self._lock:
+                    self._queues.close_orphans()
+                raise
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield self

@@ -52,7 +52,11 @@ class Parcel:
         self.block: Block = arena.allocate(self.nbytes)
         self._bytes: torch.Tensor | None = as_bytes(storage)
         self.state = State.LEAVING
-        self._up: Fence = mover.copy("up", self.block.data, self._bytes, [mover.mark(), *self.block.fences])
+        try:
+            self._up: Fence = mover.copy("up", self.block.data, self._bytes, [mover.mark(), *self.block.fences])
+        except BaseException:
+            arena.free(self.block, list(self.block.fences))
+            raise
         self.block.fences.clear()
         self._down: Fence | None = None
 
@@ -74,9 +78,8 @@ class Parcel:
         assert self.state is State.AWAY, self.state
         self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         # the mark: this memory may still be in use by kernels that were issued before its last owner freed it. The
-        # outgoing
-        # copy is behind the mark too if one compute stream did everything; its fence covers a backward on another
-        # stream.
+        # outgoing copy is behind the mark too if one compute stream did everything; its fence covers a backward on
+        # another stream.
         self._down = self._mover.copy("down", self._bytes, self.block.data, [self._mover.mark(), self._up])
         self.state = State.RETURNING
 

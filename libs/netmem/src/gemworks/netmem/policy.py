@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -210,12 +211,14 @@ def treated_forward(
     if choice == KEEP:
         return inner
     if choice in (RECOMPUTE, RECOMPUTE_CHEAP):
-        extra = {"context_fn": selective_contexts} if choice == RECOMPUTE_CHEAP else {}
+        extra: dict[str, Any] = {"context_fn": selective_contexts} if choice == RECOMPUTE_CHEAP else {}
 
         def recomputing(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return inner(*args, **kwargs)
-            return checkpoint(inner, *args, use_reentrant=False, **extra, **kwargs)
+            # bound before: the region may have keyword arguments of the same names as checkpoint
+            run = functools.partial(inner, **kwargs) if kwargs else inner
+            return checkpoint(run, *args, use_reentrant=False, **extra)
 
         return recomputing
     assert engine is not None
@@ -251,6 +254,25 @@ def paced_forward(forward: Callable[..., Any], engine: OffloadEngine, pace: Pace
         return out
 
     return paced
+
+
+class _Treated:
+    """The forward of a region in the place of its own. A copy of the region, a pickled one too, has its own again:
+    this one would run the region that was copied.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any], had: Callable[..., Any] | None) -> None:
+        self._module, self._run, self._had = module, run, had
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _own_forward, (self._module, self._had)
+
+
+def _own_forward(module: nn.Module, had: Callable[..., Any] | None) -> Callable[..., Any]:
+    return had or types.MethodType(type(module).forward, module)
 
 
 class AppliedPolicy:
@@ -331,13 +353,15 @@ def apply_policy(
             room.enter_context(room_for_graphs())
         for name, choice in choices.items():
             module = find_region(model, name)
-            had = module.__dict__.get("forward")
+            had, forward = module.__dict__.get("forward"), module.forward
             treated = treated_forward(
-                module, module.forward, choice, engine=engine, codec=codec, compile_kwargs=compile_kwargs
+                module, forward, choice, engine=engine, codec=codec, compile_kwargs=compile_kwargs
             )
             if engine is not None and name in pace:
                 treated = paced_forward(treated, engine, pace[name])
-            module.forward = treated  # type: ignore[method-assign]
+            if treated is forward:
+                continue
+            module.forward = _Treated(module, treated, had)  # type: ignore[method-assign]
 
             def restore(module: nn.Module = module, had: Any = had) -> None:
                 if had is None:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import gc
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,25 @@ def _capture(model: nn.Module, batch: Any, regions: Sequence[str]) -> tuple[dict
     return captured, run
 
 
+@contextlib.contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """Gradients and buffers have the values again that they had; a parameter without a gradient has one of zeros."""
+    for p in model.parameters():
+        if p.requires_grad and p.grad is None:
+            p.grad = torch.zeros_like(p)
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    buffers = [x.clone() for x in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, grad in zip(model.parameters(), grads, strict=True):
+                if grad is not None and p.grad is not None:
+                    p.grad.copy_(grad)
+            for x, before in zip(model.buffers(), buffers, strict=True):
+                x.copy_(before)
+
+
 def profile(
     model: nn.Module,
     batch: Any,
@@ -89,8 +108,8 @@ def profile(
     """Measure every choice of every region.
 
     Args:
-        model: in training mode, on its device. Gradients that it has are kept; it gets zero gradients where it has
-            none.
+        model: in training mode, on its device. Gradients and buffers are afterwards what they were before, after an
+            error too; it gets zero gradients where it has none. The state of random generators moves on.
         batch: what the model is called with: a tensor, a tuple of positional or a mapping of keyword arguments.
         regions: module names; each must run exactly once in a forward.
         ledger: rates of `host.up` and `host.down`. On a GPU a forward beside copies of each way says what compute
@@ -118,59 +137,55 @@ def profile(
     """
     _check(model, regions, ledger, engine, choices, repeats, base_bytes)
     device = engine.device
-    captured, run = _capture(model, batch, regions)
-    for p in model.parameters():
-        if p.requires_grad and p.grad is None:
-            p.grad = torch.zeros_like(p)
-    saved_grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    engine.arena.prepare()
-    parameters = [*model.parameters(), *model.buffers(), *[p.grad for p in model.parameters()]]
-    study = _Study(
-        engine, codec, compile_kwargs, repeats, [*parameters, engine.arena.region], progress or (lambda _: None)
-    )
-    gc.collect()
-    # the whole step as it runs with every region on its first choice, so that what lies outside the regions is left
-    first = dict.fromkeys(captured, choices[0])
-    with apply_policy(model, first, engine=engine, codec=codec, compile_kwargs=compile_kwargs):
-        run()  # compile
-        whole = measure_time(lambda: run(), Captured((), {}), study.clock, repeats)
-        contention = measure_contention(run, whole[0], ledger, device, study.clock, repeats)
-    byte_s, rates = contention.seconds_per_byte, contention.bytes_per_s
-    slower = " and ".join(f"{byte_s[way] * 1e12:.3f} ms {way}" for way in WAYS)
-    beside = " and ".join(
-        f"{rates[way] / 1e9:.1f} of {ledger.link(f'host.{way}').bytes_per_s / 1e9:.1f} GB/s {way}" for way in WAYS
-    )
-    study.progress(f"step {sum(whole) * 1e3:.3f} ms; a GB moved costs compute {slower}, which leaves the link {beside}")
+    with _as_before(model):
+        captured, run = _capture(model, batch, regions)
+        engine.arena.prepare()
+        parameters = [*model.parameters(), *model.buffers(), *[p.grad for p in model.parameters()]]
+        study = _Study(
+            engine, codec, compile_kwargs, repeats, [*parameters, engine.arena.region], progress or (lambda _: None)
+        )
+        gc.collect()
+        # the whole step as it runs with every region on its first choice, so that what lies outside the regions is left
+        first = dict.fromkeys(captured, choices[0])
+        with apply_policy(model, first, engine=engine, codec=codec, compile_kwargs=compile_kwargs):
+            run()  # compile
+            whole = measure_time(lambda: run(), Captured((), {}), study.clock, repeats)
+            contention = measure_contention(run, whole[0], ledger, device, study.clock, repeats)
+        byte_s, rates = contention.seconds_per_byte, contention.bytes_per_s
+        slower = " and ".join(f"{byte_s[way] * 1e12:.3f} ms {way}" for way in WAYS)
+        beside = " and ".join(
+            f"{rates[way] / 1e9:.1f} of {ledger.link(f'host.{way}').bytes_per_s / 1e9:.1f} GB/s {way}" for way in WAYS
+        )
+        study.progress(
+            f"step {sum(whole) * 1e3:.3f} ms; a GB moved costs compute {slower}, which leaves the link {beside}"
+        )
 
-    known: dict[Hashable, tuple[Option, ...]] = {}
-    measured: list[Region] = []
-    for name, inputs in captured.items():
-        key = name if alike is None else alike(name)
-        if key not in known:
-            with room_for_graphs() if compile_kwargs is not None else contextlib.nullcontext():
-                known[key] = study.options(name, find_region(model, name), inputs, choices, contention)
-        measured.append(Region(name, known[key]))
-    inside = sum(r.options[0].forward_s + r.options[0].backward_s for r in measured)
-    if base_bytes is None:
-        unique = {s._cdata: s.nbytes() for s in storages([*parameters, *tree_leaves(batch)])}
-        base_bytes = sum(unique.values())
-    step = StepProfile(
-        tuple(measured),
-        base_bytes=base_bytes,
-        up_bytes_per_s=rates["up"],
-        down_bytes_per_s=rates["down"],
-        window_bytes=engine.window_bytes,
-        other_s=max(0.0, sum(whole) - inside) if choices[0] == KEEP else 0.0,
-        granule_bytes=engine.stats().largest_parcel_bytes,
-    )
-    inputs_of_step = [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor)]
-    study.fixed.extend([*inputs_of_step, *[x.grad for x in inputs_of_step]])
-    missing = study.missing_bytes(model, run, step, choices)
-    for p, grad in zip(model.parameters(), saved_grads, strict=True):
-        if grad is not None and p.grad is not None:
-            p.grad.copy_(grad)
-    slack = allocator_slack(device)
-    return dataclasses.replace(step, base_bytes=base_bytes + math.ceil(missing) + slack)
+        known: dict[Hashable, tuple[Option, ...]] = {}
+        measured: list[Region] = []
+        for name, inputs in captured.items():
+            key = name if alike is None else alike(name)
+            if key not in known:
+                with room_for_graphs() if compile_kwargs is not None else contextlib.nullcontext():
+                    known[key] = study.options(name, find_region(model, name), inputs, choices, contention)
+            measured.append(Region(name, known[key]))
+        inside = sum(r.options[0].forward_s + r.options[0].backward_s for r in measured)
+        if base_bytes is None:
+            unique = {s._cdata: s.nbytes() for s in storages([*parameters, *tree_leaves(batch)])}
+            base_bytes = sum(unique.values())
+        step = StepProfile(
+            tuple(measured),
+            base_bytes=base_bytes,
+            up_bytes_per_s=rates["up"],
+            down_bytes_per_s=rates["down"],
+            window_bytes=engine.window_bytes,
+            other_s=max(0.0, sum(whole) - inside) if choices[0] == KEEP else 0.0,
+            granule_bytes=engine.stats().largest_parcel_bytes,
+        )
+        inputs_of_step = [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor)]
+        study.fixed.extend([*inputs_of_step, *[x.grad for x in inputs_of_step]])
+        missing = study.missing_bytes(model, run, step, choices)
+        slack = allocator_slack(device)
+        return dataclasses.replace(step, base_bytes=base_bytes + math.ceil(missing) + slack)
 
 
 def _check(

@@ -115,15 +115,22 @@ class ParcelQueues:
         while self._graveyard:
             for parcel in self._graveyard.popleft():
                 parcel.num_handles -= 1
-                if parcel.num_handles > 0:
-                    continue
-                if parcel in self._leaving:
-                    self._leaving.remove(parcel)
-                    self._leaving_bytes -= parcel.nbytes
-                if parcel.sequence in self._returning:
-                    self._forget_returning(parcel.sequence)
-                parcel.close()
-                del self._live[parcel.sequence]
+                if parcel.num_handles <= 0:
+                    self._close(parcel)
+
+    def close_orphans(self) -> None:
+        """Close what was sent and got no handle, because an error came in between."""
+        for parcel in [p for p in self._live.values() if not p.num_handles]:
+            self._close(parcel)
+
+    def _close(self, parcel: Parcel) -> None:
+        if parcel in self._leaving:
+            self._leaving.remove(parcel)
+            self._leaving_bytes -= parcel.nbytes
+        if parcel.sequence in self._returning:
+            self._forget_returning(parcel.sequence)
+        parcel.close()
+        del self._live[parcel.sequence]
 
     # -- pace ----------------------------------------------------------------------------------------------------------
 

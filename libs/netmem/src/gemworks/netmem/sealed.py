@@ -12,6 +12,7 @@ parked:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 Refuse = Callable[[str, str], None]
@@ -53,22 +54,24 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-def seal(tensor: torch.Tensor, name: str, refuse: Refuse) -> bool:
-    """Refuse its use from now on. False for one that is sealed, or whose class can't be changed."""
+def seal(tensor: torch.Tensor, name: str, refuse: Refuse) -> None:
+    """Refuse its use from now on, unless another group does already, or its class can't be changed."""
     if "_parked_by" in vars(tensor):
-        return False
+        return
+    vars(tensor)["_parked_by"] = (refuse, name)
     try:
         tensor.__class__ = _sealed_class(type(tensor))
     except TypeError:  # an object laid out by a class in C
-        return False
-    vars(tensor)["_parked_by"] = (refuse, name)
-    return True
+        del vars(tensor)["_parked_by"]
 
 
-def unseal(tensor: torch.Tensor) -> None:
-    """The tensor has its class back."""
-    tensor.__class__ = type(tensor).__mro__[1]
-    del vars(tensor)["_parked_by"]
+def unseal(tensor: torch.Tensor, name: str, refuse: Refuse) -> None:
+    """The tensor has its class back if that group took it. Where it was interrupted a second call goes on."""
+    if vars(tensor).get("_parked_by") == (refuse, name):
+        kind = vars(type(tensor)).get("_parked_from")
+        if kind is not None:
+            tensor.__class__ = kind
+        del vars(tensor)["_parked_by"]
 
 
 @functools.cache
@@ -83,7 +86,11 @@ def _sealed_class(kind: type[torch.Tensor]) -> type[torch.Tensor]:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    return type(f"Parked{kind.__name__}", (kind,), {"__slots__": (), "__torch_function__": classmethod(refused)})
+    def text(self: torch.Tensor) -> str:  # for logs, debuggers and tracebacks, which print what they meet
+        return f"<{kind.__name__} {tuple(self.shape)} {self.dtype}, parked>"
+
+    members = {"__slots__": (), "__torch_function__": classmethod(refused), "__repr__": text, "_parked_from": kind}
+    return type(f"Parked{kind.__name__}", (kind,), members)
 
 
 _COLLECTIVES = (
@@ -92,6 +99,13 @@ _COLLECTIVES = (
     "alltoall", "alltoall_base", "broadcast", "gather", "recv", "recv_anysource", "reduce", "reduce_scatter",
     "reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send",
 )  # fmt: skip
+
+
+class _AtWork(threading.local):
+    depth = 0
+
+
+_at_work = _AtWork()
 _lock = threading.Lock()
 # Who holds each storage that is not on the device, of all stashes, by its address. Weakly: a stash that is dropped with
 # what it has parked leaves an entry that means nothing.
@@ -102,12 +116,13 @@ _originals: dict[str, Any] = {}
 def hold(storage: torch.UntypedStorage, name: str, refuse: Refuse) -> None:
     """Collectives refuse the storage from now on, and no other stash takes it."""
     with _lock:
-        _held[storage._cdata] = (weakref.WeakMethod(refuse), name)
-        if not _originals and dist.is_available():
+        if not _held and dist.is_available():
             own = vars(dist.ProcessGroup)  # pybind's descriptors; what getattr gives would no longer bind
             for method in set(_COLLECTIVES) & own.keys():  # torch 2.11 has fewer of them
-                _originals[method] = own[method]
-                setattr(dist.ProcessGroup, method, _checked(method, getattr(dist.ProcessGroup, method)))
+                # the first time, or again after an interrupt in `release`
+                if own[method] is _originals.setdefault(method, own[method]):
+                    setattr(dist.ProcessGroup, method, _checked(method, getattr(dist.ProcessGroup, method)))
+        _held[storage._cdata] = (weakref.WeakMethod(refuse), name)
 
 
 def release(storage: torch.UntypedStorage) -> None:
@@ -122,6 +137,29 @@ def release(storage: torch.UntypedStorage) -> None:
             _originals.clear()
 
 
+@contextlib.contextmanager
+def at_work() -> Iterator[None]:
+    """Copies of parked memory that stashes make, or an arbiter for them, pass the guards of this thread."""
+    _at_work.depth += 1
+    try:
+        yield
+    finally:
+        _at_work.depth -= 1
+
+
+class Guard(TorchDispatchMode):
+    """Any operation on memory that some stash holds is refused, by whatever view it comes."""
+
+    def __enter__(self) -> Any:
+        _at_work.depth = 0  # an interrupt in the midst of work may have left more
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _at_work.depth:
+            refuse_held((args, kwargs), str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def refusal(storage: torch.UntypedStorage) -> Callable[[str], None] | None:
     """What raises for a storage that some stash holds, given what wanted it."""
     entry = _held.get(storage._cdata)
@@ -132,9 +170,9 @@ def refusal(storage: torch.UntypedStorage) -> Callable[[str], None] | None:
 def refuse_held(values: Any, what: str) -> None:
     """Raise if a tensor among those values has memory that some stash holds."""
     if _held:
-        for x in tree_leaves(values):
-            if isinstance(x, torch.Tensor) and x.layout is torch.strided:
-                refuse = refusal(x.untyped_storage())
+        for leaf in tree_leaves(values):
+            for x in plain_tensors(leaf) if isinstance(leaf, torch.Tensor) else ():
+                refuse = refusal(x.untyped_storage()) if x.layout is torch.strided else None
                 if refuse is not None:
                     refuse(what)
 

@@ -300,6 +300,9 @@ def solve(profile: StepProfile, budget_bytes: float, *, rel_gap: float = 0.0, ma
             _refuse(profile, budget_bytes)
         return evaluate(profile, [])
     tables = [_Table.of(r.options) for r in profile.regions]
+    # nothing needs more, and prices of memory need a number
+    most = [max(o.held_bytes + o.forward_bytes + o.backward_bytes for o in r.options) for r in profile.regions]
+    budget_bytes = min(budget_bytes, profile.base_bytes + 2 * profile.window_bytes + sum(most))
     bound = _Bound(profile, tables, budget_bytes)
     known = [p for p in _uniform(profile) if p.peak_bytes <= budget_bytes]
     best = min(known, key=lambda p: (p.step_s, p.peak_bytes), default=None)
@@ -307,7 +310,7 @@ def solve(profile: StepProfile, budget_bytes: float, *, rel_gap: float = 0.0, ma
     beamed = _search(profile, tables, budget_bytes, bound, cut_s=cut, beam=_BEAM, max_labels=max_labels)
     if beamed is not None:
         best = _plan(profile, beamed)  # faster than the cut, so faster than every uniform plan
-    exact, gap = True, rel_gap
+    exact, gap, slack_s = True, rel_gap, 0.0
     for gap in [rel_gap, *(g for g in _ESCALATION if g > rel_gap)]:
         # half of the tolerance goes to the cut, half to dropping partial plans that are nearly beaten
         best_s = math.inf if best is None else best.step_s - profile.other_s
@@ -332,7 +335,7 @@ def solve(profile: StepProfile, budget_bytes: float, *, rel_gap: float = 0.0, ma
     assert best is not None
     assert best.peak_bytes <= budget_bytes, "a plan above its budget"
     best_s = best.step_s - profile.other_s
-    gap_s = gap * best_s
+    gap_s = max(gap * best_s, slack_s)  # slack of the plan known before the last search
     if gap_s > 0:
         # no plan is faster than the bound of the empty one
         least_s = float(bound(torch.zeros((1, 4), dtype=torch.float64), 0))

@@ -56,7 +56,11 @@ def wait_for_all(store: Store, key: str, num_ranks: int, timeout_s: float = 300.
     here, end = store.add(key, 1), time.monotonic() + timeout_s
     while here < num_ranks:
         if time.monotonic() > end:
-            raise CollectiveTimeoutError(f"{key}: {here} of {num_ranks} ranks came within {timeout_s:g} s")
+            here = store.add(key, -1) + 1  # a rank that comes later must not go on without this one
+            if here < num_ranks:
+                raise CollectiveTimeoutError(f"{key}: {here} of {num_ranks} ranks came within {timeout_s:g} s")
+            store.add(key, 1)  # all had come in between, and may have seen it
+            return
         time.sleep(1e-3)
         here = store.add(key, 0)
 

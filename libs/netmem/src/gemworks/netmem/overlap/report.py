@@ -148,12 +148,15 @@ def _waits(
     compute: list[Activity], communication: list[Activity], exposed: list[tuple[float, float]]
 ) -> tuple[Wait, ...]:
     found: dict[tuple[str, str, str, str], list[float]] = defaultdict(list)
-    at = 0
+    at = begun = 0
+    going: list[Activity] = []
     for start, end in exposed:
+        while begun < len(communication) and communication[begun].start_us < end:
+            going.append(communication[begun])
+            begun += 1
+        going = [a for a in going if a.end_us > start]
         # whatever of the communication was still going at the end of the stretch held it up
-        culprit = max(
-            (a for a in communication if a.start_us < end and a.end_us > start), key=lambda a: min(a.end_us, end)
-        )
+        culprit = max(going, key=lambda a, end=end: min(a.end_us, end))
         while at < len(compute) and compute[at].start_us < end:
             at += 1
         waiter, lane = (compute[at].name, compute[at].lane) if at < len(compute) else ("end of trace", "")
