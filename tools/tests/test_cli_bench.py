@@ -87,6 +87,16 @@ def test_compare_with_an_older_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert [(row["op"], row["verdict"]) for row in found] == [("backward", "same"), ("forward", "gone")]
 
 
+def test_differences_of_times_may_be_below_zero_and_have_no_ratio() -> None:
+    Path("old.csv").write_text("op,ms\nregion_price,-0.25\nforward,2.0\n")
+    rows = read_rows(Path("old.csv"))
+    found = compare(rows, [row | {"ms": "0.5"} for row in rows])
+    assert [(row["op"], row["ratio"], row["verdict"]) for row in found] == [
+        ("region_price", None, "slower"),
+        ("forward", 0.25, "faster"),
+    ]
+
+
 def test_brackets_are_text_and_bytes_that_are_none_do_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
     """Names of rows and folders may look like markup; a program may print what is no UTF-8."""
     text = PROGRAM.replace('impl="gemworks"', 'impl="a[red]"')

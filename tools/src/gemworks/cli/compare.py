@@ -20,7 +20,6 @@ KEY_COLUMNS = (
 NAME_COLUMNS = ("op", "layer", "row")  # one of them is in every file
 SHOWN_COLUMNS = (*NAME_COLUMNS, "shape", "head_dim", "direction", "format", "setting", "attention", "impl", "law")
 TIME_COLUMNS = ("ms", "ms_p20", "ms_p80")
-ROUNDING_MS = 1e-9  # a row may hold a difference of two equal times, which rounding leaves below zero
 Row = Mapping[str, str]
 
 
@@ -56,7 +55,8 @@ def _check_row(place: str, row: Mapping[str | None, str | None]) -> None:
     for name in TIME_COLUMNS:
         text = row.get(name) or ""
         try:
-            wrong = bool(text) and not -ROUNDING_MS <= float(text) < math.inf
+            # a row may hold a difference of two times (`region_price`), which may be below zero
+            wrong = bool(text) and not math.isfinite(float(text))
         except ValueError:
             wrong = True
         if wrong:
@@ -86,7 +86,7 @@ def compare(old: Sequence[Row], new: Sequence[Row]) -> list[dict[str, Any]]:
             verdict = "slower"
         elif _bound(b, "ms_p80") < _bound(a, "ms_p20"):
             verdict = "faster"
-        ratio = item["new_ms"] / item["old_ms"] if item["old_ms"] else None
+        ratio = item["new_ms"] / item["old_ms"] if item["old_ms"] > 0 else None
         found.append(item | {"ratio": ratio, "verdict": verdict})
     return found
 

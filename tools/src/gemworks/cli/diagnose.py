@@ -26,9 +26,9 @@ from gemworks.cli.output import (
     writable,
 )
 
-FIGURES = 40  # columns that KernelTable.to_text puts before a name
 Item = TypeVar("Item")
-MIN_NAME = 20  # a kernel's name is not cut to less, however narrow the terminal
+COLUMNS_BEFORE_NAME = 40  # in the lines of KernelTable.to_text
+MIN_NAME_COLUMNS = 20  # a kernel's name is not cut to less, however narrow the terminal
 
 
 def probe(
@@ -127,7 +127,8 @@ def trace(
     for path, report, table in zip(traces, reports, tables, strict=True):
         print(path)
         print_lines(report.to_text())
-        print(table.to_text(kernels) if columns is None else table.to_text(kernels, max(columns - FIGURES, MIN_NAME)))
+        width = () if columns is None else (max(columns - COLUMNS_BEFORE_NAME, MIN_NAME_COLUMNS),)
+        print(table.to_text(kernels, *width))
     if waits is not None:
         print_lines(waits.to_text())
 

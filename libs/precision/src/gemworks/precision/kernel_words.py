@@ -368,7 +368,7 @@ def column_words(
         bad = quads(wide, R8, C)
         poison = wide == 255
         byte = merged
-        f = own
+        f = own  # not read: words are merged below
     else:
         f = quads(spread_first(factor_of(byte, HARDWARE), G, B8, C), R8, C)
         own = f
